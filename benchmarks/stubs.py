@@ -22,7 +22,7 @@ import msgspec
 import uvloop
 from typing_extensions import override
 
-from tandem.frontend.tokenizer_files import tokenizer_files, tokenizer_hash
+from tandem.frontend.tokenizer import tokenizer_files, tokenizer_hash
 from tandem.node.checkpoint import resolve_model
 from tandem.node.command import default_cache_dir
 from tandem.wire.channel import Inbox, Peer, wait

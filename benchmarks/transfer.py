@@ -1,19 +1,14 @@
 """How fast pages move between two processes, against the limits of memory and of a socket.
 
-The limits are measured in the same run: one core's memcpy; one bare TCP socket, that is sendall here
-and recv_into there, which does not even say which bytes are which; and, where a transfer library is
-installed, that library used directly (`bare_transports`).
+The limits are measured in the same run: one core's memcpy, and one bare TCP socket, that is sendall here
+and recv_into there, which does not even say which bytes are which.
 
-    python -m benchmarks.transfer [--size-mib 512] [--rounds 7] [--tp 2:1] [--quick]
+    python -m benchmarks.transfer [--size-mib 512] [--rounds 7] [--quick]
 
 Two processes; contiguous is one copy, pages are random pages of 2 MiB (Llama-3-8B in bf16, 16 tokens
 each: 512 MiB is a prompt of 4,096), scattered is random blocks of 64 KiB, verified by hash. The rounds
 of all cases are interleaved, so that a noisy neighbour harms all alike, and medians are shown. CPU-s/GB
 counts both processes. A ratio is that of the pattern that looks worst.
-
-With `--tp P:D` the KV of a Llama of 8B goes from P ranks of prefill to D ranks of decode and, in the same round, as
-many bytes from P ranks to P. This process is every rank of prefill, one after the other; each link has a far end of
-its own. Planning the copies counts.
 """
 
 import argparse
@@ -29,16 +24,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 
 import msgspec
 import numpy as np
 
-from benchmarks.bare_transports import INSTALLED, BareDriver
 from benchmarks.rig import parse, parser_of, result
-from tandem.kvtransfer.layout import KVLayout
-from tandem.kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
+from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.sharding import RankPair, Shard, held_heads, pair_ranks
 from tandem.kvtransfer.transports.base import Connection, Pool, TransportConfig
 from tandem.kvtransfer.transports.registry import transports
 from tandem.wire.generation import Room
@@ -46,11 +39,10 @@ from tandem.wire.hand_off import TransportOffer
 
 ROOM = Room(1)
 BLOCK_BYTES, PAGE_BYTES = 64 << 10, 2 << 20
-NUM_KV_HEADS, PAGE_SIZE = 8, 16
-TP_PAGE_BYTES = 32 * 2 * NUM_KV_HEADS * PAGE_SIZE * 128 * 2  # of all heads
 PATTERNS = ("contiguous", "pages", "scattered")
-NAMES = ("shm", "tcp", "nccl", *INSTALLED)
-BARE = {f"bare {name}": driver for name, driver in INSTALLED.items()}
+# Libraries that are a transport here if they are installed.
+LIBRARIES = {"nixl": "nixl_cu12", "mooncake": "mooncake"}
+NAMES = ("shm", "tcp", "nccl", *(name for name in LIBRARIES if find_spec(LIBRARIES[name])))
 NUM_LATENCIES = 200
 
 
@@ -71,14 +63,9 @@ class FarEnd:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         where = self._read()
-        self.connection: Connection | BareDriver
-        if driver := BARE.get(name):
-            self.connection = driver()
-            self.connection.connect(where, region)
-        else:
-            [transport] = transports(name, TransportConfig())
-            offer = msgspec.json.decode(where, type=TransportOffer)
-            self.connection = transport.connect(offer, region)
+        [transport] = transports(name, TransportConfig())
+        offer = msgspec.json.decode(where, type=TransportOffer)
+        self.connection = transport.connect(offer, region)
 
     def ask(self, question: str) -> str:
         """Return the far end's answer: its CPU seconds for `cpu`, its pool's hash for `hash`."""
@@ -129,10 +116,6 @@ def listen(name: str, pool_bytes: int) -> None:
 
 def _open(name: str, region: MemoryRegion, ending: ExitStack) -> str:
     """Let the near end write; return what it needs for that."""
-    if driver := BARE.get(name):
-        bare = driver()
-        ending.callback(bare.close)
-        return bare.receive(region)
     num_pages = region.size_bytes // BLOCK_BYTES
     [transport] = transports(name, TransportConfig())
     listener = transport.listen(Pool(region, BLOCK_BYTES, num_pages))
@@ -239,7 +222,7 @@ def run(size_bytes: int, num_rounds: int) -> tuple[Samples, float]:
     with MemoryRegion.shared(pool_bytes) as source, MemoryRegion.shared(pool_bytes) as here:
         rng = np.random.default_rng(1)
         source.array().view(np.uint64)[:] = rng.integers(0, 2**63, pool_bytes // 8, np.uint64)
-        far_ends = {name: FarEnd(name, pool_bytes, source) for name in (*NAMES, *BARE)}
+        far_ends = {name: FarEnd(name, pool_bytes, source) for name in NAMES}
         bare = BareSocket(size_bytes)
         bare.write(source)
         for plan in plans.values():  # also touches every page once, before the clock runs
@@ -271,7 +254,7 @@ def run(size_bytes: int, num_rounds: int) -> tuple[Samples, float]:
     return samples, latency_us
 
 
-def page_latency_us(connection: Connection | BareDriver, num_pages: int) -> float:
+def page_latency_us(connection: Connection, num_pages: int) -> float:
     """Return the median time to push one page, another one each time."""
     took_s = []
     for index in range(NUM_LATENCIES):
@@ -297,115 +280,8 @@ def report(samples: Samples, latency_us: float) -> None:
         return min(rates[ours, each] / rates[theirs, each] for each in PATTERNS)
 
     print(result("tcp_vs_socket", worst("tcp", "socket"), 0.95))
-    for name in INSTALLED:
-        print(result(f"tcp_vs_{name}_tcp", worst("tcp", f"bare {name}"), 1.0))
-        print(result(f"{name}_vs_bare", worst(name, f"bare {name}"), 0.95))
     print(result("shm_page_latency_us", latency_us, 200, "us", is_lower_better=True))
     print(result("shm_vs_memcpy", worst("shm", "memcpy"), 0.8))
-
-
-class Prefill:
-    """The ranks of prefill: memory with something in it, and scattered pages of a prompt."""
-
-    def __init__(self, tp: int, num_pages: int, stack: ExitStack) -> None:
-        self.held = shares(tp)
-        self.pages = [scattered(heads, num_pages, seed=0) for heads in self.held]
-        self.regions = []
-        for rank, pages in enumerate(self.pages):
-            region = stack.enter_context(MemoryRegion.private(pages.layout.pool_bytes))
-            words = region.array().view(np.uint64)
-            words[:] = np.random.default_rng(rank).integers(0, 2**63, len(words), np.uint64)
-            self.regions.append(region)
-
-
-class Route:
-    """Ways from prefill to a decode of `tp` ranks over one transport."""
-
-    def __init__(self, prefill: Prefill, tp: int, name: str, stack: ExitStack) -> None:
-        num_pages = len(prefill.pages[0].page_ids)
-        held = shares(tp)
-        self._prefill = prefill
-        self._theirs = [scattered(heads, num_pages, seed=1) for heads in held]
-        self._far_ends: list[tuple[RankPair, FarEnd]] = []
-        for pair in pair_ranks(prefill.held, held):
-            pool_bytes = self._theirs[pair.destination].layout.pool_bytes
-            far = FarEnd(name, pool_bytes, prefill.regions[pair.source])
-            stack.callback(far.close)
-            self._far_ends.append((pair, far))
-
-    def write(self) -> None:
-        """Push every head of every page to each rank that holds it."""
-        for pair, far in self._far_ends:
-            far.connection.write(ROOM, self._plan(pair))
-
-    def check(self) -> None:
-        """Make sure that each far end holds what plain copies make of it, and nothing else."""
-        for pair, far in self._far_ends:
-            with MemoryRegion.private(self._theirs[pair.destination].layout.pool_bytes) as expected:
-                copy_here(self._plan(pair), self._prefill.regions[pair.source], expected)
-                if far.ask("hash") != digest(expected):
-                    raise SystemExit("the bytes that arrived are not those that were sent")
-
-    def _plan(self, pair: RankPair) -> CopyPlan:
-        own, theirs = self._prefill.pages[pair.source], self._theirs[pair.destination]
-        return plan_copies(own, theirs, range(own.end_token), pair.heads)
-
-
-def shares(tp: int) -> list[range]:
-    """Return the heads that each of `tp` ranks holds."""
-    return held_heads(Shard(0, tp, NUM_KV_HEADS), max(1, -(-NUM_KV_HEADS // tp)))
-
-
-def scattered(heads: range, num_pages: int, *, seed: int) -> PagedTokens:
-    """Return as many pages, in any order, of a pool that has a quarter more."""
-    layout = KVLayout(num_pages * 5 // 4, PAGE_SIZE, 32, len(heads), 128, "bfloat16", 2)
-    page_ids = np.random.default_rng(seed).permutation(layout.num_pages)[:num_pages]
-    return PagedTokens(layout, page_ids.tolist())
-
-
-def run_tp(
-    sizes: tuple[int, int], size_bytes: int, num_rounds: int
-) -> dict[tuple[str, str], list[float]]:
-    """Return GB/s of each (transport, "equal" or "unequal"), round by round."""
-    samples: dict[tuple[str, str], list[float]] = {}
-    with ExitStack() as stack:
-        prefill = Prefill(sizes[0], size_bytes // TP_PAGE_BYTES, stack)
-        routes = {
-            (name, kind): Route(prefill, tp, name, stack)
-            for name in NAMES
-            for kind, tp in (("equal", sizes[0]), ("unequal", sizes[1]))
-        }
-        for route in routes.values():  # also touches every page once, before the clock runs
-            route.write()
-            route.check()
-        for _ in range(num_rounds):
-            for case, route in routes.items():
-                start_s = time.perf_counter()
-                route.write()
-                elapsed_s = time.perf_counter() - start_s
-                samples.setdefault(case, []).append(size_bytes / elapsed_s / 1e9)
-    return samples
-
-
-def report_tp(text: str, size_mib: int, num_rounds: int) -> None:
-    """Measure unequal against equal tensor-parallel sizes, and report.
-
-    Args:
-        text: Such as 2:1, tensor-parallel sizes of prefill and decode that divide the heads.
-    """
-    prefill_tp, _, decode_tp = text.partition(":")
-    sizes = int(prefill_tp), int(decode_tp)
-    print(f"--tp {text}: {size_mib} MiB a round, {num_rounds} rounds, {os.cpu_count()} cores")
-    samples = run_tp(sizes, size_mib << 20, num_rounds)
-    print(f"{'transport':<12}{'equal GB/s':>12}{'unequal GB/s':>14}{'ratio':>8}")
-    ratios = []
-    for name in NAMES:
-        equal, unequal = samples[name, "equal"], samples[name, "unequal"]
-        # Of each round by itself: a noisy neighbour slows down both.
-        ratios.append(statistics.median(u / e for u, e in zip(unequal, equal, strict=True)))
-        medians = statistics.median(equal), statistics.median(unequal)
-        print(f"{name:<12}{medians[0]:>12.2f}{medians[1]:>14.2f}{ratios[-1]:>8.2f}")
-    print(result("unequal_tp_vs_equal", min(ratios), 0.95))
 
 
 def main() -> None:
@@ -414,7 +290,6 @@ def main() -> None:
     add = parser.add_argument
     add("--size-mib", type=int, default=512, help="moved in each round")
     add("--rounds", type=int, default=7, help="rounds of every case")
-    add("--tp", metavar="P:D", help="unequal tensor-parallel sizes, such as 2:1")
     add("--listen", nargs=2, metavar=("NAME", "BYTES"), help=argparse.SUPPRESS)
     add("--drain", nargs=2, metavar=("PORT", "BYTES"), help=argparse.SUPPRESS)
     args = parse(parser, {"size_mib": 64, "rounds": 2})
@@ -422,8 +297,6 @@ def main() -> None:
         drain(int(args.drain[0]), int(args.drain[1]))
     elif args.listen:
         listen(args.listen[0], int(args.listen[1]))
-    elif args.tp:
-        report_tp(args.tp, min(args.size_mib, 128), args.rounds)
     else:
         print(f"{args.size_mib} MiB, {args.rounds} rounds, {os.cpu_count()} cores, medians")
         report(*run(args.size_mib << 20, args.rounds))

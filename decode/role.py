@@ -38,12 +38,9 @@ from tandem.wire.messages import NodeLoad, StartDecode, StartPrefill
 
 @dataclass(slots=True, eq=False)
 class _Half(Half):
-    """Decode's half of one attempt, or all of it; `active` holds its pages.
+    """Decode's half of one attempt, or all of it.
 
-    Attributes:
-        hand_off: Where the prompt comes from; None when it is computed here.
-        since_s: Since when it waits for what comes next, by the timeline: its pages, then its first
-            step; -1 once that is done.
+    `since_s`: since when it waits for its pages, then its first step; -1 once done.
     """
 
     hand_off: StartDecode | None = None
@@ -53,10 +50,7 @@ class _Half(Half):
 class DecodeRole(Role[_Half]):
     """Grants pages, takes over what landed in them, generates; see `Role`.
 
-    Args:
-        agent: Receives prompts that prefill computed; None: every request is a whole one.
-        max_running: Requests with pages at a time, granted ones included.
-        max_waiting: Requests that may wait for pages; one more is rejected.
+    Without an agent every request is a whole one.
     """
 
     def __init__(

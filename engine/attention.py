@@ -51,11 +51,7 @@ def not_served(model_type: str, reason: str) -> ConfigInvalid:
 
 @contextmanager
 def refusing(hf_config: Any) -> Iterator[None]:
-    """Have what refuses a model's attention in the block name the type of the model.
-
-    Raises:
-        ConfigInvalid: The model is not served.
-    """
+    """Have what refuses a model's attention in the block name the type of the model."""
     try:
         yield
     except KeyError as error:
@@ -148,11 +144,7 @@ class Latents:
     def inputs(
         self, index: int, query: torch.Tensor, kept: "Kept", scoring: Scoring
     ) -> LayerInputs:
-        """Return what the layer brings to attention over latents.
-
-        Args:
-            query: Shape (1, num_heads, num_rows, nope_dim + rope_dim).
-        """
+        """Return what the layer brings, for a query (1, num_heads, num_rows, nope_dim + rope_dim)."""
         _, nope_dim, rank = self.to_key.shape
         nope, rope = query[0][..., :nope_dim], query[0][..., nope_dim:]
         absorbed = torch.cat([nope @ self.to_key, rope], dim=-1)  # (heads, rows, rank + rope)
@@ -175,7 +167,6 @@ class PagedPast:
     Models that keep anything but K and V ask it for what it does not have, and are refused for that.
 
     Args:
-        positions: Of the forward's rows. Shape (num_rows,), int64.
         layers: Whose `kept` is wanted; None: all of them.
     """
 
@@ -283,7 +274,6 @@ class AttentionBackend(Protocol):
         Returns:
             Shape (num_rows, num_heads, value_dim), in the query's type.
         """
-        ...
 
 
 @runtime_checkable
@@ -295,7 +285,6 @@ class GraphBackend(AttentionBackend, Protocol):
 
         Called before each replay, once the batch's host numbers are those of the forward to come.
         """
-        ...
 
 
 class PagedModel:
@@ -343,7 +332,6 @@ class PagedModel:
             token_ids, positions: Shape (num_rows,), int64.
             logit_rows: Shape (num_logits,), int64.
             attend: Takes what a layer brings; returns shape (num_rows, num_heads, value_dim).
-            wrote: As in `PagedBatch`.
             past: Of these positions; None makes one that keeps what latents need.
 
         Returns:
@@ -371,10 +359,7 @@ class PagedModel:
         scoring: Scoring,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend for one layer of the forward under way.
-
-        Args:
-            tensors: Query, key and value as `paged_attention` has them.
+        """Attend for one layer of the forward under way: `tensors` as `paged_attention` has them.
 
         Returns:
             Shape (num_rows, num_heads, value_dim).
@@ -418,13 +403,8 @@ def paged_attention(
 
     Args:
         module: The attention module; `layer_idx` names the layer, `paged` has the forward.
-        query: Shape (1, num_heads, num_rows, key_dim), after rotary embedding.
-        key: Shape (1, num_kv_heads, num_rows, key_dim).
-        value: Shape (1, num_kv_heads, num_rows, value_dim).
-        attention_mask: None: which keys a row sees is the batch's.
-        scaling, sliding_window, softcap: As in `Scoring`; `scaling` is 1/sqrt(key_dim) when None.
+        query, key, value: Shape (1, num_heads, num_rows, dim); after rotary embedding.
         s_aux: As `LayerInputs.sinks`.
-        others: Whatever else the model passes.
 
     Returns:
         The output, shape (1, num_rows, num_heads, value_dim), and no weights.
@@ -446,7 +426,6 @@ def paged_attention(
 def _check_understood(
     module: torch.nn.Module, attention_mask: object, others: Mapping[str, Any]
 ) -> None:
-    """Raise AttentionNotServed unless everything that the layer asks for is computed here."""
     if attention_mask is not None:
         raise AttentionNotServed("it makes an attention mask of its own")
     if not getattr(module, "is_causal", True) or others.get("is_causal") is False:

@@ -29,20 +29,12 @@ class TorchAttention:
 
 
 def empty_output(layer: LayerInputs, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return memory for what a layer's rows attend to, in the query's type unless another is given.
-
-    Returns:
-        Shape (num_rows, num_heads, value_dim).
-    """
+    """Return memory for (num_rows, num_heads, value_dim), in the query's type unless another is given."""
     return layer.query.new_empty((*layer.query.shape[:2], layer.value.shape[-1]), dtype=dtype)
 
 
 def attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) -> None:
-    """Attend with the rows of every chunk of a prompt.
-
-    Args:
-        out: Their rows are filled. Shape (num_rows, num_heads, value_dim).
-    """
+    """Attend with the rows of every chunk of a prompt, and fill theirs in `out`."""
     starts = batch.host_query_starts
     for sequence in range(batch.num_decodes, len(batch.host_kv_lens)):
         rows = slice(int(starts[sequence]), int(starts[sequence + 1]))
@@ -86,13 +78,10 @@ def _attend_whole(
 
 
 def _attend_decodes(layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:
-    """Attend with one row for each sequence.
+    """Attend with one row for each sequence. Shape (num_decodes, num_heads, value_dim).
 
     A KV head is the batch, a sequence is a head and the query heads of a group are its rows: so
     grouped KV is read once and never expanded.
-
-    Returns:
-        Shape (num_decodes, num_heads, value_dim).
     """
     num_decodes, (_, num_heads, key_dim) = batch.num_decodes, layer.query.shape
     width = -(-int(batch.host_kv_lens[:num_decodes].max()) // batch.page_size)
@@ -205,12 +194,7 @@ def _attend_latents(
     mask: torch.Tensor,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attend with a prompt's rows over the one K and V of all heads, without a copy of them for each.
-
-    Args:
-        query: Shape (1, num_heads, num_rows, key_dim).
-        mask: Shape (num_rows, kv_len).
-    """
+    """Attend with a prompt's rows over the one K and V of all heads, without a copy of them for each."""
     num_rows, kv_len = mask.shape
     outs = []
     for part in torch.split(query, max(1, _MOST_SCORES // (num_rows * kv_len)), dim=1):

@@ -11,7 +11,6 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,28 +41,16 @@ log = get_logger(__name__)
 _MAX_REASON = 300
 
 
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """A model without its weights.
-
-    Attributes:
-        model: Its tensors are on the meta device.
-        weight_bytes: What its weights will take, of all ranks together.
-    """
-
-    model: torch.nn.Module
-    weight_bytes: int
-
-
 def read_config(config: EngineConfig) -> Any:
-    """Return what transformers reads config.json into.
-
-    Raises:
-        ConfigInvalid: There is none, or it is of no model that transformers knows.
-    """
+    """Return what transformers reads config.json into; raise ConfigInvalid if it knows no such model."""
     path = Path(config.model_dir)
     with in_one_sentence(f"cannot load the model in {path}"):
-        return _read_config(config, path)
+        if not (path / "config.json").is_file():
+            raise ConfigInvalid(
+                f"{path} has no config.json: give a transformers directory or a GGUF file"
+            )
+        _check_known(config, path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
 
 
 def load_checkpoint(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
@@ -93,11 +80,10 @@ def load_checkpoint(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
     return model.eval().requires_grad_(requires_grad=False)
 
 
-def outline(config: EngineConfig, hf_config: Any) -> Outline:
-    """Return a model without its weights. Where there are files of weights, their headers are checked.
+def outline(config: EngineConfig, hf_config: Any) -> tuple[torch.nn.Module, int]:
+    """Return a model on the meta device, and the bytes of its weights, of all ranks together.
 
-    Raises:
-        ConfigInvalid: As `load_checkpoint`.
+    Where there are files of weights, their headers are checked, as `load_checkpoint` does.
     """
     path = Path(config.model_dir)
     with in_one_sentence(f"cannot load the model in {path}"), attention.refusing(hf_config):
@@ -115,7 +101,7 @@ def outline(config: EngineConfig, hf_config: Any) -> Outline:
             if _stays_packed(quantizer)
             else [each.numel() * each.itemsize for each in model.parameters()]
         )
-    return Outline(model, sum(sizes))
+    return model, sum(sizes)
 
 
 def fingerprint(config: EngineConfig, text_config: Any, dtype: str, kv_dtype: str) -> str:
@@ -135,11 +121,7 @@ def fingerprint(config: EngineConfig, text_config: Any, dtype: str, kv_dtype: st
 
 @contextmanager
 def in_one_sentence(what_fails: str) -> Iterator[None]:
-    """Make one kind of error, in one line, of whatever transformers raises inside.
-
-    Raises:
-        ConfigInvalid: Something was raised.
-    """
+    """Make a ConfigInvalid of one line of whatever transformers raises inside."""
     try:
         yield
     except TandemError:
@@ -156,11 +138,7 @@ def _reason(error: Exception) -> str:
     return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} ..."
 
 
-def _read_config(config: EngineConfig, path: Path) -> Any:
-    if not (path / "config.json").is_file():
-        raise ConfigInvalid(
-            f"{path} has no config.json: give a transformers directory or a GGUF file"
-        )
+def _check_known(config: EngineConfig, path: Path) -> None:
     facts = read_object(path / "config.json")
     kind = facts.get("model_type")
     if isinstance(kind, str) and kind not in CONFIG_MAPPING and not config.trust_remote_code:
@@ -173,7 +151,6 @@ def _read_config(config: EngineConfig, path: Path) -> Any:
             f"transformers {transformers.__version__}, which is installed, does not know model_type {kind} of "
             f"{path}: install a version that does, or give another model"
         )
-    return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
 
 
 def _random(
@@ -302,12 +279,9 @@ def _is_beyond(model: Any, modules: Mapping[str, torch.nn.Module], name: str) ->
 
 
 def _check_numbers(model: torch.nn.Module, path: Path) -> None:
-    """Check that no weight is infinite or not a number.
+    """Refuse weights that are infinite or not a number.
 
     It takes as long as reading memory once (one core of a CPU: 7 to 11 GB/s), and no memory.
-
-    Raises:
-        ConfigInvalid: One is.
     """
     for name, tensor in model.state_dict().items():
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -324,11 +298,7 @@ def _check_numbers(model: torch.nn.Module, path: Path) -> None:
 
 
 def _quantizer(config: EngineConfig, hf_config: Any, path: Path) -> Any | None:
-    """Return what transformers reads quantized weights with; None for plain ones.
-
-    Raises:
-        ConfigInvalid: It cannot here: the sentence names the package or the device that it takes.
-    """
+    """Return what transformers reads quantized weights with; None for plain ones."""
     settings = getattr(hf_config, "quantization_config", None) or getattr(
         hf_config.get_text_config(decoder=True), "quantization_config", None
     )

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
-from typing_extensions import override
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.errors import GrammarViolated
@@ -25,9 +24,7 @@ from tandem.engine.request import ActiveRequest, Stage, check_request, seen_by
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.shape import ModelShape
 from tandem.engine.step import (
-    ChunkEnd,
     CompletePages,
-    Computed,
     Failure,
     Launched,
     Launcher,
@@ -56,10 +53,8 @@ class Engine:
         wake: Called from another thread when a request's grammar was compiled.
 
     Attributes:
-        num_prompt_tokens: Prompt tokens so far, cached ones included.
-        num_cached_tokens: Those found in the prefix cache.
-        num_generated_tokens: Generated so far, those that another node chose included.
-        steps: Counts of forwards.
+        num_prompt_tokens: Since the start, those found in the prefix cache (`num_cached_tokens`) included.
+        num_generated_tokens: Since the start, those that another node chose included.
     """
 
     def __init__(
@@ -102,10 +97,6 @@ class Engine:
         self._is_stuck = False
         self.steps = StepCounts()
         self.num_prompt_tokens = self.num_cached_tokens = self.num_generated_tokens = 0
-
-    @override
-    def __repr__(self) -> str:
-        return f"Engine({self._scheduler!r})"
 
     # ── what comes in ────────────────────────────────────────────────────────────────────────────
 
@@ -153,11 +144,7 @@ class Engine:
         return active
 
     def refuse_overload(self, num_elsewhere: int = 0) -> None:
-        """Raise `Overloaded` if no more requests may wait.
-
-        Args:
-            num_elsewhere: Waiting requests that are not queued here.
-        """
+        """Raise `Overloaded` if no more may wait than are queued here, and `num_elsewhere`."""
         num_waiting = self.num_waiting + num_elsewhere
         if num_waiting >= self._config.max_waiting_requests:
             raise Overloaded(f"{num_waiting} requests are waiting; try again later")
@@ -168,12 +155,7 @@ class Engine:
         self._is_stuck = False
 
     def submit(self, request: GenerateRequest, *, is_prompt_only: bool = False) -> ActiveRequest:
-        """Check a request and queue it.
-
-        Raises:
-            InvalidRequest, OutOfPages: As `check`.
-            Overloaded: Too many requests wait.
-        """
+        """Check a request and queue it; raises as `check` and `refuse_overload`."""
         active = self.check(request, is_prompt_only=is_prompt_only)
         self.refuse_overload()
         self.queue(active)
@@ -245,7 +227,7 @@ class Engine:
         """Admit, launch a forward, collect one, and return what came out."""
         result = StepResult()
         self._queue_compiled(result)
-        if self._launched is not None and self._must_collect_first():
+        if self._must_collect_first():
             self._collect_newest(result)
         before, self._launched = self._launched, self._launch()
         self._is_stuck = before is None and self._launched is None
@@ -290,7 +272,7 @@ class Engine:
     # ── what is seen of it ───────────────────────────────────────────────────────────────────────
 
     def counts(self) -> PageCounts:
-        """Return how many pages are in each state."""
+        """Count the pages in each state."""
         return self.cache.counts()
 
     @property
@@ -342,7 +324,8 @@ class Engine:
 
     def _must_collect_first(self) -> bool:
         """Tell whether the next forward cannot be chosen before the last one's tokens are known."""
-        assert self._launched is not None
+        if self._launched is None:
+            return False
         is_special = self._scheduler.slots.is_special[self._launched.rows].any()
         return bool(is_special) or self._scheduler.is_short_of_pages
 
@@ -353,20 +336,18 @@ class Engine:
             return None
         slots, rows = self._scheduler.slots, batch.sampled_rows()
         indexes = slots.next_index[rows].tolist()
-        chunks = [ChunkEnd.of(chunk) for chunk in batch.chunks]
         pages = [self._complete_pages(c) for c in batch.chunks if c.request.is_prompt_only]
         pages = [each for each in pages if each.page_ids]
         wrote = self._begin(pages) if self._begin is not None and pages else None
         read = self._launcher.launch(batch, slots, wrote)
-        launched = Launched(batch, chunks, pages, batch.sampled(), rows, indexes, read)
         self._scheduler.advance(batch)
-        for end in chunks:
-            request = end.chunk.request
-            request.is_begun, request.told_until = True, max(request.told_until, end.told.stop)
-        for request in launched.participants():
+        for chunk in batch.chunks:
+            request = chunk.request
+            request.is_begun, request.told_until = True, max(request.told_until, chunk.told.stop)
+            self.num_prompt_tokens += chunk.num_tokens
+        for request in batch.participants():
             request.num_launched += 1
-        self.num_prompt_tokens += sum(chunk.num_tokens for chunk in batch.chunks)
-        return launched
+        return Launched(batch, pages, batch.sampled(), rows, indexes, read)
 
     def _count_cached(self, active: ActiveRequest) -> None:
         """Count what a request found in the prefix cache at its first admission."""
@@ -381,7 +362,7 @@ class Engine:
         end = (
             self.cache.num_pages_for(active.num_prompt)
             if chunk.is_last
-            else (active.num_computed + chunk.num_tokens) // self.cache.page_size
+            else chunk.end // self.cache.page_size
         )
         first, active.num_pushable = active.num_pushable, end
         return CompletePages(active, first, active.page_ids[first:end])
@@ -395,7 +376,7 @@ class Engine:
 
     def _collect(self, launched: Launched, result: StepResult) -> None:
         """Wait for a forward and add what it computed to `result`."""
-        participants = launched.participants()
+        participants = launched.batch.participants()
         try:
             try:
                 outcome = launched.read()
@@ -414,16 +395,16 @@ class Engine:
     def _collect_chunks(
         self, launched: Launched, entries: list[TokenLogprobs], result: StepResult
     ) -> None:
-        for end in launched.chunks:
-            mine, entries = entries[: len(end.told)], entries[len(end.told) :]
-            active = end.chunk.request
-            active.num_collected = end.num_computed
+        for chunk in launched.batch.chunks:
+            mine, entries = entries[: len(chunk.told)], entries[len(chunk.told) :]
+            active = chunk.request
+            active.num_collected = chunk.end
             if active.stage is Stage.ENDED:
                 continue
-            result.chunks.append(Computed(active, end.chunk.num_tokens))
-            if mine or (end.chunk.is_last and _wants_only_position_0(active)):
-                result.prompt_logprobs.append(PromptLogprobs.run(active, end.told.start, mine))
-            if end.chunk.is_last:
+            result.chunks.append(chunk)
+            if mine or (chunk.is_last and _wants_only_position_0(active)):
+                result.prompt_logprobs.append(PromptLogprobs.run(active, chunk.told.start, mine))
+            if chunk.is_last:
                 self._scheduler.computed(active)
         result.pages += [
             pages for pages in launched.pages if pages.request.stage is not Stage.ENDED

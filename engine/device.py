@@ -16,16 +16,10 @@ from tandem.wire.errors import ConfigInvalid
 
 
 def use_device(config: EngineConfig, gpus: Any = torch.cuda) -> None:
-    """Have this thread compute on the device of `config`.
+    """Have this thread compute on the device of `config`; raise ConfigInvalid if it is not there.
 
     Kernels of Triton, streams and events go to the thread's current device, whatever device their tensors
     are on. A thread that makes such things beside the engine's names the device itself.
-
-    Args:
-        gpus: Of this machine, as `torch.cuda` has them.
-
-    Raises:
-        ConfigInvalid: It is not there.
     """
     device = torch.device(config.device)
     if device.type != "cuda":
@@ -43,14 +37,7 @@ def use_device(config: EngineConfig, gpus: Any = torch.cuda) -> None:
 def device_errors(
     device: torch.device, wait: Callable[[torch.device], None] = torch.cuda.synchronize
 ) -> Iterator[None]:
-    """Use the device inside.
-
-    Args:
-        wait: Raises a RuntimeError if the device failed.
-
-    Raises:
-        DeviceLost: An error came out after which the device cannot be used.
-    """
+    """Raise `DeviceLost` for an error inside after which the device cannot be used: `wait` fails then."""
     try:
         yield
     except RuntimeError as error:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import override
 
 from tandem.engine.request import ActiveRequest
 from tandem.wire.generation import SamplingParams
@@ -22,15 +21,33 @@ Wrote = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next `num_tokens` uncomputed tokens of one prompt.
+    """Tokens of one prompt, from `begin` on.
 
     Attributes:
         is_last: Whether the request's next token can be sampled after it.
+        told: Prompt positions whose log-probabilities its logits give: the logits at position p are of
+            the token at p + 1.
     """
 
     request: ActiveRequest
+    begin: int
     num_tokens: int
     is_last: bool
+    told: range
+
+    @classmethod
+    def next_of(cls, request: ActiveRequest, num_tokens: int) -> "Chunk":
+        """Return the next tokens of a prompt that are not computed."""
+        begin, wanted, told = request.num_computed, request.request.logprobs, range(0)
+        if wanted is not None and wanted.prompt_start >= 0:
+            first = max(begin + 1, wanted.prompt_start, request.told_until)
+            told = range(first, max(first, min(begin + num_tokens + 1, request.num_prompt)))
+        return cls(request, begin, num_tokens, num_tokens == request.num_uncomputed, told)
+
+    @property
+    def end(self) -> int:
+        """Tokens of the request whose KV is computed after it."""
+        return self.begin + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +66,10 @@ class Batch:
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.chunks)
+
+    def participants(self) -> list[ActiveRequest]:
+        """Return every request with a row in it, once."""
+        return self.decodes + [chunk.request for chunk in self.chunks]
 
     def sampled(self) -> list[ActiveRequest]:
         """Return the requests whose next token the forward chooses, in order."""
@@ -156,15 +177,6 @@ class Slots:
         self.next_index[slot] += 1
         self.last_token[slot] = first_token
 
-    def remaining_tokens(self) -> Ints:
-        """Return how many tokens each slot may still grow by; 0 in free ones."""
-        remaining: Ints = np.maximum(self.max_tokens - self.num_tokens, 0)
-        return remaining
-
-    @override
-    def __repr__(self) -> str:
-        return f"Slots({self.num_used} of {len(self.num_pages)} used)"
-
 
 def _is_special(sampling: SamplingParams) -> bool:
     return bool(
@@ -243,36 +255,19 @@ def forward_inputs(batch: Batch, slots: Slots, page_size: int) -> ForwardInputs:
     return decodes if not batch.chunks else _with_chunks(decodes, batch.chunks, slots, page_size)
 
 
-def prompt_rows(chunk: Chunk) -> range:
-    """Return the prompt positions whose log-probabilities this chunk's logits give.
-
-    The logits at position p are of the token at p + 1; `num_computed` is that before the chunk.
-    """
-    wanted, active = chunk.request.request.logprobs, chunk.request
-    if wanted is None or wanted.prompt_start < 0:
-        return range(0)
-    begin = max(active.num_computed + 1, wanted.prompt_start, active.told_until, 1)
-    end = min(active.num_computed + chunk.num_tokens + 1, active.num_prompt)
-    return range(begin, max(begin, end))
-
-
 def _with_chunks(
     decodes: ForwardInputs, chunks: list[Chunk], slots: Slots, page_size: int
 ) -> ForwardInputs:
-    begins = [chunk.request.num_computed for chunk in chunks]
     sizes = [chunk.num_tokens for chunk in chunks]
-    ends = _ints(begins) + sizes
+    ends = _ints([chunk.end for chunk in chunks])
     starts = decodes.num_rows + np.concatenate([[0], np.cumsum(sizes)])
-    token_ids = [
-        chunk.request.token_ids[begin : begin + size]
-        for chunk, begin, size in zip(chunks, begins, sizes, strict=True)
-    ]
+    token_ids = [chunk.request.token_ids[chunk.begin : chunk.end] for chunk in chunks]
     last_rows = [
         start - 1 for start, chunk in zip(starts[1:], chunks, strict=True) if chunk.is_last
     ]
     told_rows = [
-        np.arange(positions.start, positions.stop) - 1 - begin + start
-        for positions, begin, start in zip(map(prompt_rows, chunks), begins, starts, strict=False)
+        np.arange(chunk.told.start, chunk.told.stop) - 1 - chunk.begin + start
+        for chunk, start in zip(chunks, starts, strict=False)
     ]
     width = max(_width(ends, page_size), decodes.page_table.shape[1])
     rows = np.array([chunk.request.slot for chunk in chunks])
@@ -282,7 +277,7 @@ def _with_chunks(
         token_ids=np.concatenate([decodes.token_ids, *map(_ints, token_ids)]),
         sources=np.concatenate([decodes.sources, np.full(sum(sizes), -1)]),
         positions=np.concatenate(
-            [decodes.positions, *(np.arange(a, b) for a, b in zip(begins, ends, strict=True))]
+            [decodes.positions, *(np.arange(chunk.begin, chunk.end) for chunk in chunks)]
         ),
         query_starts=np.concatenate([decodes.query_starts[:-1], starts]).astype(np.int32),
         kv_lens=np.concatenate([decodes.kv_lens, ends]).astype(np.int32),

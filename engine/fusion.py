@@ -32,8 +32,8 @@ def fuse(model: nn.Module, called: Collection[str]) -> int:
     Only plain `nn.Linear` layers are touched: quantised ones have kernels of their own.
 
     Args:
-        called: Names of the modules that a forward calls. Of the others some may read the weights, which
-            are opaque afterwards: they are left alone.
+        called: Names of the modules that a forward calls. The weights of others may be read, and are
+            opaque afterwards: they are left alone.
     """
     # Tied weights are packed once for all who share them.
     packed: dict[int, _Product] = {}
@@ -99,13 +99,18 @@ def _can_pack(weight: torch.Tensor) -> bool:
 
 
 class _Product(nn.Module):
-    """x W^T + b. Not an `nn.Linear`: on CPUs its weight is opaque."""
+    """x W^T + b. Not an `nn.Linear`: on CPUs its weight is opaque.
+
+    Attributes:
+        weight: For its type and shape, which some models ask for; without numbers.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         weight = weight.detach()
+        self.weight = weight.to("meta")
         self._is_packed = _can_pack(weight)
         # Not a parameter: nothing but this forward can read it.
         self._weight = _PACK(weight.contiguous(), _PACKED_FOR_ROWS) if self._is_packed else weight
@@ -147,6 +152,7 @@ class _Part(nn.Module):
         super().__init__()
         self._shared = shared
         self._index = index
+        self.weight = shared.product.weight
 
     @override
     def forward(self, rows: torch.Tensor) -> torch.Tensor:

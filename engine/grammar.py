@@ -5,12 +5,11 @@ How a grammar combines with the other rules on ends:
 - End-of-sequence ids are allowed exactly where the text may end. One ends the grammar; after it only
   they are allowed, so that `ignore_eos` adds nothing but them until the length runs out.
 - `stop_token_ids` outside of the grammar are never chosen; inside they end the generation early.
-- `min_new_tokens` bans ends only while the grammar leaves another choice (see `leaves_only`).
-  Where it does not, the grammar wins and the answer is shorter.
+- The grammar overrides `min_new_tokens`: the text may end where the grammar lets it.
 - A state that no token of the vocabulary continues counts as the grammar's end.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -21,10 +20,9 @@ from tandem.engine.errors import GrammarViolated
 
 
 class GrammarState:
-    """How far one request's text is in its grammar.
+    """How far one request's text is in its grammar, which any number of states may share.
 
     Args:
-        compiled: May be shared by any number of states.
         sent: Token ids already generated, by whichever node and attempt.
 
     Attributes:
@@ -75,26 +73,18 @@ class GrammarState:
         self.settle(masks[row])
 
     def settle(self, mask: torch.Tensor) -> None:
-        """Let a row allow only ends of sequence where nothing else can be allowed.
-
-        Args:
-            mask: As the matcher filled it, shape (ceil(vocab_size / 32),); any if terminated.
-        """
+        """Let a row, as the matcher filled it, allow only ends where nothing else can be allowed."""
         if not self.is_terminated:
             if mask.any():
                 return
             self._is_dead_end = True
         mask.zero_()
         for token in self._eos_token_ids:
-            _bytes_of(mask)[token >> 3] |= 1 << (token & 7)
+            mask.numpy().view(np.uint8)[token >> 3] |= 1 << (token & 7)
 
 
 class GrammarMasks:
-    """Fills the masks of a batch in a thread of its own, while the forward runs.
-
-    Args:
-        vocab_size: Width of the logits.
-    """
+    """Fills the masks of a batch in a thread of its own, while the forward runs."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -109,16 +99,11 @@ class GrammarMasks:
         The states must not change before the result is there.
 
         Returns:
-            None when no row has a grammar. Else masks, int32 on the CPU, shape
-            (num_rows, ceil(vocab_size / 32)); bit i of a row is for token i.
+            None when no row has a grammar. Else masks as xgrammar has them, on the CPU.
         """
         if not any(state is not None for state in states):
             return None
         return self._thread.submit(self._fill, list(states))
-
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
 
     def _fill(self, states: list[GrammarState | None]) -> torch.Tensor:
         masks = xgrammar.allocate_token_bitmask(len(states), self._vocab_size)
@@ -136,40 +121,7 @@ class GrammarMasks:
         return masks
 
 
-def apply_masks(logits: torch.Tensor, masks: torch.Tensor) -> None:
-    """Set the logits of forbidden tokens to minus infinity, in place and on their device.
-
-    Args:
-        logits: Shape (num_rows, vocab_size).
-        masks: From `GrammarMasks`, for the same rows.
-    """
-    # Bytes instead of words: a quarter of the memory while the bits are spread out.
-    packed = masks.to(logits.device, non_blocking=True).view(torch.uint8)
-    bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
-    forbidden = (packed.unsqueeze(-1) & bits) == 0  # (num_rows, 4 * num_words, 8)
-    logits.masked_fill_(forbidden.flatten(1)[:, : logits.shape[1]], float("-inf"))
-
-
-def leaves_only(masks: torch.Tensor, row: int, token_ids: Collection[int]) -> bool:
-    """Return whether a row allows none but these tokens, so that banning them would leave nothing.
-
-    Args:
-        masks: From `GrammarMasks`, on the CPU.
-        token_ids: Those outside of the vocabulary count for nothing.
-    """
-    left = _bytes_of(masks[row]).copy()
-    for token in token_ids:
-        if 0 <= token < 8 * len(left):
-            left[token >> 3] &= 0xFF ^ (1 << (token & 7))
-    return not left.any()
-
-
 def _clear_tail(masks: torch.Tensor, vocab_size: int) -> None:
     """Clear the bits past the vocabulary; the library leaves them as they were."""
     if vocab_size % 32:
         masks[:, -1] &= (1 << vocab_size % 32) - 1
-
-
-def _bytes_of(mask: torch.Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    """Return a row's bytes, sharing its memory; bit i of the row is bit i % 8 of byte i // 8."""
-    return mask.numpy().view(np.uint8)

@@ -26,7 +26,11 @@ CompiledGrammar = xgrammar.CompiledGrammar
 
 # One large grammar does not make the next one wait, nor do two that pass their limit.
 _NUM_WORKERS = 3
-_MAX_QUEUED = 256
+_MAX_QUEUED = 64
+_TOO_COMPLEX = (
+    "the grammar is too complex to compile in time; use fewer or smaller repetition bounds (maxLength, "
+    "maxItems, {m,n}) and enums"
+)
 # The largest of a few dozen real schemas took 21 MB; a chat's tools well under 1 MB.
 _MAX_CACHED_BYTES = 256 << 20
 _MAX_TEXT_BYTES = 256 << 10
@@ -47,25 +51,6 @@ _SHORT_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|.)")
 _ORIGIN = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: |Check failed: \(.*?\) is false: ")
 
 
-class _Job(Future[CompiledGrammar]):
-    """A grammar that is queued or being compiled; `is_late` once that took longer than the limit."""
-
-    def __init__(self, grammar: Grammar) -> None:
-        super().__init__()
-        self.set_running_or_notify_cancel()  # from here on it cannot be cancelled: others may wait for it
-        self.grammar = grammar
-        self.is_late = False
-
-    def settle(self, outcome: CompiledGrammar | TandemError) -> None:
-        """Resolve it, unless that is done."""
-        if self.done():
-            return
-        if isinstance(outcome, TandemError):
-            self.set_exception(outcome)
-        else:
-            self.set_result(outcome)
-
-
 class GrammarCompiler:
     """Compiles each grammar once, and lets nobody wait for long.
 
@@ -74,7 +59,7 @@ class GrammarCompiler:
     Args:
         vocab_size: Width of the logits; may be larger than the tokenizer's vocabulary.
         eos_token_ids: What may follow a finished grammar.
-        time_limit_s: After this long a grammar counts as too complex.
+        time_limit_s: A grammar may wait this long for a worker, and be compiled for as long.
     """
 
     def __init__(
@@ -88,89 +73,89 @@ class GrammarCompiler:
         self._time_limit_s = time_limit_s
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="grammar-compiler")
         self._library = _make_library(model_dir, vocab_size, eos_token_ids)
-        # Guards what follows. Jobs are resolved under it: what they call back may call `compile`.
+        # Guards what follows. Answers are settled under it: what they call back may call `compile`.
         self._lock = threading.RLock()
-        # Under way. Finished ones are in the library's cache.
-        self._jobs: dict[Grammar, _Job] = {}
-        self._num_late = 0
+        # Of grammars that wait or are compiled, late ones too. Finished ones are in the library's cache.
+        self._answers: dict[Grammar, Future[CompiledGrammar]] = {}
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """Return the compiled grammar as a future; never blocks.
+        """Return the compiled grammar as a future, which cannot be cancelled; never blocks.
 
-        The future cannot be cancelled: others may wait for it. Its exceptions:
+        Its exceptions:
             InvalidRequest: The grammar is wrong or too complex, or the model cannot do it.
             Overloaded: Other grammars keep every worker busy.
             EngineFailed: A fault of this node; the log has more.
         """
         with self._lock:
-            job = self._jobs.get(grammar)
-            if job is None:
-                job = _Job(grammar)
-                if isinstance(self._library, TandemError):
-                    # A copy: each that raises it adds frames, and so what those hold.
-                    job.settle(copy.copy(self._library))
-                elif self._num_late == _NUM_WORKERS or len(self._jobs) >= _MAX_QUEUED:
-                    job.settle(_overloaded())
-                else:
-                    self._submit(job, self._library)
-            return job
-
-    def _submit(self, job: _Job, library: xgrammar.GrammarCompiler) -> None:
-        self._jobs[job.grammar] = job
-        try:
-            self._workers.submit(self._work, job, library)
-        except RuntimeError:  # no thread is left; an older one may still take the job
-            self._drop(job)
-            job.settle(_overloaded())
-
-    def _drop(self, job: _Job) -> None:
-        if self._jobs.get(job.grammar) is job:
-            del self._jobs[job.grammar]
+            answer = self._answers.get(grammar)
+            if answer is None:
+                answer = self._answers[grammar] = Future()
+                answer.set_running_or_notify_cancel()  # others may wait for it
+                self._queue(grammar, answer)
+            return answer
 
     def close(self) -> None:
         """Take no more grammars; those under way end in their own time."""
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self, job: _Job, library: xgrammar.GrammarCompiler) -> None:
-        if job.done():  # rejected while it was queued
+    def _queue(self, grammar: Grammar, answer: Future[CompiledGrammar]) -> None:
+        if len(self._answers) > _MAX_QUEUED:
+            self._end(grammar, _overloaded())
             return
-        timer = threading.Timer(self._time_limit_s, self._give_up, [job])
-        timer.daemon = True
         try:
-            timer.start()
-            outcome: CompiledGrammar | TandemError = compile_text(library, job.grammar)
+            waiting = self._limit(answer, _overloaded())
+            self._workers.submit(self._work, grammar, waiting)
+        except RuntimeError:  # no thread is left; an older one may still take the grammar
+            self._end(grammar, _overloaded())
+
+    def _limit(self, answer: Future[CompiledGrammar], refusal: TandemError) -> threading.Timer:
+        timer = threading.Timer(self._time_limit_s, self._settle, [answer, refusal])
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def _work(self, grammar: Grammar, waiting: threading.Timer) -> None:
+        waiting.cancel()
+        answer = self._answers.get(grammar)
+        if answer is not None:
+            self._end(grammar, _overloaded() if answer.done() else self._compiled(grammar, answer))
+
+    def _compiled(
+        self, grammar: Grammar, answer: Future[CompiledGrammar]
+    ) -> CompiledGrammar | TandemError:
+        if isinstance(self._library, TandemError):
+            # A copy: each that raises it adds frames, and so what those hold.
+            return copy.copy(self._library)
+        try:
+            limit = self._limit(answer, InvalidRequest(_TOO_COMPLEX))
+            try:
+                return compile_text(self._library, grammar)
+            finally:
+                limit.cancel()
         except TandemError as error:
-            outcome = error
+            return error
         except Exception as error:
             # The top of a worker, and a native library that raises what it likes: the request that waits
             # fails, and the next grammar is compiled.
-            log.exception("grammar.failed", kind=job.grammar.kind)
-            outcome = EngineFailed(f"compiling the grammar failed: {type(error).__name__}")
-        timer.cancel()
-        with self._lock:
-            self._num_late -= job.is_late
-            self._drop(job)
-            job.settle(outcome)
+            log.exception("grammar.failed", kind=grammar.kind)
+            return EngineFailed(f"compiling the grammar failed: {type(error).__name__}")
 
-    def _give_up(self, job: _Job) -> None:
-        """Refuse a grammar that takes too long, and those behind it once no worker is left for them."""
+    def _end(self, grammar: Grammar, outcome: CompiledGrammar | TandemError) -> None:
         with self._lock:
-            if job.done():
+            answer = self._answers.pop(grammar, None)
+            if answer is not None:
+                self._settle(answer, outcome)
+
+    def _settle(
+        self, answer: Future[CompiledGrammar], outcome: CompiledGrammar | TandemError
+    ) -> None:
+        with self._lock:
+            if answer.done():  # its time was over, or it was compiled just now
                 return
-            job.is_late = True
-            self._num_late += 1
-            log.warning("grammar.too_complex", kind=job.grammar.kind, num_late=self._num_late)
-            job.settle(
-                InvalidRequest(
-                    "the grammar is too complex to compile in time; use fewer or smaller repetition "
-                    "bounds (maxLength, maxItems, {m,n}) and enums"
-                )
-            )
-            if self._num_late == _NUM_WORKERS:
-                stranded = [other for other in self._jobs.values() if not other.is_late]
-                for other in stranded:
-                    self._drop(other)
-                    other.settle(_overloaded())
+            if isinstance(outcome, TandemError):
+                answer.set_exception(outcome)
+            else:
+                answer.set_result(outcome)
 
 
 def compile_text(library: xgrammar.GrammarCompiler, grammar: Grammar) -> CompiledGrammar:

@@ -254,7 +254,7 @@ class KVCache:
         """Put pages that came from a tier into the prefix cache, and drop a reader of all pages named.
 
         Args:
-            matched: Pages of the prefix that were in the cache, as `match` held them.
+            matched: Pages of the prefix, as `match` held them.
             placed: Full pages that follow, as `allocate` held them.
             is_saved: Whether tiers need not be given them again.
         """
@@ -265,14 +265,9 @@ class KVCache:
         self.release(page_ids)
 
     def begin_save(self, num_pages: int, *, only_unused: bool) -> dict[int, PageKey]:
-        """Hold cached pages that no tier has been given, until `end_save`; they keep their place in eviction.
+        """Hold cached pages that no tier has been given, until `end_save`; return their keys, parents first.
 
-        Args:
-            num_pages: At most.
-            only_unused: Leave those out that a request reads.
-
-        Returns:
-            Their keys by page, parents first.
+        They keep their place in eviction. `only_unused` leaves those out that a request reads.
         """
         taken = self._prefixes.take_unsaved(num_pages, only_unused=only_unused)
         self.hold(taken)

@@ -46,12 +46,7 @@ class LayerPages:
 
 
 class KVPool:
-    """Pages of K and V of a model.
-
-    Args:
-        pages: All of them. Shape (num_pages, elements of a page).
-        shape: Of the model, or of the rank's shard.
-    """
+    """Pages of K and V of a model, or of a rank's shard. `pages` has shape (num_pages, elements of a page)."""
 
     def __init__(self, pages: torch.Tensor, shape: ModelShape, page_size: int) -> None:
         self.pages = pages
@@ -78,12 +73,9 @@ class KVPool:
         return self.pages.shape[1]
 
     def rows(self, size: int) -> torch.Tensor:
-        """Return every run of `size` elements that begins at a multiple of the page size.
+        """Return every run of `size` elements that begins at a multiple of the page size. Shape (n, size).
 
         The rows overlap, and are only read. One head of one layer's K or V in a page is such a row.
-
-        Returns:
-            Shape (num_rows, size).
         """
         found = self._rows.get(size)
         if found is None:
@@ -109,8 +101,7 @@ def make_pool(
     """Make a pool.
 
     Args:
-        memory: Bytes on `device` to use, such as a shared region's; None takes new ones. At least
-            `page_size * shape.kv_bytes_per_token` for each page.
+        memory: Bytes on `device` to use, such as a shared region's; None takes new ones.
         has_scratch_page: Add one page behind those counted, with the number `num_pages`. Nobody owns it;
             rows that pad a batch write there.
     """

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import xgrammar
 
 from tandem.engine.device import device_errors
 from tandem.engine.forward import (
@@ -17,9 +18,8 @@ from tandem.engine.forward import (
     Slots,
     Wrote,
     forward_inputs,
-    prompt_rows,
 )
-from tandem.engine.grammar import GrammarMasks, apply_masks
+from tandem.engine.grammar import GrammarMasks
 from tandem.engine.request import ActiveRequest
 from tandem.engine.runner import Runner
 from tandem.engine.sampler import adjust, sample
@@ -29,12 +29,7 @@ from tandem.wire.generation import GenerateRequest, TokenLogprobs
 
 
 class ModelLauncher:
-    """A `Launcher` over a model.
-
-    Args:
-        runner: Computes over the pages that the engine counts.
-        page_size: Of these.
-    """
+    """A `Launcher` over a model, whose runner computes over the pages that the engine counts."""
 
     def __init__(self, runner: Runner, shape: ModelShape, page_size: int) -> None:
         self._runner = runner
@@ -108,12 +103,12 @@ class ModelLauncher:
         special: list[int],
         masks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the logits as grammars, penalties and biases of the `special` rows change them."""
         logits = logits.to(torch.float32, copy=True)
         if masks is not None:
-            apply_masks(logits, masks)
+            on_device = masks.to(logits.device, non_blocking=True)
+            xgrammar.apply_token_bitmask_inplace(logits, on_device)
         requests = [sampled[row] for row in special]
-        adjust(logits, special, requests, self._eos_token_ids, masks)
+        adjust(logits, special, requests, self._eos_token_ids)
         return logits
 
 
@@ -124,15 +119,7 @@ class ModelLauncher:
 def _logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, num_top: list[int]
 ) -> Callable[[], list[TokenLogprobs]]:
-    """Start reading the log-probabilities of `tokens`, and as many of the likeliest as each row wants.
-
-    Args:
-        logits: Shape (n, vocab_size).
-        tokens: Shape (n,).
-
-    Returns:
-        What waits for them and returns one entry a row.
-    """
+    """Start reading the log-probabilities of one token a row, and of the likeliest that the row wants."""
     scores = logits.float().log_softmax(dim=-1)
     top = scores.topk(min(max(num_top), scores.shape[1]), dim=-1)
     on_host = OnHost(scores.gather(1, tokens.unsqueeze(1)).squeeze(1), top.values, top.indices)
@@ -150,7 +137,6 @@ def _logprobs(
 def _token_logprobs(
     logits: torch.Tensor, ids: torch.Tensor, sampled: Sequence[ActiveRequest]
 ) -> Callable[[], dict[int, TokenLogprobs]]:
-    """Start reading those of the tokens whose requests want them; they come by row."""
     rows = [row for row, request in enumerate(sampled) if request.request.logprobs is not None]
     if not rows:
         return dict
@@ -162,10 +148,9 @@ def _token_logprobs(
 def _prompt_logprobs(
     logits: torch.Tensor, chunks: Sequence[Chunk]
 ) -> Callable[[], list[TokenLogprobs]]:
-    """Start reading those of prompt positions. Logits: one row for each."""
     if not len(logits):
         return list
-    told = [(chunk.request, position) for chunk in chunks for position in prompt_rows(chunk)]
+    told = [(chunk.request, position) for chunk in chunks for position in chunk.told]
     ids = [request.token_ids[position] for request, position in told]
     num_top = [_num_top(request) for request, _ in told]
     return _logprobs(logits, torch.tensor(ids, device=logits.device), num_top)

@@ -77,12 +77,12 @@ def model_needs(config: EngineConfig) -> ModelNeeds:
     """
     hf_config = read_config(config)
     text = text_config_of(hf_config)
-    outlined = outline(config, hf_config)
-    shares = _head_shares(config, outlined.model, text)
+    model, weight_bytes = outline(config, hf_config)
+    shares = _head_shares(config, model, text)
     with in_one_sentence(f"cannot check the model in {config.model_dir}"), refusing(hf_config):
         observed = ModelCheck(config, hf_config).copy().cut(shares)
-        shape = _shape(config, outlined.model, text, observed)
-    return ModelNeeds(shape, outlined.weight_bytes)
+        shape = _shape(config, model, text, observed)
+    return ModelNeeds(shape, weight_bytes)
 
 
 def _stored_bytes(config: EngineConfig) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from tandem.engine.attention import (
     AttentionNotServed,
@@ -38,8 +37,8 @@ class Observed:
         layers: What each keeps of one token.
         sources: For each layer that keeps nothing, the layer whose K and V it reads.
         model: The model, with what its layers need.
-        called: Names of the modules that the forward called, but for those whose weights are read beside
-            that.
+        called: Names of the modules that the forward called, but for those that expand latents: their
+            weights are read.
     """
 
     layers: tuple[LayerKV, ...]
@@ -100,7 +99,6 @@ def observe(module: nn.Module, text_config: Any) -> Observed:
     if any(each.value_dim not in (0, each.key_dim) for each in layers):
         features.add("unequal")
     has_past = has_past and (observer.has_asked or bool(latents))
-    # Latents read the weights that expand them.
     read = {getattr(each, "kv_b_proj", None) for each in module.modules()}
     called = frozenset(
         name for name, each in module.named_modules() if each in observer.called - read
@@ -117,7 +115,7 @@ class _Observer:
         inputs: By layer.
         kept: What the model gave its cache, by layer.
         has_asked: Whether the model asked its cache where the rows stand.
-        called: Modules that were called, but for those whose weights were read beside that.
+        called: Modules that were called.
     """
 
     inputs: dict[int, LayerInputs] = field(default_factory=dict)
@@ -231,9 +229,6 @@ def _forward(model: PagedModel, text_config: Any) -> _Observer:
         each.register_forward_pre_hook(lambda module, _inputs: observer.called.add(module))
         for each in model.module.modules()
     ]
-    watched = [each for each in model.module.modules() if type(each) is nn.Linear]
-    for each in watched:
-        each.__class__ = _WatchedLinear
     device = next(model.module.parameters()).device
     ids = torch.arange(1, _NUM_ROWS + 1, device=device) % text_config.vocab_size
     positions = torch.arange(_NUM_ROWS, device=device)
@@ -251,31 +246,7 @@ def _forward(model: PagedModel, text_config: Any) -> _Observer:
     finally:
         for hook in hooks:
             hook.remove()
-        for each in watched:
-            each.__class__ = nn.Linear
-    observer.called -= _WatchedLinear.read_among(watched)
     return observer
-
-
-class _WatchedLinear(nn.Linear):
-    """Notes whether its weight is read by anything but its own forward."""
-
-    @override
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        weight = self._parameters["weight"]
-        assert weight is not None
-        return nn.functional.linear(rows, weight, self._parameters["bias"])
-
-    @override
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            self.__dict__["is_read"] = True
-        return super().__getattr__(name)
-
-    @staticmethod
-    def read_among(linears: Sequence[nn.Module]) -> set[nn.Module]:
-        """Return those whose weight was read; forget it."""
-        return {each for each in linears if each.__dict__.pop("is_read", False)}
 
 
 def _latents(module: nn.Module, observer: _Observer) -> dict[int, Latents]:

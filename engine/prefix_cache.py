@@ -58,12 +58,7 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True)
 class MissingPages:
-    """What of a prompt is not cached.
-
-    Attributes:
-        first_page: How many pages of it are.
-        keys: Of the full pages from there on, in order.
-    """
+    """The keys of a prompt's full pages from `first_page` on, which are not cached."""
 
     first_page: int
     keys: list[PageKey]
@@ -112,17 +107,9 @@ class PrefixCache:
         return page in self._by_page
 
     def match(self, token_ids: Sequence[int], salt: str = "") -> PrefixMatch:
-        """Find the longest cached prefix, in whole pages.
+        """Find the longest cached prefix, in whole pages; prefixes are shared under the same salt only.
 
-        The cache is not changed. The pages stay valid only once they are held in the page pool:
-        eviction may take them until then.
-
-        Args:
-            token_ids: The prompt. Shape (num_tokens,).
-            salt: Prefixes are shared only under the same salt.
-
-        Returns:
-            The match; `num_tokens` is a multiple of the page size and may be 0.
+        The cache is not changed. Until the pages are held in the page pool, eviction may take them.
 
         Source: RadixAttention, Zheng et al. 2024, section 3; whole pages as in vLLM.
         """
@@ -130,14 +117,10 @@ class PrefixCache:
         return PrefixMatch([node.page for node in nodes], len(nodes) * self._page_size, frontier)
 
     def insert(self, token_ids: Sequence[int], page_ids: Sequence[int], salt: str = "") -> None:
-        """Remember the full pages of a sequence that the caller holds.
+        """Remember the full pages of a sequence, whose KV is in `page_ids`, which the caller holds.
 
         Where another page already holds the same prefix, that one stays and the caller's page is
         not cached (it goes free when released).
-
-        Args:
-            token_ids: Tokens whose KV is in the pages. Shape (num_tokens,).
-            page_ids: Pages in order; those past the last full page are passed over.
         """
         parent: int | str = salt
         name, digest = root_name(salt), self._root(salt)
@@ -150,9 +133,7 @@ class PrefixCache:
                 content = self._content(token_ids, start, name, digest)
                 node = _Node(self._last_number, key, page_ids[index], content)
                 orphan = self._by_page.get(node.page)
-                if (
-                    orphan is not None
-                ):  # it lost its parent, and is found behind another from now on
+                if orphan is not None:  # it lost its parent, and is found behind another now
                     self._forget(orphan)
                 elif self._space is not None:
                     self._unsaved[node.page] = None
@@ -221,10 +202,7 @@ class PrefixCache:
     def take_unsaved(self, num_pages: int, *, only_unused: bool) -> dict[int, PageKey]:
         """Return pages to be given to tiers, with their keys, parents first; `saved` ends it for each.
 
-        Least recently used ones, up to `num_pages`. The caller holds them meanwhile.
-
-        Args:
-            only_unused: Leave those out that somebody reads.
+        They are the least recently used; the caller holds them meanwhile.
         """
         taken: list[int] = []
         for page in list(islice(self._unsaved, _LOOK_AT * num_pages)):
@@ -269,22 +247,14 @@ class PrefixCache:
         return b"" if self._space is None else self._space.root(salt)
 
     def _content(self, token_ids: Sequence[int], start: int, name: int, digest: bytes) -> PageKey:
-        """Return what the page at `start` is called; its digest only where there are tiers.
-
-        Args:
-            name, digest: Of the last block that ends before, and of the page before.
-        """
+        """Return what the page at `start` is called, given the last block's name and page's digest before it."""
         if self._space is not None:
             return PageChain(digest, name).next(token_ids, start, self._page_size)
         return PageKey(b"", _names_ending(token_ids, start, start + self._page_size, name))
 
 
 def _names_ending(token_ids: Sequence[int], start: int, end: int, name: int) -> tuple[int, ...]:
-    """Return the names of the blocks that end behind `start` and up to `end`.
-
-    Args:
-        name: Of the last block that ends before.
-    """
+    """Return the names of the blocks that end behind `start` and up to `end`; `name` is of the one before."""
     names = []
     first_end = (start // BLOCK_TOKENS + 1) * BLOCK_TOKENS
     for block_end in range(first_end, end + 1, BLOCK_TOKENS):

@@ -40,11 +40,7 @@ class PrefillTimes(_Times, frozen=True, kw_only=True):
     def forward_s(
         self, num_tokens: int, num_context_tokens: int, num_pairs: float | None = None
     ) -> float:
-        """Return seconds for so many tokens behind so many.
-
-        Args:
-            num_pairs: The sum of `attended_pairs` of all chunks; None: these are one chunk.
-        """
+        """Return seconds; `num_pairs` is the sum of `attended_pairs` of all chunks, None: of one chunk."""
         if not num_tokens:
             return 0.0
         if num_pairs is None:
@@ -72,7 +68,7 @@ class DecodeTimes(_Times, frozen=True, kw_only=True):
     per_context_token_ms: Milliseconds = 0.0
 
     def forward_s(self, num_requests: int, num_context_tokens: int) -> float:
-        """Return seconds for so many requests with so many tokens in all."""
+        """Return seconds for the requests and all of their tokens."""
         if not num_requests:
             return 0.0
         reading_ms = self.per_context_token_ms * num_context_tokens
@@ -139,14 +135,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_profile(path: Path, flag: str = "--sim-profile") -> Profile:
-    """Read a profile file.
-
-    Args:
-        flag: That named it, for errors.
-
-    Raises:
-        ConfigInvalid: It cannot be read, or is no profile; the sentence names the place in it.
-    """
+    """Read a profile file; raise ConfigInvalid, which names `flag` and the place in the file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as error:

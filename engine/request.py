@@ -11,7 +11,8 @@
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.engine.prefix_cache import Key
 from tandem.engine.shape import ModelShape
 from tandem.wire.errors import InvalidRequest
-from tandem.wire.generation import Finish, GenerateRequest, SamplingParams
+from tandem.wire.generation import Finish, GenerateRequest, LogprobsWanted
 
 if TYPE_CHECKING:  # a simulated engine starts without xgrammar, which imports torch
     from xgrammar import CompiledGrammar
@@ -29,45 +30,23 @@ if TYPE_CHECKING:  # a simulated engine starts without xgrammar, which imports t
 
 _INT64 = range(-(2**63), 2**63)
 _FLOAT32_MAX = 3.4028234e38
+_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
 
 
 class Stage(Enum):
-    """Where a request is in its life."""
+    """Where a request is in its life: see the top of this file."""
 
     WAITING = "waiting"
     RESERVED = "reserved"
     RUNNING = "running"
     ENDED = "ended"
-
-
-class Seen:
-    """The distinct tokens of one request, which penalties count.
-
-    Attributes:
-        ids: Distinct tokens of prompt and answer.
-        counts: How often each of `ids` occurs in the answer.
-    """
-
-    def __init__(self, prompt_ids: Iterable[int], output_ids: Iterable[int]) -> None:
-        self.ids: list[int] = []
-        self.counts: list[int] = []
-        self._places: dict[int, int] = {}
-        for token in prompt_ids:
-            self._place(token)
-        for token in output_ids:
-            self.add(token)
-
-    def add(self, token: int) -> None:
-        """Count a token of the answer."""
-        self.counts[self._place(token)] += 1
-
-    def _place(self, token: int) -> int:
-        place = self._places.get(token)
-        if place is None:
-            self._places[token] = place = len(self.ids)
-            self.ids.append(token)
-            self.counts.append(0)
-        return place
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -90,13 +69,14 @@ class ActiveRequest:
         is_begun: Whether a forward has computed, or computes, any of it.
         told_until: Prompt positions before this one have had their log-probabilities reported.
         is_released: Nobody reads the pages of this prompt-only request any more.
-        num_granted: How many pages at `granted_from` a remote writer may write.
+        num_granted: How many of the last pages a remote writer may write.
         num_pushable: Pages at the front that launched forwards complete.
         num_launched: Forwards under way that hold a row of it.
-        held_by: A running request that computes the next page of this one's prompt.
+        waits_for: Name of the next page of its prompt, which another request computes.
         frontier: Name of the first page of its prompt that it computes and others may wait for.
         blocked_at: State of the pages when they did not suffice; -1 when not tried.
-        seen: What penalties count; None when no penalty is set.
+        seen: The distinct tokens of prompt and answer, with how often each occurs in the answer; None
+            when no penalty is set.
         compiling: The compilation of its grammar, until that is done.
         grammar: Where the answer is in its grammar; None without one, or before it is compiled.
         owner: The role's record of the request, which holds the request; the engine never looks at it.
@@ -120,21 +100,20 @@ class ActiveRequest:
     is_begun: bool = False
     told_until: int = 0
     is_released: bool = False
-    granted_from: int = 0
     num_granted: int = 0
     num_pushable: int = 0
     num_launched: int = 0
-    held_by: "ActiveRequest | None" = None
+    waits_for: Key | None = None
     frontier: Key | None = None
     blocked_at: int = -1
-    seen: Seen | None = None
+    seen: dict[int, int] | None = None
     compiling: "Future[CompiledGrammar] | None" = None
     grammar: "GrammarState | None" = None
     owner: "weakref.ref[Any] | None" = None
 
     @property
     def num_prompt(self) -> int:
-        """Number of prompt tokens of this attempt."""
+        """Prompt tokens of this attempt."""
         return len(self.request.prompt_ids)
 
     @property
@@ -145,7 +124,7 @@ class ActiveRequest:
     @property
     def granted_pages(self) -> list[int]:
         """Pages a remote writer may write, in the order of the prompt."""
-        return self.page_ids[self.granted_from : self.granted_from + self.num_granted]
+        return self.page_ids[len(self.page_ids) - self.num_granted :]
 
     @property
     def output_ids(self) -> list[int]:
@@ -177,11 +156,6 @@ class ActiveRequest:
         return self.compiling is None
 
     @property
-    def is_held(self) -> bool:
-        """Whether waiting for another request's prompt avoids computing it twice."""
-        return self.held_by is not None and self.held_by.frontier is not None
-
-    @property
     def num_matchable(self) -> int:
         """Tokens at the front whose KV may come from the prefix cache.
 
@@ -204,7 +178,7 @@ class ActiveRequest:
         self.num_collected = len(self.token_ids)
         self.token_ids.append(token)
         if self.seen is not None:
-            self.seen.add(token)
+            self.seen[token] = self.seen.get(token, 0) + 1
 
     def finish_at(self, token: int, eos_token_ids: frozenset[int]) -> Finish | None:
         """Return why the generation ends with the token just accepted, if it does."""
@@ -214,13 +188,13 @@ class ActiveRequest:
         return Finish(reason="length") if len(self.token_ids) >= self.max_tokens else None
 
 
-def seen_by(request: GenerateRequest) -> Seen | None:
-    """Return the tokens a request has before its first step here; None when no penalty is set."""
+def seen_by(request: GenerateRequest) -> dict[int, int] | None:
+    """Return `ActiveRequest.seen` before the first step here."""
     p = request.sampling
     if p.repetition_penalty == 1.0 and not p.frequency_penalty and not p.presence_penalty:
         return None
     start = len(request.prompt_ids) - request.num_prior_tokens
-    return Seen(request.prompt_ids[:start], request.prompt_ids[start:])
+    return dict.fromkeys(request.prompt_ids[:start], 0) | Counter(request.prompt_ids[start:])
 
 
 # ── the check ────────────────────────────────────────────────────────────────────────────────────
@@ -236,7 +210,7 @@ def check_request(request: GenerateRequest, shape: ModelShape) -> None:
     prompt = request.prompt_ids
     if not prompt:
         raise InvalidRequest("the prompt is empty")
-    if fault := out_of_bounds(request):
+    if fault := _out_of_bounds(request):
         raise InvalidRequest(fault)
     if min(prompt) < 0 or max(prompt) >= shape.vocab_size:
         raise InvalidRequest(f"prompt ids must be in 0 ... {shape.vocab_size - 1}")
@@ -249,12 +223,12 @@ def check_request(request: GenerateRequest, shape: ModelShape) -> None:
         )
 
 
-def out_of_bounds(request: GenerateRequest) -> str:
+def _out_of_bounds(request: GenerateRequest) -> str:
     """Return which number of a request no column of numbers can hold; empty when there is none.
 
     An edge worker checks what clients send it. Peers are checked here, whatever they sent.
     """
-    sampling, wanted = request.sampling, request.logprobs
+    sampling, wanted = request.sampling, request.logprobs or LogprobsWanted()
     integers = [
         ("max_new_tokens", sampling.max_new_tokens, _INT64),
         ("min_new_tokens", sampling.min_new_tokens, _INT64),
@@ -262,29 +236,18 @@ def out_of_bounds(request: GenerateRequest) -> str:
         ("priority", request.priority, _INT64),
         ("num_prior_tokens", request.num_prior_tokens, range(len(request.prompt_ids) + 1)),
         *(("stop_token_ids", id_, range(2**31)) for id_ in sampling.stop_token_ids),
+        ("num_top", wanted.num_top, range(1 << 10)),
+        ("prompt_start", wanted.prompt_start, _INT64),
     ]
-    if wanted is not None:
-        integers += [
-            ("num_top", wanted.num_top, range(1 << 10)),
-            ("prompt_start", wanted.prompt_start, _INT64),
-        ]
     for name, value, bounds in integers:
         if value not in bounds:
             return f"{name} is {value}: it must be in {bounds[0]} ... {bounds[-1]}"
-    for name, number in _floats(sampling):
+    floats = [(name, getattr(sampling, name)) for name in _FLOATS]
+    for name, number in [*floats, *(("logit_bias", each) for each in sampling.logit_bias.values())]:
         if not math.isfinite(number) or abs(number) > _FLOAT32_MAX:
             return f"{name} is {number}: it must be finite, in 32 bits"
     if sampling.temperature < 0 or sampling.repetition_penalty <= 0:
         return "temperature must not be negative, and repetition_penalty must be positive"
+    if not 0 <= sampling.min_p <= 1:  # above 1 it would cut off every token
+        return f"min_p is {sampling.min_p}: it must be in 0 ... 1"
     return ""
-
-
-def _floats(sampling: SamplingParams) -> Iterable[tuple[str, float]]:
-    yield "temperature", sampling.temperature
-    yield "top_p", sampling.top_p
-    yield "min_p", sampling.min_p
-    yield "frequency_penalty", sampling.frequency_penalty
-    yield "presence_penalty", sampling.presence_penalty
-    yield "repetition_penalty", sampling.repetition_penalty
-    for bias in sampling.logit_bias.values():
-        yield "logit_bias", bias

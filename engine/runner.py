@@ -22,7 +22,6 @@ class Runner(Protocol):
     @property
     def device(self) -> torch.device:
         """Where logits are."""
-        ...
 
     def forward(
         self,
@@ -42,7 +41,6 @@ class Runner(Protocol):
         Returns:
             Logits of `inputs.logit_rows`, in order. Shape (num_logits, vocab_size).
         """
-        ...
 
 
 class ModelRunner:
@@ -83,15 +81,7 @@ class ModelRunner:
         logit_rows: torch.Tensor,
         batch: PagedBatch,
     ) -> torch.Tensor:
-        """Run the model on what is on the device already: what a graph records.
-
-        Args:
-            token_ids, positions: Shape (num_rows,), int64.
-            logit_rows: Shape (num_logits,), int64.
-
-        Returns:
-            Shape (num_logits, vocab_size).
-        """
+        """Run `PagedModel.logits` on what is on the device already: what a graph records."""
         return self._model.logits(
             token_ids,
             positions,
@@ -123,12 +113,7 @@ class ModelRunner:
 def with_sampled(
     token_ids: torch.Tensor, inputs: ForwardInputs, sampled: torch.Tensor | None
 ) -> torch.Tensor:
-    """Put the ids of the forward before, which only the device knows, where `sources` names them.
-
-    Args:
-        token_ids: On the device. Shape (num_rows,).
-        sampled: As `Runner.forward` takes it.
-    """
+    """Put the ids of the forward before, which only the device knows, where `sources` names them."""
     if sampled is None or not (inputs.sources >= 0).any():
         return token_ids
     sources = to_device(inputs.sources, token_ids.device)

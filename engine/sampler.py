@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 
 from tandem.engine.forward import Ints, Slots
-from tandem.engine.grammar import leaves_only
 from tandem.engine.request import ActiveRequest
 
 NEG_INF = float("-inf")
@@ -148,15 +147,11 @@ def noisiest(
     seeds: npt.NDArray[np.uint64],
     indexes: Ints,
 ) -> torch.Tensor:
-    """Return for each row the token whose logit is the largest with its noise.
+    """Return for each row the token whose logit is the largest with its noise, on the logits' device.
 
     Args:
-        logits: Shape (n, vocab_size), float32.
-        temperatures: What the noise is multiplied by; 0 for none. Shape (n,), as those that follow.
-        seeds, indexes: Name the draw.
-
-    Returns:
-        Token ids on the device of `logits`. Shape (n,).
+        temperatures: What the noise is multiplied by; 0 for none. Shape (n,).
+        seeds, indexes: Name the draws. Shape (n,).
     """
     if logits.is_cuda:
         return with_noise(logits, temperatures, seeds, indexes).argmax(dim=-1)
@@ -209,13 +204,11 @@ class _Cells:
         self.values: list[float] = []
 
     def add(self, row: int, ids: Sequence[int], values: Sequence[float]) -> None:
-        """Add entries of one row."""
         self.rows += [row] * len(ids)
         self.ids += ids
         self.values += values
 
     def on(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return rows, ids and values as tensors beside `logits`. Shape (num_cells,) each."""
         device = logits.device
         rows = torch.tensor(self.rows, device=device, dtype=torch.long)
         ids = torch.tensor(self.ids, device=device, dtype=torch.long)
@@ -227,7 +220,6 @@ def adjust(
     rows: Sequence[int],
     requests: Sequence[ActiveRequest],
     eos_token_ids: frozenset[int],
-    masks: torch.Tensor | None = None,
 ) -> None:
     """Do what the parameters of some requests do to their rows of logits, in place.
 
@@ -237,25 +229,22 @@ def adjust(
     Args:
         logits: Shape (num_rows, vocab_size), float32.
         rows: Of the requests, in the logits.
-        eos_token_ids: Not chosen before `min_new_tokens`, unless a grammar leaves nothing else.
-        masks: Of grammars, by row of the logits.
+        eos_token_ids: Not chosen before `min_new_tokens`, unless a grammar says where the text ends.
     """
     scales, offsets, bans = _Cells(), _Cells(), _Cells()
     for row, request in zip(rows, requests, strict=True):
         p, seen = request.request.sampling, request.seen
         if seen is not None and p.repetition_penalty != 1.0:
-            scales.add(row, seen.ids, [p.repetition_penalty] * len(seen.ids))
+            scales.add(row, list(seen), [p.repetition_penalty] * len(seen))
         if seen is not None and (p.frequency_penalty or p.presence_penalty):
-            counts = np.asarray(seen.counts)
-            said = np.flatnonzero(counts)
-            lower = -p.frequency_penalty * counts[said] - p.presence_penalty
-            offsets.add(row, np.asarray(seen.ids)[said].tolist(), lower.tolist())
+            said = [(token, count) for token, count in seen.items() if count]
+            lower = [-p.frequency_penalty * count - p.presence_penalty for _, count in said]
+            offsets.add(row, [token for token, _ in said], lower)
         offsets.add(row, list(p.logit_bias), list(p.logit_bias.values()))
-        if request.next_index < p.min_new_tokens:
+        if p.grammar is None and request.next_index < p.min_new_tokens:
             ends = sorted(eos_token_ids | set(p.stop_token_ids))
             banned = [token for token in ends if 0 <= token < logits.shape[1]]
-            if masks is None or request.grammar is None or not leaves_only(masks, row, banned):
-                bans.add(row, banned, [NEG_INF] * len(banned))
+            bans.add(row, banned, [NEG_INF] * len(banned))
     if scales.rows:
         at_rows, ids, factors = scales.on(logits)
         scores = logits[at_rows, ids]

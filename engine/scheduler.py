@@ -16,7 +16,6 @@ from bisect import insort
 from collections.abc import Iterable
 
 import numpy as np
-from typing_extensions import override
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.forward import Batch, Chunk, Ints, Slots
@@ -59,8 +58,8 @@ class Scheduler:
         self.num_retracted = 0
         self.growth_share = _FIRST_SHARE
         self._config = config
-        # Which running request computes the page of this name; others that need it wait for it.
-        self._computing: dict[Key, ActiveRequest] = {}
+        # Names of pages that admitted requests compute; others that need one wait for it.
+        self._computing: set[Key] = set()
         # Counts what may have made room, so that a request that lacked pages is not tried in vain.
         self._num_changes = self._num_forwards = 0
         self._rows: Ints | None = None
@@ -70,17 +69,10 @@ class Scheduler:
         """Requests that take part in forwards."""
         return len(self.prompts) + len(self.decodes)
 
-    @override
-    def __repr__(self) -> str:
-        return (
-            f"Scheduler({len(self.waiting)} waiting, {len(self.prompts)} prompts, "
-            f"{len(self.decodes)} decodes, {self.cache.counts()})"
-        )
-
     # ── in ───────────────────────────────────────────────────────────────────────────────────────
 
     def queue(self, active: ActiveRequest) -> None:
-        """Have a request wait for pages, at the place of its rank."""
+        """Have a request wait for pages, behind those of its rank."""
         insort(self.waiting, active, key=lambda request: request.rank)
 
     def admit(self) -> list[ActiveRequest]:
@@ -91,11 +83,11 @@ class Scheduler:
         """
         admitted: list[ActiveRequest] = []
         for active in self.waiting.copy() if self.waiting and self.slots.has_free else ():
-            if active.is_held:
+            if active.waits_for in self._computing:
                 continue
             if not self.slots.has_free or not self._find_pages(active):
                 break
-            if active.held_by is None:
+            if active.waits_for is None:
                 self.waiting.remove(active)
                 admitted.append(active)
         return admitted
@@ -156,7 +148,7 @@ class Scheduler:
 
     def computed(self, active: ActiveRequest) -> None:
         """The KV of a whole prompt is in its pages: let others use it."""
-        self._remember(active, active.page_ids)
+        self._remember(active)
         self._stop_computing(active)
 
     # ── out ──────────────────────────────────────────────────────────────────────────────────────
@@ -173,26 +165,22 @@ class Scheduler:
     def give_back(self, active: ActiveRequest) -> None:
         """Return the pages and the slot of a request; those granted to a writer stay with it."""
         granted = active.granted_pages
-        end = active.granted_from + active.num_granted
-        own = active.page_ids[: active.granted_from] + active.page_ids[end:]
         if active.page_ids and not granted:
-            own = active.page_ids
-            self._remember(active, own)
-        self.cache.release(own)
-        self._num_changes += 1
-        active.page_ids, active.granted_from = granted, 0
+            self._remember(active)
+        self.cache.release(active.page_ids[: len(active.page_ids) - len(granted)])
+        self.note_pages()
+        active.page_ids = granted
         if active.slot >= 0:
             self.slots.give_back(active)
 
     def reclaim(self, active: ActiveRequest) -> None:
         """Free granted or quarantined pages: no write can arrive any more."""
         self.cache.reclaim(active.granted_pages)
-        active.page_ids = []
-        active.num_granted = 0
-        self._num_changes += 1
+        active.page_ids, active.num_granted = [], 0
+        self.note_pages()
 
     def note_pages(self) -> None:
-        """Pages came back in other ways: requests that lack some are tried again."""
+        """Pages came back: try requests again that lack some."""
         self._num_changes += 1
 
     # ── how ──────────────────────────────────────────────────────────────────────────────────────
@@ -201,24 +189,23 @@ class Scheduler:
         """Give a request its cached prefix, pages for the rest of its known tokens, and a slot.
 
         Returns:
-            False when pages are short. True also when it is now held by another (`held_by`).
+            False when pages are short. True also when it waits for another's page (`waits_for`).
         """
-        active.held_by = None
+        active.waits_for = None
         if active.blocked_at == self._num_changes:
             return False
         known = active.token_ids[: active.num_matchable]
         match = self.cache.match(known, active.request.cache_salt)
         num_own = self.cache.num_pages_for(len(active.token_ids)) - len(match.page_ids)
-        owner = None if match.frontier is None else self._computing.get(match.frontier)
-        if owner is not None:
-            active.held_by = owner
+        if match.frontier in self._computing:
+            active.waits_for = match.frontier
         elif not self._has_room(active, num_own):
             active.blocked_at = self._num_changes
         else:
             self._settle(active, match, num_own)
             return True
         self.cache.release(match.page_ids)
-        return owner is not None
+        return active.waits_for is not None
 
     def _has_room(self, active: ActiveRequest, num_pages: int) -> bool:
         """Tell whether there are so many pages beside those kept for the growth of all answers."""
@@ -226,7 +213,8 @@ class Scheduler:
         if not self.slots.num_used:
             return num_pages <= available
         length = active.num_prompt if active.is_prompt_only else active.max_tokens
-        remaining = np.append(self.slots.remaining_tokens(), length - len(active.token_ids))
+        growing = np.maximum(self.slots.max_tokens - self.slots.num_tokens, 0)  # 0 in free slots
+        remaining = np.append(growing, length - len(active.token_ids))
         kept = int(np.ceil(self.growth_share * remaining / self.cache.page_size).sum())
         return num_pages + kept <= available
 
@@ -238,27 +226,22 @@ class Scheduler:
         active.num_computed = active.num_collected = match.num_tokens
         active.frontier = match.frontier
         if match.frontier is not None:
-            self._computing[match.frontier] = active
+            self._computing.add(match.frontier)
         self.slots.take(active)
         if active.is_remote:
-            active.granted_from, active.num_granted = len(match.page_ids), num_own
-            active.stage = Stage.RESERVED
+            active.num_granted, active.stage = num_own, Stage.RESERVED
         else:
             self.prompts.append(active)
             active.stage = Stage.RUNNING
 
-    def _remember(self, active: ActiveRequest, page_ids: list[int]) -> None:
-        """Put into the prefix cache what is computed for sure.
-
-        The KV of an answer's last token never is: no forward has run over it. Nor is that of a forward
-        that failed.
-        """
+    def _remember(self, active: ActiveRequest) -> None:
+        # The KV of an answer's last token never is computed, nor that of a forward that failed.
         known = active.token_ids[: active.num_collected]
-        self.cache.remember(known, page_ids, active.request.cache_salt)
+        self.cache.remember(known, active.page_ids, active.request.cache_salt)
 
     def _stop_computing(self, active: ActiveRequest) -> None:
         if active.frontier is not None:
-            del self._computing[active.frontier]
+            self._computing.remove(active.frontier)
             active.frontier = None
 
     def _begin_decoding(self, active: ActiveRequest) -> None:
@@ -266,7 +249,6 @@ class Scheduler:
         self._rows = None
 
     def _decode_rows(self) -> Ints:
-        """Return the slots of the decoding requests, in order."""
         if self._rows is None:
             self._rows = np.array([active.slot for active in self.decodes], np.int64)
         return self._rows
@@ -294,18 +276,13 @@ class Scheduler:
 def next_chunks(
     prompts: Iterable[ActiveRequest], budget: int, new_budget: int | None = None
 ) -> list[Chunk]:
-    """Choose the prompt tokens of one forward, first come first served.
+    """Choose up to `budget` prompt tokens for one forward, first come first served.
 
     A bound on them keeps a long prompt from making the running answers wait longer than one chunk.
 
     Args:
-        prompts: Running requests whose prompt is not computed, first come first.
-        budget: Tokens at most.
-        new_budget: Of these, tokens at most of requests without an answer yet; None: all. The client of
-            one that was retracted in its answer already waits for the next token.
-
-    Returns:
-        Chunks with at least one token each, in the order given; empty when nothing is to do.
+        new_budget: Tokens at most of requests without an answer yet; None: all. The client of one that
+            was retracted in its answer already waits for the next token.
     """
     chunks = []
     new_budget = budget if new_budget is None else new_budget
@@ -317,7 +294,7 @@ def next_chunks(
             num_tokens = min(num_tokens, MAX_LOGPROB_ROWS)
         if not num_tokens:
             continue
-        chunks.append(Chunk(request, num_tokens, num_tokens == request.num_uncomputed))
+        chunks.append(Chunk.next_of(request, num_tokens))
         budget -= num_tokens
         new_budget -= num_tokens if is_new else 0
     return chunks

@@ -148,21 +148,13 @@ def _original_length(text_config: Any) -> int | None:
 
 
 def generation_config(model_dir: Path) -> dict[str, Any]:
-    """Return what a model's generation_config.json says; nothing where there is none.
-
-    Raises:
-        ConfigInvalid: It is no JSON object.
-    """
+    """Return what a model's generation_config.json says; nothing where there is none."""
     path = model_dir / GENERATION_CONFIG
     return read_object(path) if path.is_file() else {}
 
 
 def eos_token_ids(model_dir: Path, text_config: Any) -> frozenset[int]:
-    """Return the ids that end an answer: of generation_config.json, or else of the model's config.
-
-    Raises:
-        ConfigInvalid: They are no ids.
-    """
+    """Return the ids that end an answer: of generation_config.json, or else of the model's config."""
     of_config = getattr(text_config, "eos_token_id", None)
     found = generation_config(model_dir).get("eos_token_id") or of_config
     if found is None:

@@ -57,11 +57,7 @@ class SimulatedPages:
     """Bytes of a pool that are pushed as KV would be.
 
     A forward marks what it fills with numbers that come once, so that a page which went elsewhere is
-    found as one of real KV would be. What lies between the marks stays as it was.
-
-    Args:
-        memory: At least `num_pages * page_bytes`.
-        num_slabs: Pieces of a page that begin with a mark: what each layer keeps.
+    found as one of real KV would be. Each of a page's `num_slabs`, what a layer keeps, begins with a mark.
     """
 
     def __init__(
@@ -74,8 +70,8 @@ class SimulatedPages:
 
     def fill(self, chunk: Chunk) -> None:
         """Mark the pages that a chunk writes into; nobody reads them yet."""
-        begin, end = chunk.request.num_computed, chunk.request.num_computed + chunk.num_tokens
-        pages = chunk.request.page_ids[begin // self._page_size : -(-end // self._page_size)]
+        first, end = chunk.begin // self._page_size, -(-chunk.end // self._page_size)
+        pages = chunk.request.page_ids[first:end]
         numbers = np.arange(self._next_mark, self._next_mark + len(pages), dtype=np.int64)
         self._next_mark += len(pages)
         marks = numbers.view(np.uint8).reshape(-1, 1, _MARK_BYTES)
@@ -97,10 +93,9 @@ class Clock:
 
 
 class SimulatedLauncher:
-    """Chooses tokens by number and lets time pass; a `Launcher`.
+    """Chooses tokens among `ordinary_ids` by number and lets time pass; a `Launcher`.
 
     Args:
-        ordinary_ids: What answers are made of.
         num_layers: How many layers are reported as written.
         pages: Where prompts leave bytes to push; None where nobody reads them.
     """
@@ -124,11 +119,7 @@ class SimulatedLauncher:
         self._idle_at_s = 0.0
 
     def seed(self, request: GenerateRequest, drawn: int) -> int:
-        """Return a key of the prompt, and of the seed unless the request is greedy.
-
-        Raises:
-            InvalidRequest: The request asks for what takes probabilities.
-        """
+        """Return a key of the prompt, and of the seed unless the request is greedy."""
         asked = unsupported(request)
         if asked:
             raise InvalidRequest(
@@ -162,11 +153,9 @@ class SimulatedLauncher:
 
     def _forward_s(self, batch: Batch, slots: Slots) -> float:
         num_new = sum(chunk.num_tokens for chunk in batch.chunks)
-        num_before = sum(chunk.request.num_computed for chunk in batch.chunks)
+        num_before = sum(chunk.begin for chunk in batch.chunks)
         num_read = int(slots.num_tokens[batch.rows].sum())
-        num_pairs = sum(
-            attended_pairs(chunk.num_tokens, chunk.request.num_computed) for chunk in batch.chunks
-        )
+        num_pairs = sum(attended_pairs(chunk.num_tokens, chunk.begin) for chunk in batch.chunks)
         return self._profile.prefill.forward_s(num_new, num_before, num_pairs) + (
             self._profile.decode.forward_s(len(batch.decodes), num_read)
         )

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
-from typing_extensions import override
 
-from tandem.engine.forward import Batch, Chunk, Ints, Slots, Wrote, prompt_rows
+from tandem.engine.forward import Batch, Chunk, Ints, Slots, Wrote
 from tandem.engine.request import ActiveRequest
 from tandem.telemetry.histogram import Histogram
 from tandem.wire.errors import TandemError
@@ -91,16 +90,8 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
-    """A chunk of a prompt whose forward was collected."""
-
-    request: ActiveRequest
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Failure:
-    """A request that ended because of an error of its own; it holds nothing any more."""
+    """A request that ended by an error of its own; it holds nothing any more."""
 
     request: ActiveRequest
     error: TandemError
@@ -108,11 +99,11 @@ class Failure:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step produced, for a role to act on."""
+    """What one step produced, for a role to act on; `chunks` are those that were computed."""
 
     tokens: list[Token] = field(default_factory=list)
     pages: list[CompletePages] = field(default_factory=list)
-    chunks: list[Computed] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
@@ -129,7 +120,7 @@ class Outcome:
         device_s: From its begin on the device until its tokens were chosen.
         host_cpu_s: CPU time of the launching thread in that; 0 unless the device is the CPU.
         token_logprobs: Of the tokens chosen where wanted, by their place in `token_ids`.
-        prompt_logprobs: Of prompt positions, `ChunkEnd.told` of chunk after chunk.
+        prompt_logprobs: Of prompt positions, `Chunk.told` of chunk after chunk.
     """
 
     token_ids: Ints
@@ -137,25 +128,6 @@ class Outcome:
     host_cpu_s: float = 0.0
     token_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkEnd:
-    """A launched chunk.
-
-    Attributes:
-        num_computed: Tokens of the request whose KV is computed after it.
-        told: Prompt positions whose log-probabilities it gives.
-    """
-
-    chunk: Chunk
-    num_computed: int
-    told: range
-
-    @classmethod
-    def of(cls, chunk: Chunk) -> "ChunkEnd":
-        """Return the end of a chunk that is being launched."""
-        return cls(chunk, chunk.request.num_computed + chunk.num_tokens, prompt_rows(chunk))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +143,11 @@ class Launched:
     """
 
     batch: Batch
-    chunks: list[ChunkEnd]
     pages: list[CompletePages]
     sampled: list[ActiveRequest]
     rows: Ints
     indexes: list[int]
     read: Callable[[], Outcome]
-
-    def participants(self) -> list[ActiveRequest]:
-        """Return every request with a row in it, once."""
-        return [*self.batch.decodes, *(chunk.request for chunk in self.batch.chunks)]
 
 
 class Launcher(Protocol):
@@ -189,7 +156,6 @@ class Launcher(Protocol):
     @property
     def is_beside_host(self) -> bool:
         """Whether forwards run while the host does other things."""
-        ...
 
     def seed(self, request: GenerateRequest, drawn: int) -> int:
         """Return the key of a request's draws.
@@ -200,7 +166,6 @@ class Launcher(Protocol):
         Raises:
             InvalidRequest: The launcher cannot do what the request asks for.
         """
-        ...
 
     def launch(self, batch: Batch, slots: Slots, wrote: Wrote | None) -> Callable[[], Outcome]:
         """Begin a forward over `batch`; it may take tokens of the one launched before.
@@ -212,7 +177,6 @@ class Launcher(Protocol):
         Returns:
             What waits for the forward and returns its outcome.
         """
-        ...
 
 
 # ── what is counted ──────────────────────────────────────────────────────────────────────────────
@@ -222,10 +186,7 @@ class StepCounts:
     """Counts of the forwards that were collected, for operators.
 
     Attributes:
-        device_seconds: Device time of each.
-        requests: Requests in each.
-        tokens: Tokens computed by each: one for each decoding request, and the chunks of prompts.
-        num_collected: Forwards so far.
+        device_seconds, requests, tokens: Of each forward; tokens are those computed.
         host_cpu_s: CPU time of the engine's thread in all of them; see `Outcome`.
         prompt_token_s: Recent device time of one prompt token; 0 before any was computed.
     """
@@ -251,7 +212,3 @@ class StepCounts:
         if num_prompt >= max(_MIN_PROMPT, len(batch.decodes)):
             weight = _NEWEST if self.prompt_token_s else 1.0
             self.prompt_token_s += weight * (outcome.device_s / num_tokens - self.prompt_token_s)
-
-    @override
-    def __repr__(self) -> str:
-        return f"StepCounts({self.device_seconds!r})"

@@ -43,11 +43,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def check_weights(path: Path) -> None:
-    """Check that a directory has weights, and that no file of them is a pointer or cut short.
-
-    Raises:
-        ConfigInvalid: It is not so.
-    """
+    """Raise ConfigInvalid unless a directory has weights, and no file of them is a pointer or cut short."""
     files = weight_files(path)
     if not files:
         raise ConfigInvalid(
@@ -82,11 +78,7 @@ def _refuse_packed(tensors: Mapping[str, Any], path: Path) -> None:
 
 
 def check_no_pointers(files: list[Path]) -> None:
-    """Check that git has fetched these files.
-
-    Raises:
-        ConfigInvalid: It has not.
-    """
+    """Raise ConfigInvalid unless git has fetched these files."""
     pointers = [file.name for file in files if _is_pointer(file)]
     if pointers:
         raise ConfigInvalid(
@@ -96,11 +88,7 @@ def check_no_pointers(files: list[Path]) -> None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the object of a JSON file.
-
-    Raises:
-        ConfigInvalid: It holds none.
-    """
+    """Return the object of a JSON file; raise ConfigInvalid if it holds none."""
     try:
         check_no_pointers([file])
         read = json.loads(file.read_bytes())
@@ -112,10 +100,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def weight_samples(path: Path) -> Iterator[bytes]:
-    """Yield, of the weights in a directory, what is not the same where a tensor is another.
-
-    Of large tensors that is both ends.
-    """
+    """Yield, of a directory's weights, what tells tensors from others: of large ones, both ends."""
     for file in weight_files(path):
         yield f"{file.name} {file.stat().st_size}".encode()
         yield from _samples_of(file)
@@ -155,11 +140,7 @@ def _samples_of(file: Path) -> Iterator[bytes]:
 
 
 def _tensors(file: Path) -> dict[str, Any]:
-    """Return what a safetensors file says of its tensors, by name.
-
-    Raises:
-        ConfigInvalid: It is no such file, or not all of it is there.
-    """
+    """Return a safetensors file's entries by tensor; raise ConfigInvalid if it is none, or not whole."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

@@ -1,23 +1,119 @@
-"""Answering a call of any API: its generations side by side, as one answer or as one event stream."""
+"""Answering a call of any API: who sent it, its generations side by side, as one answer or one stream."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import hashlib
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
+from tandem.frontend import timings
 from tandem.frontend.backend import ServedModel
 from tandem.frontend.body import session_of
-from tandem.frontend.caller import asked_by, in_time
 from tandem.frontend.edge import EDGE, Edge
 from tandem.frontend.generation import Generation
+from tandem.frontend.keys import key_of
 from tandem.frontend.middleware import public_info
 from tandem.frontend.sse import EventStream
-from tandem.frontend.transcript import Ending, Piece, Sink
-from tandem.wire.errors import ErrorInfo, TandemError
-from tandem.wire.generation import TokenLogprobs
+from tandem.frontend.tracing import TRACE
+from tandem.frontend.transcript import Piece, Sink, joined
+from tandem.wire.errors import ErrorInfo, InvalidRequest, TandemError
+
+# Enough to tell keys apart, too few to guess them.
+CLIENT_DIGITS = 8
+TIMEOUT_MS = "X-Request-Timeout-Ms"
 
 CallT = TypeVar("CallT", bound="Call")
+
+
+class RequestTimedOut(TandemError, code="timeout", status=504):
+    """The request and what it generates took longer than the operator allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request.
+
+    Attributes:
+        client: Short name of the key, which may be logged. Empty where no key is needed.
+        deadline: Until when it is worth starting, by the loop's clock. None: without end.
+        ends_at: When the server ends it, by the same clock. None: never.
+        arrived: When the request's head was read, by `time.perf_counter`.
+        wants_timings: Whether the answer must report where the time went.
+    """
+
+    client: str
+    deadline: float | None
+    ends_at: float | None
+    arrived: float
+    wants_timings: bool
+
+
+CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
+
+
+@web.middleware
+async def note_caller(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Note who sent a request, before its body has come.
+
+    Raises:
+        InvalidRequest: The time to wait is no number.
+    """
+    arrived = time.perf_counter()
+    http = request.app[EDGE].options.http
+    wait_s, timeout_s = wait_of(request.headers), http.request_timeout_s
+    if timeout_s:
+        wait_s = min(timeout_s, math.inf if wait_s is None else wait_s)
+    now = asyncio.get_running_loop().time()
+    deadline = None if wait_s is None else now + wait_s
+    ends_at = now + timeout_s if timeout_s else None
+    client = hashlib.sha256(key_of(request)).hexdigest()[:CLIENT_DIGITS] if http.api_keys else ""
+    wants_timings = request.headers.get(timings.HEADER, "").lower() in {"1", "true"}
+    request[CALLER] = Caller(client, deadline, ends_at, arrived, wants_timings)
+    return await handler(request)
+
+
+def asked_by(
+    request: web.Request, generations: Sequence[Generation], session: str
+) -> list[Generation]:
+    """Return the generations with their caller and session, and with the time that is left now."""
+    caller, trace = request[CALLER], request.get(TRACE)
+    left_s = None
+    if caller.deadline is not None:
+        left_s = caller.deadline - asyncio.get_running_loop().time()
+    asked = {"client": caller.client, "deadline_s": left_s, "session": session}
+    return [
+        replace(
+            generation,
+            request=msgspec.structs.replace(generation.request, **asked),
+            timings=timings.Timings(caller.arrived, is_wanted=caller.wants_timings),
+            trace=trace,
+        )
+        for generation in generations
+    ]
+
+
+def wait_of(headers: Mapping[str, str]) -> float | None:
+    """Return how many seconds a client waits. None: its header is absent.
+
+    Raises:
+        InvalidRequest: The header is no number over 0.
+    """
+    if (given := headers.get(TIMEOUT_MS)) is None:
+        return None
+    try:
+        wait_ms = float(given)
+    except ValueError:
+        wait_ms = 0.0
+    if not 0 < wait_ms < math.inf:
+        raise InvalidRequest(f"{TIMEOUT_MS}: must be milliseconds, a number over 0")
+    return wait_ms / 1000
 
 
 class Call(Protocol):
@@ -36,30 +132,14 @@ class StreamSink(Sink, Protocol):
 
 
 class Answer:
-    """The whole of one generation, as its pieces come. A `Sink`.
-
-    Attributes:
-        output_ids: All ids so far.
-        logprobs: One for each of `output_ids`, when wanted.
-        prompt_logprobs: Of the wanted positions, in order.
-    """
+    """Keeps the pieces of one generation. A `Sink`."""
 
     def __init__(self) -> None:
-        self.text = ""
-        self.output_ids: list[int] = []
-        self.cached_tokens = 0
-        self.ending: Ending | None = None
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.pieces: list[Piece] = []
 
     def write(self, piece: Piece) -> bool:
-        """Add a piece. There is always room."""
-        self.text += piece.text
-        self.output_ids += piece.token_ids
-        self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
-        self.ending = piece.ending
-        self.logprobs += piece.logprobs
-        self.prompt_logprobs += piece.prompt_logprobs
+        """Keep a piece. There is always room."""
+        self.pieces.append(piece)
         return True
 
     async def drain(self) -> bool:
@@ -87,8 +167,27 @@ async def read_call(
     return call
 
 
-async def whole(request: web.Request, generations: Sequence[Generation]) -> list[Answer]:
-    """Return the answers of several generations.
+@asynccontextmanager
+async def in_time(request: web.Request) -> AsyncIterator[None]:
+    """End the block when the request has taken as long as the operator allows.
+
+    Raises:
+        RequestTimedOut: The block was ended.
+    """
+    limit = asyncio.timeout_at(request[CALLER].ends_at)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        timeout_s = request.app[EDGE].options.http.request_timeout_s
+        sentence = f"the request was ended: it took longer than {timeout_s:g} s"
+        raise RequestTimedOut(sentence) from None
+
+
+async def whole(request: web.Request, generations: Sequence[Generation]) -> list[Piece]:
+    """Return each of several generations as one piece.
 
     Raises:
         TandemError: One of them failed; the others are cancelled.
@@ -101,7 +200,7 @@ async def whole(request: web.Request, generations: Sequence[Generation]) -> list
                 for generation, answer in zip(generations, answers, strict=True)
             ]
         )
-    return answers
+    return [joined(answer.pieces) for answer in answers]
 
 
 async def stream(edge: Edge, events: EventStream, sinks: Sequence[StreamSink]) -> None:
@@ -135,9 +234,4 @@ async def _side_by_side(work: Sequence[Coroutine[None, None, None]]) -> None:
             for part in work:
                 group.create_task(part)
     except BaseExceptionGroup as errors:
-        raise _first(errors) from errors
-
-
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+        raise errors.exceptions[0] from errors

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from tandem.frontend.timings import Report
-from tandem.wire.generation import SamplingDefaults
 
 # [log-probability, token id, text or null], as SGLang writes it.
 Triple = list[float | int | str | None]
@@ -137,68 +136,3 @@ class ChatCompletionChunk(_Head, kw_only=True):
     usage: Usage | Raw | UnsetType | None = UNSET
     error: ErrorDetail | UnsetType = UNSET
     timings: Timings = UNSET
-
-
-class Model(Struct, frozen=True):
-    """The model, as OpenAI describes one."""
-
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    root: str
-    max_model_len: int
-
-
-class ModelList(Struct, frozen=True):
-    """The one model."""
-
-    object: str
-    data: list[Model]
-
-
-class ModelInfo(Struct, frozen=True, kw_only=True):
-    """The model, as SGLang describes it."""
-
-    model_path: str
-    served_model_name: str
-    tokenizer_path: str | None
-    is_generation: bool
-    context_length: int
-    max_prompt_tokens: int
-    vocab_size: int
-    eos_token_ids: list[int]
-    default_sampling_params: SamplingDefaults
-
-
-class Health(Struct, frozen=True):
-    """Whether a request sent now can be served."""
-
-    status: str
-    detail: str
-
-
-class Live(Struct, frozen=True):
-    """The process answers."""
-
-    status: str
-
-
-class Flushed(Struct, frozen=True):
-    """The cache was flushed."""
-
-    success: bool
-    message: str
-
-
-class Aborted(Struct, frozen=True):
-    """Whether a request was ended."""
-
-    aborted: bool
-
-
-class TokenizerFiles(Struct, frozen=True):
-    """The files of the tokenizer, by name, and their hash."""
-
-    hash: str
-    files: dict[str, str]

@@ -7,19 +7,23 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from tandem.frontend import native, openai, routes
+from tandem.frontend import answers, native, openai, routes
+from tandem.frontend.answering import note_caller
 from tandem.frontend.backend import Backend
-from tandem.frontend.caller import expect, note_caller, read_body
 from tandem.frontend.edge import EDGE, Edge, close_when_leaving
+from tandem.frontend.grammars import NativeGrammar, OpenAIGrammar
 from tandem.frontend.keys import check_key
 from tandem.frontend.middleware import (
     answer_errors,
     answer_preflight,
     count_requests,
+    read_body,
     tell_origin,
 )
-from tandem.frontend.openapi import DOCUMENT, document, show_document, show_page
+from tandem.frontend.openai_body import ChatBody, CompletionBody
+from tandem.frontend.openapi import DOCUMENT, Route, document, show_document, show_page
 from tandem.frontend.options import FrontendOptions
+from tandem.frontend.sampling import CompletionSampling, NativeSampling, OpenAISampling
 from tandem.frontend.tracing import Tracing, tracing_to
 from tandem.wire.keys import reader_key
 
@@ -42,7 +46,6 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
         client_max_size=options.http.max_body_bytes, middlewares=_middlewares(options, tracing)
     )
     if tracing is not None:
-        app.on_response_prepare.append(tracing.name_span)
         app.cleanup_ctx.append(tracing.running)
     app[EDGE] = edge = Edge(backend, options)
     app.cleanup_ctx.append(edge.running)
@@ -50,7 +53,9 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
     if options.http.cors_origins:
         app.on_response_prepare.append(tell_origin(options.http.cors_origins))
     table = route_table(options)
-    app.add_routes(table)
+    for route in table:
+        add = {"get": web.get, "post": web.post, "put": web.put}[route.method]  # `get` adds HEAD
+        app.add_routes([add(route.path, route.handler)])
     # Made at the first request: most processes get none.
     has_keys = bool(options.http.api_keys)
     describe: Callable[[], dict[str, Any]] = cache(partial(document, table, has_keys=has_keys))
@@ -73,27 +78,48 @@ def _middlewares(options: FrontendOptions, tracing: Tracing | None) -> list[Midd
     return [count_requests, *preflight, *traced, *inner]
 
 
-def route_table(options: FrontendOptions) -> list[web.RouteDef]:
-    has_tokenizer = options.tokenizer_files is not None
-    tokenizer = [web.get("/tokenizer", routes.tokenizer)] if has_tokenizer else []
-    return [
-        *tokenizer,
-        web.post("/generate", native.generate, expect_handler=expect),
-        web.put("/generate", native.generate, expect_handler=expect),
-        web.post("/v1/completions", openai.completions, expect_handler=expect),
-        web.post("/v1/chat/completions", openai.chat_completions, expect_handler=expect),
-        web.get("/v1/models", routes.models),
-        web.get("/v1/models/{name:.+}", routes.one_model),
-        web.get("/health", routes.health),
-        web.get("/live", routes.live),
-        web.get("/health_generate", routes.health_generate),
-        web.get("/model_info", routes.model_info),
-        web.get("/get_model_info", routes.model_info),
-        web.get("/server_info", routes.server_info),
-        web.get("/get_server_info", routes.server_info),
-        web.get("/metrics", routes.metrics),
-        web.get("/openapi.json", show_document),
-        web.get("/docs", show_page),
-        web.post("/flush_cache", routes.flush_cache, expect_handler=expect),
-        web.post("/abort_request", routes.abort_request, expect_handler=expect),
+def route_table(options: FrontendOptions) -> list[Route]:
+    """Return all routes, as they are served and described."""
+    generate = (
+        native.generate,
+        answers.Generated,
+        (native.GenerateBody, NativeSampling, NativeGrammar),
+        answers.Generated,
+    )
+    table = [
+        Route("post", "/generate", *generate),
+        Route("put", "/generate", *generate),
+        Route(
+            "post",
+            "/v1/completions",
+            openai.completions,
+            answers.Completion,
+            (CompletionBody, CompletionSampling, OpenAIGrammar),
+            answers.CompletionChunk,
+        ),
+        Route(
+            "post",
+            "/v1/chat/completions",
+            openai.chat_completions,
+            answers.ChatCompletion,
+            (ChatBody, OpenAISampling, OpenAIGrammar),
+            answers.ChatCompletionChunk,
+        ),
+        Route("get", "/v1/models", routes.models),
+        Route("get", "/v1/models/{name:.+}", routes.one_model),
+        Route("get", "/health", routes.health, unavailable=True),
+        Route("get", "/live", routes.live),
+        Route("get", "/health_generate", routes.health_generate),
+        Route("get", "/model_info", routes.model_info),
+        Route("get", "/get_model_info", routes.model_info),
+        Route("get", "/server_info", routes.server_info),
+        Route("get", "/get_server_info", routes.server_info),
+        Route("get", "/metrics", routes.metrics, media="text/plain"),
+        Route("get", "/openapi.json", show_document),
+        Route("get", "/docs", show_page, media="text/html"),
+        Route("post", "/flush_cache", routes.flush_cache),
+        Route("post", "/abort_request", routes.abort_request, bodies=(routes.AbortBody,)),
     ]
+    if options.tokenizer_files is not None:
+        table.insert(0, Route("get", "/tokenizer", routes.tokenizer))
+    return table

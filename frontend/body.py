@@ -76,6 +76,7 @@ _SENTENCES = {
     "string_type": "must be a string",
     "list_type": "must be a list",
     "dict_type": "must be an object",
+    "literal_error": "must be {expected}",
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
     "greater_than": "must be more than {gt}",

@@ -11,7 +11,7 @@ Checks form and size. The engine checks whether a schema, an expression or a gra
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic_core
@@ -19,10 +19,6 @@ from pydantic import (
     AfterValidator,
     Field,
     PlainValidator,
-    ValidationError,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     model_validator,
 )
 
@@ -102,14 +98,16 @@ class _GrammarBody(Body):
             return data
         return {name: value for name, value in data.items() if value != ""}
 
-    def found(self, prefix: str = "") -> Iterator[tuple[str, Grammar]]:
-        """Yield the name of each field that asks for a grammar, and the grammar."""
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if isinstance(value, _GrammarBody):
-                yield from value.found(f"{name}.")
-            elif isinstance(value, Grammar):
-                yield f"{prefix}{field.alias or name}", value
+    def wanted(self) -> Grammar | None:
+        """Return what the fields ask for: at most one of them may."""
+        given = {
+            field.alias or name: value
+            for name, field in type(self).model_fields.items()
+            if isinstance(value := getattr(self, name), Grammar)
+        }
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)}: only one of these may be given")
+        return next(iter(given.values()), None)
 
 
 class NativeGrammar(_GrammarBody):
@@ -137,46 +135,25 @@ class StructuredOutputs(_GrammarBody):
         return data
 
 
-def _format(value: object, handler: ValidatorFunctionWrapHandler) -> object:
-    try:
-        return handler(value)
-    except ValidationError:
-        sentence = f"must be 'text', 'json_object' or 'json_schema', not {value!r}"
-        raise ValueError(sentence) from None
-
-
-def _if_wanted(
-    value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo
-) -> object:
-    """Look at `json_schema` only where `type` asks for it."""
-    if info.data.get("type") != "json_schema":
-        return None
-    if not isinstance(value, dict):
-        raise ValueError("must be an object")  # noqa: TRY004
-    return handler(value)
-
-
 class WrappedSchema(Body):
     """A schema in OpenAI's form, which has a name beside it."""
 
-    schema_: Schema = Field(alias="schema")
+    schema_: Schema | None = Field(None, alias="schema")
 
 
 class ResponseFormat(Body):
     """OpenAI's `response_format`."""
 
-    type: Annotated[Literal["text", "json_object", "json_schema"], WrapValidator(_format)] = Field(
-        default=None, validate_default=True
-    )
-    json_schema: Annotated[WrappedSchema | None, WrapValidator(_if_wanted)] = Field(
-        default=None, validate_default=True
-    )
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: WrappedSchema | None = None
 
-    def grammar(self) -> Grammar | None:
+    def wanted(self) -> Grammar | None:
         """Return what it asks for."""
-        if self.json_schema is not None:
-            return self.json_schema.schema_
-        return _ANY_OBJECT if self.type == "json_object" else None
+        if self.type != "json_schema":
+            return _ANY_OBJECT if self.type == "json_object" else None
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise ValueError("type json_schema needs a json_schema with a schema")
+        return self.json_schema.schema_
 
 
 class OpenAIGrammar(NativeGrammar):
@@ -186,26 +163,28 @@ class OpenAIGrammar(NativeGrammar):
     guided_regex: Regex | None = None
     guided_grammar: Ebnf | None = None
     guided_choice: Choice | None = None
-    structured_outputs: StructuredOutputs | None = None
-    response_format: Annotated[ResponseFormat, AfterValidator(ResponseFormat.grammar)] | None = None
+    structured_outputs: (
+        Annotated[StructuredOutputs, AfterValidator(StructuredOutputs.wanted)] | None
+    ) = None
+    response_format: Annotated[ResponseFormat, AfterValidator(ResponseFormat.wanted)] | None = None
 
 
 def native_grammar(data: Mapping[str, object]) -> Grammar | None:
     """Return what the fields of sampling parameters ask for, or None."""
-    return _only_one(validate(NativeGrammar, data))
+    return _read(NativeGrammar, data)
 
 
 def openai_grammar(data: Mapping[str, object]) -> Grammar | None:
     """Return what the fields of an OpenAI body ask for, or None."""
-    return _only_one(validate(OpenAIGrammar, data))
+    return _read(OpenAIGrammar, data)
 
 
-def _only_one(body: _GrammarBody) -> Grammar | None:
-    given = list(body.found())
-    if len(given) > 1:
-        names = " and ".join(name for name, _ in given)
-        raise InvalidRequest(f"{names}: only one of these may be given")
-    return given[0][1] if given else None
+def _read(kind: type[_GrammarBody], data: Mapping[str, object]) -> Grammar | None:
+    body = validate(kind, data)
+    try:
+        return body.wanted()
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from error
 
 
 _UNSUPPORTED_PARTS = frozenset(

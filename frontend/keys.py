@@ -70,7 +70,7 @@ def _is_one_of(given: bytes, accepted: list[bytes]) -> bool:
 
 
 class Forbidden(TandemError, code="forbidden", status=403):
-    """The request is for operators, and its sender may not be one."""
+    """The route is for operators, and the request has no operator key."""
 
 
 def require_operator(request: web.Request) -> None:

@@ -1,9 +1,10 @@
-"""Around every route: counts answers, allows web pages, turns errors into JSON.
+"""Around every route: counts answers, reads bodies, allows web pages, turns errors into JSON.
 
 Errors have OpenAI's shape on all routes: `{"error": {"message", "type", "code"}}`. Web pages may use the
 server from a browser only if an operator names their origins (Fetch standard, section 3.3).
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
@@ -13,7 +14,7 @@ from aiohttp.typedefs import Handler, Middleware
 from tandem.frontend.answers import Error, ErrorDetail
 from tandem.frontend.edge import EDGE
 from tandem.telemetry.log import get_logger
-from tandem.wire.errors import BodyTooLarge, ErrorInfo, NoNodeAvailable, TandemError
+from tandem.wire.errors import BodyTooLarge, ErrorInfo, InvalidRequest, NoNodeAvailable, TandemError
 
 log = get_logger(__name__)
 
@@ -27,6 +28,14 @@ _SLOW_BODY = 408
 _MAX_MESSAGE_CHARS = 2000
 
 OnPrepare = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
+
+
+class BodyTimedOut(InvalidRequest, code="body_timeout", status=408):
+    """The body did not come in time."""
+
+
+class EncodingUnsupported(InvalidRequest, code="unsupported_encoding", status=415):
+    """The body is compressed."""
 
 
 def error_body(error: ErrorInfo) -> Error:
@@ -130,6 +139,30 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
         case _:
             pass
     return error_response(ErrorInfo(code=code, message=message, status=error.status), headers)
+
+
+@web.middleware
+async def read_body(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Read the body, so that a handler's own `read` never waits. Reject what passes a limit."""
+    if not request.body_exists or request.method not in {"POST", "PUT"}:
+        return await handler(request)
+    options = request.app[EDGE].options
+    limit, timeout_s = options.http.max_body_bytes, options.body_timeout_s
+    if (request.content_length or 0) > limit:
+        raise BodyTooLarge(f"the body passes {limit} bytes")
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise EncodingUnsupported("send the body as it is, without Content-Encoding")
+    try:
+        if request.content.is_eof():  # most bodies came with the head
+            await request.read()
+        else:
+            async with asyncio.timeout(timeout_s):
+                await request.read()
+    except web.RequestPayloadError as error:
+        raise InvalidRequest(f"the body cannot be read: {error}") from error
+    except TimeoutError:
+        raise BodyTimedOut(f"the body did not come within {timeout_s:g} s") from None
+    return await handler(request)
 
 
 def answer_preflight(origins: Sequence[str]) -> Middleware:

@@ -5,7 +5,6 @@
 ```
 """
 
-import difflib
 import time
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -14,8 +13,7 @@ from aiohttp import web
 from pydantic import Field
 
 from tandem.frontend import answering
-from tandem.frontend.answering import Answer
-from tandem.frontend.answers import Generated, MetaInfo
+from tandem.frontend.answers import MetaInfo
 from tandem.frontend.backend import ServedModel
 from tandem.frontend.body import (
     UNSUPPORTED,
@@ -40,7 +38,6 @@ from tandem.frontend.generation import (
 )
 from tandem.frontend.grammars import NativeGrammar, native_grammar
 from tandem.frontend.logprobs import MAX_TOP_LOGPROBS, NativeLogprobs, native_logprobs
-from tandem.frontend.middleware import json_response
 from tandem.frontend.sampling import (
     MAX_STOP_PATTERNS,
     NativeSampling,
@@ -167,9 +164,7 @@ def _check_names(params: dict[str, Any]) -> None:
         if value is None or name in _PARAMETERS or name in _WITHOUT_EFFECT or name in UNSUPPORTED:
             continue
         shown = name[:_MAX_NAME_CHARS]
-        near = difflib.get_close_matches(shown, _PARAMETERS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise InvalidRequest(f"sampling_params.{shown}: is no sampling parameter{hint}")
+        raise InvalidRequest(f"sampling_params.{shown}: is no sampling parameter")
 
 
 def _check_counts(samplings: list[NativeSampling]) -> None:
@@ -206,34 +201,20 @@ async def generate(request: web.Request) -> web.StreamResponse:
     started = time.perf_counter()
     edge = request.app[EDGE]
     call = await answering.read_call(request, read_native)
-    if call.is_stream:
-        async with EventStream(request, edge.options.stall_timeout_s, edge.outbox) as events:
-            is_incremental = edge.options.incremental_streaming_output
-            sinks = [
-                _Events(events, call, index, started, is_incremental=is_incremental)
-                for index in range(len(call.generations))
-            ]
-            await answering.stream(edge, events, sinks)
-            return await events.finish()
-    answers = await answering.whole(request, call.generations)
-    elapsed_s = time.perf_counter() - started
-    results = [
-        _whole(call, generation, answer, elapsed_s)
-        for generation, answer in zip(call.generations, answers, strict=True)
-    ]
-    return json_response(results if call.is_list else results[0])
-
-
-def _whole(call: NativeCall, generation: Generation, answer: Answer, elapsed_s: float) -> Generated:
-    meta = _meta(generation, answer.cached_tokens, answer.ending, len(answer.output_ids))
-    if (logprobs := native_logprobs(generation, has_text=call.has_text_in_logprobs)) is not None:
-        logprobs.add((answer.output_ids, answer.logprobs), answer.prompt_logprobs)
-        logprobs.fill(meta)
-    meta.e2e_latency = elapsed_s
-    result = Generated(answer.text, answer.output_ids, meta)
-    if generation.timings.is_wanted:
-        result.timings = generation.report()
-    return result
+    if not call.is_stream:
+        answers = await answering.whole(request, call.generations)
+        whole = [_Generated(call, index, started) for index in range(len(answers))]
+        parts = [one.json(answer) for one, answer in zip(whole, answers, strict=True)]
+        body = b"[%b]" % b",".join(parts) if call.is_list else parts[0]
+        return web.Response(body=body, content_type="application/json")
+    is_incremental = edge.options.incremental_streaming_output
+    async with EventStream(request, edge.options.stall_timeout_s, edge.outbox) as events:
+        sinks = [
+            _Events(events, call, index, started, is_incremental=is_incremental)
+            for index in range(len(call.generations))
+        ]
+        await answering.stream(edge, events, sinks)
+        return await events.finish()
 
 
 def _meta(
@@ -269,15 +250,14 @@ def _finish_reason(ending: Ending | None, num_tokens: int) -> dict[str, object] 
     }
 
 
-class _Events:
-    """The events of one generation: all so far each time, or only what is new. A `StreamSink`.
+class _Generated:
+    """One generation as JSON: all so far, or only what is new.
 
-    What events repeat is kept as the bytes it is sent as. An ordinary token costs joining them.
+    What is repeated is kept as the bytes it is sent as. An ordinary token costs joining them.
     """
 
     __slots__ = (
         "_cached_tokens",
-        "_events",
         "_ids",
         "_is_incremental",
         "_label",
@@ -286,23 +266,15 @@ class _Events:
         "_num_tokens",
         "_started",
         "_text",
-        "drain",
         "generation",
     )
 
     def __init__(
-        self,
-        events: EventStream,
-        call: NativeCall,
-        index: int,
-        started: float,
-        *,
-        is_incremental: bool,
+        self, call: NativeCall, index: int, started: float, *, is_incremental: bool = False
     ) -> None:
         self.generation = call.generations[index]
-        self._events, self._started, self._is_incremental = events, started, is_incremental
-        self.drain = events.drain
-        self._label = b',"index":%d' % index if call.is_list else b""
+        self._started, self._is_incremental = started, is_incremental
+        self._label = b""  # fields behind `meta_info`
         # JSON, without quotes and brackets.
         self._text, self._ids = bytearray(), bytearray()
         self._num_tokens = self._cached_tokens = 0
@@ -310,8 +282,8 @@ class _Events:
         self._meta: tuple[bytes, bytes] | None = None
         self._logprobs = native_logprobs(self.generation, has_text=call.has_text_in_logprobs)
 
-    def write(self, piece: Piece) -> bool:
-        """Send the event of a piece."""
+    def json(self, piece: Piece, prefix: bytes = b"", suffix: bytes = b"") -> bytes:
+        """Add a piece and return the JSON, between `prefix` and `suffix`."""
         self._add(piece)
         if piece.cached_tokens > self._cached_tokens:
             self._cached_tokens, self._meta = piece.cached_tokens, None
@@ -321,24 +293,20 @@ class _Events:
             meta = b"%b%d%b" % (self._meta[0], self._num_tokens, self._meta[1])
         else:
             meta = self._whole_meta(self._logprobs, piece)
-        return self._events.put(
-            b"".join(
-                (
-                    b'data: {"text":"',
-                    self._text,
-                    b'","output_ids":[',
-                    self._ids,
-                    b'],"meta_info":',
-                    meta,
-                    self._label,
-                    b"}\n\n",
-                )
+        return b"".join(
+            (
+                prefix,
+                b'{"text":"',
+                self._text,
+                b'","output_ids":[',
+                self._ids,
+                b'],"meta_info":',
+                meta,
+                self._label,
+                b"}",
+                suffix,
             )
         )
-
-    def write_failure(self, error: ErrorInfo) -> None:
-        """Send the end of a generation that an error cut short."""
-        self.write(Piece("", (), ending=failed(error)))
 
     def _running_meta(self) -> tuple[bytes, bytes]:
         field = b'"completion_tokens":'
@@ -365,6 +333,36 @@ class _Events:
             self._text.clear()
             self._ids.clear()
         self._text += encode(piece.text)[1:-1]
-        for token_id in piece.token_ids:
-            self._ids += b",%d" % token_id if self._ids else b"%d" % token_id
-        self._num_tokens += len(piece.token_ids)
+        if piece.token_ids:
+            if self._ids:
+                self._ids += b","
+            # A whole answer may have a million tokens.
+            self._ids += encode(list(piece.token_ids))[1:-1]
+            self._num_tokens += len(piece.token_ids)
+
+
+class _Events(_Generated):
+    """Sends one generation as events. A `StreamSink`."""
+
+    __slots__ = ("_events", "drain")
+
+    def __init__(
+        self,
+        events: EventStream,
+        call: NativeCall,
+        index: int,
+        started: float,
+        *,
+        is_incremental: bool,
+    ) -> None:
+        super().__init__(call, index, started, is_incremental=is_incremental)
+        self._events, self.drain = events, events.drain
+        self._label = b',"index":%d' % index if call.is_list else b""
+
+    def write(self, piece: Piece) -> bool:
+        """Send the event of a piece."""
+        return self._events.put(self.json(piece, b"data: ", b"\n\n"))
+
+    def write_failure(self, error: ErrorInfo) -> None:
+        """Send the end of a generation that an error cut short."""
+        self.write(Piece("", (), ending=failed(error)))

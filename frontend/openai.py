@@ -8,7 +8,6 @@ import msgspec
 from aiohttp import web
 
 from tandem.frontend import answering
-from tandem.frontend.answering import Answer
 from tandem.frontend.answers import (
     ChatChoice,
     ChatCompletion,
@@ -56,7 +55,7 @@ async def _answer(request: web.Request, call: OpenAICall) -> web.StreamResponse:
             return await events.finish()
     answers = await answering.whole(request, call.generations)
     choices = [_choice(call, index, answer) for index, answer in enumerate(answers)]
-    num_output = sum(len(answer.output_ids) for answer in answers)
+    num_output = sum(len(answer.token_ids) for answer in answers)
     num_cached = sum(answer.cached_tokens for answer in answers)
     whole = ChatCompletion if call.is_chat else Completion
     return json_response(
@@ -69,11 +68,11 @@ async def _answer(request: web.Request, call: OpenAICall) -> web.StreamResponse:
     )
 
 
-def _choice(call: OpenAICall, index: int, answer: Answer) -> CompletionChoice | ChatChoice:
+def _choice(call: OpenAICall, index: int, answer: Piece) -> CompletionChoice | ChatChoice:
     logprobs: Logprobs = None
     if (writer := _writer(call, index)) is not None:
         prompt_run = (call.generations[index].request.prompt_ids, answer.prompt_logprobs)
-        logprobs = writer.write(prompt_run, (answer.output_ids, answer.logprobs))
+        logprobs = writer.write(prompt_run, (answer.token_ids, answer.logprobs))
     reason = _reason(answer.ending)
     text = call.echoes[index] + answer.text
     if not call.is_chat:

@@ -215,8 +215,8 @@ def read_chat(
         raise InvalidRequest("tool_choice: a call cannot be forced beside another grammar")
     # A grammar holds from the first token: there are no thoughts and no calls in what it allows.
     make_reply = _make_reply(body, choice, formats, text) if asked is None else None
-    if make_reply is not None:
-        # In many formats marks are special tokens.
+    if make_reply is not None and choice.grammar is None:
+        # In many formats marks are special tokens. A forced call has none.
         sampling = sampling.model_copy(update={"skip_special_tokens": False})
     prompts = Prompts(is_batch=False, texts=[text])
     call = _call(model, body, sampling, prompts, grammar=asked or choice.grammar)

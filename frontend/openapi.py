@@ -1,32 +1,22 @@
-"""The OpenAPI document of an app, from its routes, their docstrings, bodies and answers.
-
-```
- route table ─┬─ handler's docstring ──▶ summary
-              └─ OPERATIONS[handler] ──▶ body (schemas by pydantic), answers (schemas by msgspec)
-```
-
-A route without an entry in `OPERATIONS` is an error: the document leaves no route out.
-"""
+"""The OpenAPI document of an app, from its routes: bodies by pydantic, answers by msgspec."""
 
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from pydantic import AliasChoices, BaseModel
 from pydantic.json_schema import models_json_schema
 
-from tandem.frontend import answers, native, openai, routes
-from tandem.frontend.grammars import NativeGrammar, OpenAIGrammar
+from tandem.frontend import answers
 from tandem.frontend.keys import OPEN_ROUTES
 from tandem.frontend.middleware import json_response
-from tandem.frontend.openai_body import ChatBody, CompletionBody
-from tandem.frontend.sampling import CompletionSampling, NativeSampling, OpenAISampling
 from tandem.telemetry.version import package_version
 
 Schema = dict[str, Any]
@@ -36,25 +26,14 @@ JSON, EVENTS = "application/json", "text/event-stream"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")
 _REF = "#/components/schemas/"
-_ERRORS = {
-    "400": "something in the body cannot be; the message names it",
-    "401": "the API key is missing or wrong",
-    "404": "the model is not the one served",
-    "408": "the body did not come in time",
-    "413": "the body is too large",
-    "415": "the body is compressed",
-    "429": "there is no room now; Retry-After says when to try again",
-    "500": "the server's fault",
-    "503": "no node can serve now; Retry-After says when to try again",
-    "504": "it took too long",
-}
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
-    """What one handler takes and gives.
+class Route:
+    """One route, and what its handler takes and gives.
 
     Attributes:
+        handler: Its docstring is the summary.
         answer: None for any JSON object.
         bodies: Models that together describe the body.
         event: One event, if the answer may be streamed.
@@ -62,6 +41,9 @@ class Operation:
         unavailable: Whether 503 has the answer's own shape instead of an error's.
     """
 
+    method: Literal["get", "post", "put"]
+    path: str
+    handler: Handler
     answer: type[msgspec.Struct] | None = None
     bodies: tuple[type[BaseModel], ...] = ()
     event: type[msgspec.Struct] | None = None
@@ -80,50 +62,13 @@ async def show_page(request: web.Request) -> web.Response:
     return web.Response(text=text, content_type="text/html", headers=headers)
 
 
-OPERATIONS: dict[Callable[..., Any], Operation] = {
-    native.generate: Operation(
-        answers.Generated,
-        (native.GenerateBody, NativeSampling, NativeGrammar),
-        answers.Generated,
-    ),
-    openai.completions: Operation(
-        answers.Completion,
-        (CompletionBody, CompletionSampling, OpenAIGrammar),
-        answers.CompletionChunk,
-    ),
-    openai.chat_completions: Operation(
-        answers.ChatCompletion,
-        (ChatBody, OpenAISampling, OpenAIGrammar),
-        answers.ChatCompletionChunk,
-    ),
-    routes.models: Operation(answers.ModelList),
-    routes.one_model: Operation(answers.Model),
-    routes.health: Operation(answers.Health, unavailable=True),
-    routes.live: Operation(answers.Live),
-    routes.health_generate: Operation(answers.Health),
-    routes.model_info: Operation(answers.ModelInfo),
-    routes.server_info: Operation(),
-    routes.metrics: Operation(media="text/plain"),
-    routes.flush_cache: Operation(answers.Flushed),
-    routes.abort_request: Operation(answers.Aborted, (routes.AbortBody,)),
-    routes.tokenizer: Operation(answers.TokenizerFiles),
-    show_document: Operation(),
-    show_page: Operation(media="text/html"),
-}
-
-
-def document(table: Iterable[web.RouteDef], *, has_keys: bool) -> dict[str, Any]:
-    """Return the document, version 3.1.
-
-    Raises:
-        KeyError: A route's handler is not in `OPERATIONS`.
-    """
+def document(routes: Sequence[Route], *, has_keys: bool) -> dict[str, Any]:
+    """Return the document, version 3.1."""
     paths: dict[str, dict[str, Any]] = {}
-    for route in table:
+    for route in routes:
         path = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", route.path)
-        described = _operation(route, path, has_keys=has_keys)
-        paths.setdefault(path, {})[route.method.lower()] = described
-    components: dict[str, Any] = {"schemas": _schemas()}
+        paths.setdefault(path, {})[route.method] = _operation(route, path, has_keys=has_keys)
+    components: dict[str, Any] = {"schemas": _schemas(routes)}
     made: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
@@ -156,23 +101,21 @@ def _page(document: Mapping[str, Any]) -> str:
     )
 
 
-def _operation(route: web.RouteDef, path: str, *, has_keys: bool) -> dict[str, Any]:
-    operation = OPERATIONS[route.handler]
-    is_open = path in OPEN_ROUTES
+def _operation(route: Route, path: str, *, has_keys: bool) -> dict[str, Any]:
     described: dict[str, Any] = {
         "summary": (inspect.getdoc(route.handler) or "").partition("\n")[0],
-        "operationId": f"{route.method.lower()}{re.sub(r'[^a-zA-Z0-9]+', '_', path)}",
-        "responses": _responses(operation, is_open=is_open or not has_keys),
+        "operationId": f"{route.method}{re.sub(r'[^a-zA-Z0-9]+', '_', path)}",
+        "responses": _responses(route),
     }
     if names := re.findall(r"\{(\w+)\}", path):
         described["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in names
         ]
-    if operation.bodies:
-        body = {"allOf": [_ref(model.__name__) for model in operation.bodies]}
+    if route.bodies:
+        body = {"allOf": [_ref(model.__name__) for model in route.bodies]}
         described["requestBody"] = {"required": True, "content": {JSON: {"schema": body}}}
-    if has_keys and is_open:
+    if has_keys and path in OPEN_ROUTES:
         described["security"] = []
     return described
 
@@ -181,28 +124,21 @@ def _ref(name: str) -> Schema:
     return {"$ref": _REF + name}
 
 
-def _responses(operation: Operation, *, is_open: bool) -> dict[str, Any]:
-    """Return the answer and the expected errors. `default` is any other."""
-    schema: Schema = {"type": "object" if operation.media == JSON else "string"}
-    if operation.answer is not None:
+def _responses(route: Route) -> dict[str, Any]:
+    """Return the answer, and what an error looks like."""
+    schema: Schema = {"type": "object" if route.media == JSON else "string"}
+    if route.answer is not None:
         # A batch is answered by a list.
-        is_many = operation.answer is answers.Generated
-        schema = _ref("GeneratedOrList" if is_many else operation.answer.__name__)
-    content: dict[str, Any] = {operation.media: {"schema": schema}}
-    if operation.event is not None:
-        content[EVENTS] = {"schema": _event(operation.event.__name__)}
-    expected = set(_ERRORS) if operation.bodies else {"401", "503"}
-    responses = {
-        status: _error(_ERRORS[status])
-        for status in sorted(expected - ({"401"} if is_open else set()))
-    }
-    if operation.unavailable:
+        is_many = route.answer is answers.Generated
+        schema = _ref("GeneratedOrList" if is_many else route.answer.__name__)
+    content: dict[str, Any] = {route.media: {"schema": schema}}
+    if route.event is not None:
+        content[EVENTS] = {"schema": _event(route.event.__name__)}
+    responses: dict[str, Any] = {"200": {"description": "the answer", "content": content}}
+    if route.unavailable:
         responses["503"] = {"description": "it cannot be served now", "content": content}
-    return (
-        {"200": {"description": "the answer", "content": content}}
-        | responses
-        | {"default": _error("another error")}
-    )
+    error = {JSON: {"schema": _ref("Error")}}
+    return responses | {"default": {"description": "an error", "content": error}}
 
 
 def _event(name: str) -> Schema:
@@ -221,15 +157,9 @@ def _event(name: str) -> Schema:
     }
 
 
-def _error(description: str) -> dict[str, Any]:
-    return {"description": description, "content": {JSON: {"schema": _ref("Error")}}}
-
-
-def _schemas() -> dict[str, Schema]:
-    operations = OPERATIONS.values()
+def _schemas(routes: Sequence[Route]) -> dict[str, Schema]:
     models = sorted(
-        {body for operation in operations for body in operation.bodies},
-        key=lambda model: model.__name__,
+        {body for route in routes for body in route.bodies}, key=lambda model: model.__name__
     )
     _, found = models_json_schema(
         [(model, "validation") for model in models], ref_template=f"{_REF}{{model}}"
@@ -237,7 +167,7 @@ def _schemas() -> dict[str, Schema]:
     schemas: dict[str, Schema] = found["$defs"]
     for model in models:
         _name_aliases(model, schemas[model.__name__])
-    structs = {part for operation in operations for part in (operation.answer, operation.event)}
+    structs = {part for route in routes for part in (route.answer, route.event)}
     [*_, several], described = msgspec.json.schema_components(
         [*(structs - {None}), answers.Error, answers.Generated | list[answers.Generated]],
         ref_template=f"{_REF}{{name}}",

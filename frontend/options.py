@@ -1,5 +1,6 @@
 """How one app of the frontend behaves, and the flags of every server's HTTP."""
 
+import ssl
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,13 +10,14 @@ from urllib.parse import urlsplit
 
 from tandem.frontend.reply_formats import REASONING_FORMATS, TOOL_FORMATS
 from tandem.frontend.reply_parser import NO_FORMATS, ReplyFormats
-from tandem.frontend.tls import TlsFiles, server_context
-from tandem.frontend.tracing import checked_endpoint
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.options import Flag
 
 log = get_logger(__name__)
+
+# Where collectors listen for OTLP over HTTP.
+_TRACES_PATH = "/v1/traces"
 
 TOOL_CALL_PARSER = Flag(
     "--tool-call-parser",
@@ -36,6 +38,36 @@ GENERATION_CONFIG = Flag(
 )
 
 
+def checked_endpoint(text: str) -> str:
+    """Return where traces are sent, with its path. Empty: nowhere.
+
+    Raises:
+        ConfigInvalid: It is no such URL, or the packages are not there.
+    """
+    if not text:
+        return ""
+    if not _is_endpoint(text):
+        raise ConfigInvalid(
+            f"--otlp-traces-endpoint {text}: give http://HOST:4318, where the collector takes OTLP over HTTP"
+        )
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401 -- whether it is there
+    except ImportError as error:
+        raise ConfigInvalid(
+            "--otlp-traces-endpoint needs OpenTelemetry: pip install 'tandem-serve[opentelemetry]'"
+        ) from error
+    return text if urlsplit(text).path.strip("/") else text.rstrip("/") + _TRACES_PATH
+
+
+def _is_endpoint(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        has_address = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, brackets that do not match
+        return False
+    return parts.scheme in {"http", "https"} and has_address
+
+
 def _checked_keys(keys: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_checked_key("--api-key", key) for key in keys))
 
@@ -52,19 +84,43 @@ def _checked_origins(origins: Sequence[str]) -> tuple[str, ...]:
 
 
 def _checked_origin(text: str) -> str:
-    if text == "*":
-        return text
     try:
         parts = urlsplit(text)
         is_origin = parts.scheme in {"http", "https"} and f"{parts.scheme}://{parts.netloc}" == text
         is_whole = is_origin and bool(parts.hostname) and "@" not in text and (parts.port or 1) > 0
     except ValueError:  # a port that is no number, an unclosed bracket
         is_whole = False
-    if not is_whole:
-        raise ConfigInvalid(
-            f"--cors-allow-origin {text}: give https://HOST or https://HOST:PORT, without a path, or *"
-        )
-    return text
+    if text == "*" or is_whole:
+        return text
+    raise ConfigInvalid(
+        f"--cors-allow-origin {text}: give https://HOST or https://HOST:PORT, without a path, or *"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """The paths of a server's PEM files.
+
+    Attributes:
+        certfile: The certificate, and those between it and the authority.
+        keyfile: Empty where `certfile` holds the key too.
+        ca_certs: Empty: clients need no certificate.
+    """
+
+    certfile: Annotated[
+        str, Flag("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate")
+    ] = ""
+    keyfile: Annotated[str, Flag("--ssl-keyfile", metavar="FILE", help="the certificate's key")] = (
+        ""
+    )
+    ca_certs: Annotated[
+        str,
+        Flag(
+            "--ssl-ca-certs",
+            metavar="FILE",
+            help="require client certificates of these authorities",
+        ),
+    ] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,3 +259,47 @@ def _keys_in(path: str) -> list[str]:
         # Else a file that was emptied by mistake would open the server to everyone.
         raise ConfigInvalid(f"--api-key-file {path}: holds no key; write one on a line")
     return [_checked_key(f"--api-key-file {path}", key) for key in keys]
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """Return the context of a server: TLS 1.2 and above, as Python's defaults."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    # Otherwise clients may choose HTTP/2, which the server does not have.
+    context.set_alpn_protocols(["http/1.1"])
+    _check_readable("--ssl-certfile", files.certfile)
+    if files.keyfile:
+        _check_readable("--ssl-keyfile", files.keyfile)
+    try:
+        # Without a password OpenSSL would ask for one on the terminal.
+        context.load_cert_chain(files.certfile, files.keyfile or None, password="")
+    except OSError as error:
+        raise ConfigInvalid(_chain_sentence(files, error)) from error
+    if files.ca_certs:
+        load_authorities(context, "--ssl-ca-certs", files.ca_certs)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def load_authorities(context: ssl.SSLContext, flag: str, path: str) -> None:
+    """Make `context` trust the certificates in a file."""
+    _check_readable(flag, path)
+    try:
+        context.load_verify_locations(path)
+    except OSError as error:
+        raise ConfigInvalid(f"{flag} {path}: holds no certificates in PEM form") from error
+
+
+def _check_readable(flag: str, path: str) -> None:
+    try:
+        Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigInvalid(f"{flag} {path}: {error.strerror}") from error
+
+
+def _chain_sentence(files: TlsFiles, error: OSError) -> str:
+    if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
+        return f"--ssl-keyfile {files.keyfile}: is not the key of {files.certfile}"
+    return (
+        f"--ssl-certfile {files.certfile}, --ssl-keyfile {files.keyfile or files.certfile}: need a "
+        "certificate and its key, unencrypted and in PEM form"
+    )

@@ -11,13 +11,12 @@ from typing import Annotated
 from aiohttp import web
 from pydantic import Field
 
-from tandem.frontend import answers
 from tandem.frontend.backend import ALONE, Backend, Health, ServedModel
 from tandem.frontend.body import Body, validate
 from tandem.frontend.edge import EDGE, LEAVING
 from tandem.frontend.keys import operators_only, require_operator
 from tandem.frontend.middleware import json_response
-from tandem.frontend.tokenizer_files import tokenizer_hash
+from tandem.frontend.tokenizer import tokenizer_hash
 from tandem.wire.errors import (
     InvalidRequest,
     ModelNotFound,
@@ -42,9 +41,8 @@ ABORTED = web.RequestKey("ABORTED", AbortBody)
 
 
 def _health_response(health: Health) -> web.Response:
-    status = "ok" if health.is_serving else "unavailable"
-    body = answers.Health(status, health.detail)
-    return json_response(body, 200 if health.is_serving else 503)
+    status, code = ("ok", 200) if health.is_serving else ("unavailable", 503)
+    return json_response({"status": status, "detail": health.detail}, code)
 
 
 async def health(request: web.Request) -> web.Response:
@@ -55,7 +53,7 @@ async def health(request: web.Request) -> web.Response:
 
 async def live(_request: web.Request) -> web.Response:
     """Report that the process answers: 200, whatever it can serve."""
-    return json_response(answers.Live("ok"))
+    return json_response({"status": "ok"})
 
 
 async def health_generate(request: web.Request) -> web.Response:
@@ -103,7 +101,7 @@ async def _one_token(backend: Backend) -> None:
 async def models(request: web.Request) -> web.Response:
     """List the one model, as OpenAI does."""
     model = request.app[EDGE].backend.model()
-    return json_response(answers.ModelList("list", [_model_card(model)]))
+    return json_response({"object": "list", "data": [_model_card(model)]})
 
 
 async def one_model(request: web.Request) -> web.Response:
@@ -115,32 +113,32 @@ async def one_model(request: web.Request) -> web.Response:
     return json_response(_model_card(model))
 
 
-def _model_card(model: ServedModel) -> answers.Model:
-    return answers.Model(
-        id=model.name,
-        object="model",
-        created=int(time.time()),
-        owned_by="tandem",
-        root=model.name,
-        max_model_len=model.context_length,
-    )
+def _model_card(model: ServedModel) -> dict[str, object]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "tandem",
+        "root": model.name,
+        "max_model_len": model.context_length,
+    }
 
 
 async def model_info(request: web.Request) -> web.Response:
     """Describe the model, as SGLang does."""
     model = request.app[EDGE].backend.model()
     return json_response(
-        answers.ModelInfo(
-            model_path=model.name,
-            served_model_name=model.name,
-            tokenizer_path=model.name if model.tokenizer is not None else None,
-            is_generation=True,
-            context_length=model.context_length,
-            max_prompt_tokens=model.max_prompt_tokens,
-            vocab_size=model.vocab_size,
-            eos_token_ids=sorted(model.eos_token_ids),
-            default_sampling_params=model.default_sampling,
-        )
+        {
+            "model_path": model.name,
+            "served_model_name": model.name,
+            "tokenizer_path": model.name if model.tokenizer is not None else None,
+            "is_generation": True,
+            "context_length": model.context_length,
+            "max_prompt_tokens": model.max_prompt_tokens,
+            "vocab_size": model.vocab_size,
+            "eos_token_ids": sorted(model.eos_token_ids),
+            "default_sampling_params": model.default_sampling,
+        }
     )
 
 
@@ -163,7 +161,7 @@ async def metrics(request: web.Request) -> web.Response:
 async def flush_cache(request: web.Request) -> web.Response:
     """Drop every cached page that nobody reads."""
     await request.app[EDGE].backend.flush_cache()
-    return json_response(answers.Flushed(success=True, message="the cache was flushed"))
+    return json_response({"success": True, "message": "the cache was flushed"})
 
 
 async def abort_request(request: web.Request) -> web.Response:
@@ -173,10 +171,10 @@ async def abort_request(request: web.Request) -> web.Response:
     request[ABORTED] = body
     if body.abort_all:
         require_operator(request)
-        return json_response(answers.Aborted(await edge.abort_all()))
+        return json_response({"aborted": await edge.abort_all()})
     if not body.rid:
         raise InvalidRequest("rid: is missing")
-    return json_response(answers.Aborted(await edge.abort(body.rid)))
+    return json_response({"aborted": await edge.abort(body.rid)})
 
 
 async def tokenizer(request: web.Request) -> web.Response:
@@ -185,4 +183,4 @@ async def tokenizer(request: web.Request) -> web.Response:
     files = read() if read is not None else {}
     if not files:
         raise NoNodeAvailable("the tokenizer is not known yet, or the model has none")
-    return json_response(answers.TokenizerFiles(tokenizer_hash(files), dict(files)))
+    return json_response({"hash": tokenizer_hash(files), "files": dict(files)})

@@ -7,17 +7,15 @@ import asyncio
 import errno
 import logging
 import socket
-import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from typing_extensions import override
 
 from tandem.frontend.edge import EDGE
-from tandem.frontend.tls import server_context
+from tandem.frontend.options import server_context
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid
 
@@ -86,54 +84,6 @@ class _HttpLogger(logging.Logger):
             log.error("http.failed", message=record.getMessage(), exc_info=error)
 
 
-@dataclass(frozen=True, slots=True)
-class Listening:
-    """How to serve connections to an app.
-
-    Attributes:
-        protocol: Makes the protocol of one connection.
-        tls: None for plain HTTP.
-    """
-
-    protocol: Callable[[], asyncio.Protocol]
-    tls: ssl.SSLContext | None
-
-    @property
-    def handshake_timeout_s(self) -> float | None:
-        """Of TLS; asyncio takes none without."""
-        return None if self.tls is None else HANDSHAKE_TIMEOUT_S
-
-
-@asynccontextmanager
-async def listening(app: web.Application, drain_timeout_s: float) -> AsyncIterator[Listening]:
-    """Be ready for connections to `app` inside the block. On leaving, drain and close them.
-
-    Raises:
-        ConfigInvalid: The files of TLS cannot be used.
-    """
-    options = app[EDGE].options
-    context = None if options.http.tls is None else server_context(options.http.tls)
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,
-        access_log=None,  # counted in /metrics; a line a request costs more than the request's routing
-        logger=_HttpLogger("aiohttp.server"),
-        keepalive_timeout=options.idle_timeout_s,
-        max_line_size=MAX_HEADER_BYTES,
-        max_field_size=MAX_HEADER_BYTES,
-        max_headers=MAX_HEADERS,
-        auto_decompress=False,  # `frontend/caller.py` refuses compressed bodies
-        shutdown_timeout=drain_timeout_s,
-    )
-    await runner.setup()
-    http = runner.server
-    assert http is not None
-    try:
-        yield Listening(http, context)
-    finally:
-        await runner.cleanup()
-
-
 @asynccontextmanager
 async def serving(
     app: web.Application, sock: socket.socket, drain_timeout_s: float = 5.0
@@ -143,16 +93,34 @@ async def serving(
     Raises:
         ConfigInvalid: The files of TLS cannot be used.
     """
-    cut_off_who_does_not_read(sock, app[EDGE].options.stall_timeout_s)
-    async with listening(app, drain_timeout_s) as http:
+    options = app[EDGE].options
+    tls = None if options.http.tls is None else server_context(options.http.tls)
+    cut_off_who_does_not_read(sock, options.stall_timeout_s)
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,  # counted in /metrics; a line a request costs more than the request's routing
+        logger=_HttpLogger("aiohttp.server"),
+        keepalive_timeout=options.idle_timeout_s,
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+        max_headers=MAX_HEADERS,
+        auto_decompress=False,  # `read_body` refuses compressed bodies
+        shutdown_timeout=drain_timeout_s,
+    )
+    await runner.setup()
+    assert runner.server is not None
+    try:
         listener = await asyncio.get_running_loop().create_server(
-            http.protocol,
+            runner.server,
             sock=sock,
             backlog=BACKLOG,
-            ssl=http.tls,
-            ssl_handshake_timeout=http.handshake_timeout_s,
+            ssl=tls,
+            ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if tls else None,
         )
         try:
             yield
         finally:
             listener.close()
+    finally:
+        await runner.cleanup()

@@ -1,25 +1,10 @@
-"""Where one request's time went, from its arrival to its last token. Pure, except for its clock.
+"""Where one request's time went, from its arrival to its last token; docs/tracing.md explains each phase.
 
 ```
  tokenize ─ queue ─ pair ─ (lost_attempt ─ pair)* ─ reserve ─ kv_tier ─ prefill_queue ─ prefill ─ link ─ detokenize │ stream
  └───────────────────────────────── one after the other: their sum is the time to first token ─────────────────────┘
  beside them:                                       prefill_chunk ... push    landed    first_step
 ```
-
-| phase | what passes |
-|---|---|
-| `tokenize` | the body arrives, is checked and becomes token ids |
-| `queue` | at the router, no node has room |
-| `pair` | a pair is chosen, or waited for; its `node` is decode |
-| `lost_attempt` | a whole attempt that failed before its first token |
-| `reserve` | decode reserves pages and grants them to prefill |
-| `kv_tier` | cached pages come from the tiers, if there are any |
-| `prefill_queue` | the prompt waits for its first chunk |
-| `prefill` | the prompt is computed and its first token chosen |
-| `link` | the rest until the token is here: messages both ways, and busy loops |
-| `detokenize` | the token becomes text |
-| `stream` | all later tokens |
-| `unanswered` | without any token: from the last phase to the end |
 
 Each machine measures durations with its own clock. Times of two nodes differ by what a message takes.
 """

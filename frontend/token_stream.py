@@ -32,7 +32,7 @@ class StreamTap(Protocol):
 
 
 class TokenStream:
-    """The tokens of one attempt at one engine, as an async iterator; `take` returns them one by one.
+    """The tokens of one attempt at one engine. `read` yields them, `take` returns them one by one.
 
     Deltas that wait for a slow reader are merged into one, which bounds their memory to ids and
     log-probabilities. Leaving the stream's `with` block early cancels the attempt at the engine.
@@ -163,9 +163,6 @@ class TokenStream:
 
     def __exit__(self, *_raised: object) -> None:
         self.close()
-
-    def __aiter__(self) -> AsyncGenerator[TokenDelta, None]:
-        return self.read()
 
     async def read(self, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas until the end, without the ordinary tokens that `tap` took.

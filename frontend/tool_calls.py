@@ -20,7 +20,6 @@ from typing import Any, Literal, Protocol
 
 import pydantic_core
 
-from tandem.frontend.grammars import native_grammar
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
 
@@ -123,10 +122,9 @@ class ForcedCall:
 class ForcedCalls:
     """Reads the answer to `required`: a list of calls, returned once it is whole."""
 
-    finish_reason: Literal["stop", "tool_calls"] = "tool_calls"
-
     def __init__(self, first: int | None) -> None:
         self._first, self._text = first, ""
+        self.finish_reason: Literal["stop", "tool_calls"] = "stop"
 
     def push(self, text: str) -> list[Part]:
         """Return nothing yet."""
@@ -139,6 +137,7 @@ class ForcedCalls:
             calls = pydantic_core.from_json(self._text)
         except ValueError:
             return [Part("content", self._text)] if self._text else []
+        self.finish_reason = "tool_calls"
         texts = [json.dumps(call["parameters"], ensure_ascii=False) for call in calls]
         return [
             new_call(index, call["name"], text, self._first)
@@ -239,6 +238,10 @@ def _share(shared: dict[str, Any], kept: Mapping[str, Any], name: str) -> None:
 
 
 def _grammar(schema: dict[str, Any]) -> Grammar:
+    from tandem.frontend.grammars import (
+        native_grammar,
+    )  # a misspelt flag need not wait for pydantic
+
     grammar = native_grammar({"json_schema": schema})
     assert grammar is not None
     return grammar

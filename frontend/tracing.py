@@ -1,7 +1,7 @@
 """OpenTelemetry: a span for each request, with its generations and their phases below it.
 
 ```
- traceparent in ──▶ POST /generate                 server span; traceparent of it goes out with the answer
+ traceparent in ──▶ POST /generate                 server span
                       └─ generation                one for each choice
                            ├─ queue, pair, reserve, prefill, ...    as `tandem.frontend.timings` has them
                            └─ prefill_chunk, push, landed, ...
@@ -16,14 +16,12 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from tandem.frontend.timings import Report
 from tandem.telemetry.log import get_logger
-from tandem.wire.errors import ConfigInvalid
 
 if TYPE_CHECKING:  # of an extra
     from opentelemetry.sdk.trace import TracerProvider
@@ -33,8 +31,6 @@ log = get_logger(__name__)
 
 # Other routes have no traces.
 TRACED = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
-# Where collectors listen for OTLP over HTTP.
-_PATH = "/v1/traces"
 # Of one batch.
 _EXPORT_TIMEOUT_S = 5.0
 # A router's worker has two seconds from its last stream to its end, even if the collector is away.
@@ -126,16 +122,6 @@ class Tracing:
             span.end()
         return response
 
-    async def name_span(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Put the span's name into the head of an answer; for `on_response_prepare`."""
-        from opentelemetry.trace import set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        if (trace := request.get(TRACE)) is not None:
-            headers: dict[str, str] = {}
-            TraceContextTextMapPropagator().inject(headers, set_span_in_context(trace.span))
-            response.headers.update(headers)
-
     async def running(self, _app: web.Application) -> AsyncIterator[None]:
         """Send the last spans when the app ends; for `cleanup_ctx`."""
         yield
@@ -153,38 +139,8 @@ class Tracing:
                 await sent.wait()
 
 
-def checked_endpoint(text: str) -> str:
-    """Return where traces are sent, with its path. Empty: nowhere.
-
-    Raises:
-        ConfigInvalid: It is no such URL, or the packages are not there.
-    """
-    if not text:
-        return ""
-    if not _is_endpoint(text):
-        raise ConfigInvalid(
-            f"--otlp-traces-endpoint {text}: give http://HOST:4318, where the collector takes OTLP over HTTP"
-        )
-    try:
-        import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401 -- whether it is there
-    except ImportError as error:
-        raise ConfigInvalid(
-            "--otlp-traces-endpoint needs OpenTelemetry: pip install 'tandem-serve[opentelemetry]'"
-        ) from error
-    return text if urlsplit(text).path.strip("/") else text.rstrip("/") + _PATH
-
-
-def _is_endpoint(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        has_address = bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, brackets that do not match
-        return False
-    return parts.scheme in {"http", "https"} and has_address
-
-
 def tracing_to(endpoint: str, service: str) -> Tracing:
-    """Return the tracing to `endpoint`, as `checked_endpoint` returned it.
+    """Return the tracing to `endpoint`, a URL with its path.
 
     Args:
         service: This process's name there, unless `OTEL_SERVICE_NAME` is set.

@@ -54,6 +54,18 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 NOTHING = Piece("", ())
 
 
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Return consecutive pieces as one."""
+    return Piece(
+        text="".join([piece.text for piece in pieces]),
+        token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
+        cached_tokens=max(piece.cached_tokens for piece in pieces),
+        ending=pieces[-1].ending,
+        logprobs=[entry for piece in pieces for entry in piece.logprobs],
+        prompt_logprobs=[entry for piece in pieces for entry in piece.prompt_logprobs],
+    )
+
+
 class Sink(Protocol):
     """Where the pieces of one generation go."""
 
@@ -238,13 +250,7 @@ class Transcript:
     def _spaced(self, piece: Piece) -> Piece | None:
         """Return a piece behind the ones held before it; or hold it, if there are too few tokens."""
         held, self._held = self._held, NOTHING
-        merged = msgspec.structs.replace(
-            piece,
-            text=held.text + piece.text,
-            token_ids=[*held.token_ids, *piece.token_ids],
-            logprobs=[*held.logprobs, *piece.logprobs],
-            prompt_logprobs=[*held.prompt_logprobs, *piece.prompt_logprobs],
-        )
+        merged = joined((held, piece))
         num_tokens = len(merged.token_ids)
         is_first = num_tokens == self.num_tokens
         if merged.ending is None and not is_first and num_tokens < self._rules.stream_interval:

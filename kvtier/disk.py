@@ -20,8 +20,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import random
 
-from typing_extensions import override
-
 from tandem.kvtier.disk_files import EntryCorrupted, PageDirectory, PageFile
 from tandem.kvtier.entry import HEADER_BYTES, KnownPages
 from tandem.kvtier.guard import Workers
@@ -94,21 +92,16 @@ class DiskTier:
         self._space_name = space.name
         self._memory = PageMemory(pages.host_memory, pages.page_bytes)
         self._clock = clock
-        self._index, self._lock = DiskIndex(self._known), threading.Lock()
-        self._num_evicted = self._num_corrupted = 0
+        self._index = DiskIndex(self._known)
         self._full_until_s = 0.0
         self._stopping = threading.Event()
         self._scanner = threading.Thread(target=self._run, name=f"kv-{name}-scan", daemon=True)
         self._scanner.start()
 
-    @override
-    def __repr__(self) -> str:
-        return f"<DiskTier {self.name} {self._index}>"
-
     def get(self, keys: Sequence[PageKey], deadline_s: float = NEVER_S) -> Loan:
         """Read the leading pages that are here into host memory."""
         pieces: list[memoryview] = []
-        times: list[float] = []
+        used: list[tuple[PageKey, float]] = []
         try:
             with self._answering():
                 for key in keys:
@@ -118,9 +111,9 @@ class DiskTier:
                     if (used_s := self._read(key, pieces[-1])) is None:
                         self._memory.give_back([pieces.pop()])
                         break
-                    times.append(used_s)
+                    used.append((key, used_s))
                 # Last page first: parents outlive their children.
-                for key, used_s in reversed(list(zip(keys, times, strict=False))):
+                for key, used_s in reversed(used):
                     self._touch(key, used_s)
         except BaseException:
             self._memory.give_back(pieces)
@@ -140,23 +133,23 @@ class DiskTier:
                     break
                 if (file := self._find(key)) is not None:
                     self._touch(key, file.used_s)
-                elif self._write(key, page):
-                    num_new += 1
+                else:
+                    num_new += self._write(key, page)
         return num_new
 
     def load(self) -> TierLoad:
         """Return what this node knows of it."""
-        with self._lock:
-            return TierLoad(
-                name=self.name,
-                store=f"{self._directory.store}-{self._space_name}",
-                state="full" if self._is_full else "up",
-                num_pages=len(self._index),
-                num_bytes=self._index.num_bytes,
-                limit_bytes=self._limit_bytes,
-                num_evicted=self._num_evicted,
-                num_corrupted=self._num_corrupted,
-            )
+        index = self._index
+        return TierLoad(
+            name=self.name,
+            store=f"{self._directory.store}-{self._space_name}",
+            state="full" if self._is_full else "up",
+            num_pages=len(index),
+            num_bytes=index.num_bytes,
+            limit_bytes=self._limit_bytes,
+            num_evicted=index.num_evicted,
+            num_corrupted=index.num_corrupted,
+        )
 
     def close(self) -> None:
         """Stop scanning. The files stay."""
@@ -164,23 +157,16 @@ class DiskTier:
         self._scanner.join(CLOSE_S)
 
     def scan(self) -> None:
-        """Take stock of the directory, and evict down to the limit.
-
-        Raises:
-            TierFailed: It is away.
-        """
+        """Take stock of the directory, and evict down to the limit."""
         begin_s = self._clock()
-        with self._lock:
-            self._index.begin_scan()
+        self._index.begin_scan()
         with self._answering():
             for found in self._directory.scan():
                 if self._stopping.is_set():
                     return
-                with self._lock:
-                    self._index.met(found)
-            with self._lock:
-                self._index.end_scan()
-                num_pages, num_bytes = len(self._index), self._index.num_bytes
+                self._index.met(found)
+            self._index.end_scan()
+            num_pages, num_bytes = len(self._index), self._index.num_bytes
             self._evict(num_bytes - self._limit_bytes)
         duration_s = round(self._clock() - begin_s, 3)
         log.info("kv_tier.scanned", num_pages=num_pages, num_bytes=num_bytes, duration_s=duration_s)
@@ -210,8 +196,8 @@ class DiskTier:
         """Return a page's file; None: it is not here, or has another length."""
         try:
             file = self._directory.find(key.digest)
-        except (FileNotFoundError, NotADirectoryError):
-            self._forget(key.digest)
+        except FileNotFoundError:
+            self._index.forget(key.digest)
             return None
         return file if file is not None and file.size_bytes == self._file_bytes else None
 
@@ -224,11 +210,10 @@ class DiskTier:
         except EntryCorrupted as error:
             with suppress(OSError):
                 self._directory.remove(key.digest)
-            with self._lock:
-                self._num_corrupted += 1
+            self._index.count(corrupted=1)
             name = key.digest.hex()
             log.warning("kv_tier.corrupted", tier=self.name, name=name, reason=str(error))
-        self._forget(key.digest)
+        self._index.forget(key.digest)
         return None
 
     def _touch(self, key: PageKey, used_s: float) -> None:
@@ -238,7 +223,7 @@ class DiskTier:
             try:
                 self._directory.touch(key.digest, now_s)
             except FileNotFoundError:
-                self._forget(key.digest)
+                self._index.forget(key.digest)
                 return
             except OSError:
                 pass  # it may be read and not changed: then it stays as old as it is
@@ -246,75 +231,56 @@ class DiskTier:
         self._met(key, used_s)
 
     def _met(self, key: PageKey, used_s: float) -> None:
-        with self._lock:
-            self._index.met(PageFile(key.digest, self._file_bytes, used_s))
+        self._index.met(PageFile(key.digest, self._file_bytes, used_s))
         self._known.met([key])
 
     def _write(self, key: PageKey, page: memoryview) -> bool:
         """Write a page; return False if the disk has no room, even after some was made."""
-        with self._lock:
-            num_bytes = self._index.num_bytes
-        is_room = self._evict(num_bytes + self._file_bytes - self._limit_bytes)
-        if is_room and not self._is_written(key, page):
-            self._evict(max(4 * self._file_bytes, int(num_bytes * _FULL_SHARE)))
-            is_room = self._is_written(key, page)
-        if not is_room:
-            self._full_until_s = self._clock() + FULL_S
-            log.warning("kv_tier.full", tier=self.name, pause_s=FULL_S)
-            return False
-        self._met(key, self._clock())
-        return True
-
-    def _is_written(self, key: PageKey, page: memoryview) -> bool:
-        """Write a page; return False if the disk is full."""
-        try:
-            self._directory.write(key.digest, page)
-        except OSError as error:
-            if error.errno not in _FULL_ERRORS:
-                raise
-            return False
-        return True
+        num_bytes = self._index.num_bytes
+        wanted_bytes = num_bytes + self._file_bytes - self._limit_bytes
+        for is_full in (False, True):
+            if not self._evict(wanted_bytes) and not is_full:
+                break
+            try:
+                self._directory.write(key.digest, page)
+            except OSError as error:
+                if error.errno not in _FULL_ERRORS:
+                    raise
+                wanted_bytes = max(4 * self._file_bytes, int(num_bytes * _FULL_SHARE))
+            else:
+                self._met(key, self._clock())
+                return True
+        self._full_until_s = self._clock() + FULL_S
+        log.warning("kv_tier.full", tier=self.name, pause_s=FULL_S)
+        return False
 
     def _evict(self, num_bytes: int) -> bool:
-        """Remove the least recently used files, as far as known; return whether that many bytes were freed.
+        """Remove the least recently used files; return whether that many bytes were freed.
 
-        Raises:
-            OSError: A file cannot be removed. It counts on, and the next call goes on with others.
+        One that cannot be removed raises, and counts on.
         """
-        with self._lock:
-            num_looks = 2 * len(self._index)
-        for _ in range(num_looks):
+        for _ in range(2 * len(self._index)):
             if num_bytes <= 0:
                 break
-            with self._lock:
-                known = self._index.take_oldest()
-            if known is not None:
+            if (known := self._index.take_oldest()) is not None:
                 num_bytes -= self._evict_one(known)
         return num_bytes <= 0
 
     def _evict_one(self, known: PageFile) -> int:
         """Remove a file, unless another node used it lately; return the bytes that are free by that."""
-        freed_bytes, is_removed = known.size_bytes, False
         with suppress(FileNotFoundError):
             file = self._directory.find(known.digest)
             if file is not None and file.used_s > known.used_s:
-                with self._lock:
-                    self._index.met(file)
+                self._index.met(file)
                 return 0
             self._directory.remove(known.digest)
-            is_removed = True
-        with self._lock:
-            self._num_evicted += is_removed
-            self._index.forget(known.digest)
-        return freed_bytes
-
-    def _forget(self, digest: bytes) -> None:
-        with self._lock:
-            self._index.forget(digest)
+            self._index.count(evicted=1)
+        self._index.forget(known.digest)
+        return known.size_bytes
 
 
 class DiskIndex:
-    """The files that one node knows of a directory. Pure.
+    """The files that one node knows of a directory. Any thread may call it.
 
     ```
      scan, put, found ──▶ KNOWN ──evicted, gone, not met by a whole scan──▶ forgotten
@@ -325,59 +291,62 @@ class DiskIndex:
     """
 
     def __init__(self, known: KnownPages) -> None:
-        self.num_bytes = 0
-        self._known = known
+        self.num_bytes = self.num_evicted = self.num_corrupted = 0
+        self._known, self._lock = known, threading.RLock()
         # Least recently used first, as far as this node knows between two scans.
         self._files: OrderedDict[bytes, PageFile] = OrderedDict()
         self._unmet: set[bytes] = set()
-
-    @override
-    def __repr__(self) -> str:
-        return f"<DiskIndex {len(self._files)} files, {self.num_bytes} bytes>"
 
     def __len__(self) -> int:
         return len(self._files)
 
     def begin_scan(self) -> None:
         """Begin to take stock; what is met from now on is there."""
-        self._unmet = set(self._files)
+        with self._lock:
+            self._unmet = set(self._files)
 
     def end_scan(self) -> None:
         """Forget what the scan did not meet: others removed it."""
-        for digest in self._unmet:
-            self.forget(digest)
-        self._files = OrderedDict(sorted(self._files.items(), key=lambda item: item[1].used_s))
+        with self._lock:
+            for digest in self._unmet:
+                self.forget(digest)
+            self._files = OrderedDict(sorted(self._files.items(), key=lambda item: item[1].used_s))
 
     def met(self, file: PageFile) -> None:
         """Note that a file is there."""
-        self._unmet.discard(file.digest)
-        before = self._files.get(file.digest)
-        if before is None or file.used_s > before.used_s:
-            self.num_bytes += file.size_bytes - (before.size_bytes if before else 0)
-            self._files[file.digest] = file
-            self._files.move_to_end(file.digest)
+        with self._lock:
+            self._unmet.discard(file.digest)
+            before = self._files.get(file.digest)
+            if before is None or file.used_s > before.used_s:
+                self.num_bytes += file.size_bytes - (before.size_bytes if before else 0)
+                self._files[file.digest] = file
+                self._files.move_to_end(file.digest)
 
     def forget(self, digest: bytes) -> None:
         """Note that a file is gone, if it was known."""
-        if (file := self._files.pop(digest, None)) is not None:
-            self.num_bytes -= file.size_bytes
+        with self._lock:
+            if (file := self._files.pop(digest, None)) is not None:
+                self.num_bytes -= file.size_bytes
         self._known.missed(digest)
 
     def take_oldest(self) -> PageFile | None:
         """Return the least recently used file, which is the last to be returned again if it stays known."""
-        if not self._files:
-            return None
-        digest, file = next(iter(self._files.items()))
-        self._files.move_to_end(digest)
-        return file
+        with self._lock:
+            if not self._files:
+                return None
+            digest, file = next(iter(self._files.items()))
+            self._files.move_to_end(digest)
+            return file
+
+    def count(self, *, evicted: int = 0, corrupted: int = 0) -> None:
+        """Count files that were removed."""
+        with self._lock:
+            self.num_evicted += evicted
+            self.num_corrupted += corrupted
 
 
 def _open_directory(path: Path, shard: str) -> PageDirectory:
-    """Return the directory behind a path; a thread opens it, since a call of a mount that hangs never ends.
-
-    Raises:
-        ConfigInvalid: It cannot be used, or nothing answers there in time.
-    """
+    """Return the directory behind a path. A thread opens it, since a call of a mount that hangs never ends."""
 
     def opened() -> PageDirectory | OSError:
         try:

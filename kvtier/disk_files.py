@@ -8,9 +8,9 @@
      /tandem-kv-1-rank-0-of-2/…            the same, where each rank of a node keeps its part of a page
 ```
 
-A rank has a directory of its own, and with it a limit: ranks that shared one would each make room for what all of
-them write, and choose the same files for it. Pages are written under another name and renamed, so no half of one is
-ever seen. Nothing is synced: what a power cut leaves of a file does not pass for a page.
+Ranks that shared a directory and its limit would each make room for what all of them write. Pages are written under
+another name and renamed, so no half of one is ever seen. Nothing is synced: what a power cut leaves does not pass for
+a page.
 """
 
 import errno
@@ -19,18 +19,20 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
+from typing import cast
 
 from tandem.kvtier.entry import HEADER_BYTES, VERSION, Checksum, page_header
 
 # Not blocking: the other end of a pipe by this name might never be opened.
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-# Errors of opening a link, a file that we may not read, a socket.
-_NOT_OURS = {errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO}
+# Of a link, a file that we may not read, a socket, a directory, a bad sector.
+_NOT_OURS = {errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR, errno.EIO}
 # Read, then hashed while a core's cache has it: hashing costs a third of the speed otherwise, and so a seventh.
 # Smaller ones cost more calls than they save (2 MiB pages, 1 MiB of L2 cache).
 _PIECE_BYTES = 512 << 10
@@ -67,9 +69,6 @@ class PageDirectory:
     Attributes:
         top: The folder that pages are below.
         store: The identity of the store, the same for all that have it; read anew by `scan`.
-
-    Raises:
-        OSError: It cannot be made, read or written.
     """
 
     def __init__(self, path: Path, shard: str = "0/1") -> None:
@@ -80,57 +79,41 @@ class PageDirectory:
         self._device = path.stat().st_dev
         self.make_top()
         self.store = _identity(self.top)
-        _unlink(_write_temporary(self.top, []))
+        _unlink(_write_temporary(self.top))
 
     def path_of(self, digest: bytes) -> Path:
         """Return where a page lies."""
         name = digest.hex()
         return self.top / name[:2] / name[2] / name
 
-    def _existing(self, digest: bytes) -> Path:
-        """Return where a page lies, below folders of this store: a link in their place leads elsewhere."""
-        path = self.path_of(digest)
-        for folder in (path.parent.parent, path.parent):
-            if not stat.S_ISDIR(folder.lstat().st_mode):
-                raise FileNotFoundError(errno.ENOENT, "no folder", str(folder))
-        return path
-
     def find(self, digest: bytes) -> PageFile | None:
         """Return a page's file; None where a folder or a link is in its place."""
-        status = self._existing(digest).lstat()
+        status = self.path_of(digest).lstat()
         if not stat.S_ISREG(status.st_mode):
             return None
         return PageFile(digest, status.st_size, status.st_mtime)
 
     def read(self, digest: bytes, into: memoryview) -> float:
-        """Read a page straight into memory; return when it was last used.
-
-        Args:
-            into: As long as the page.
+        """Read a page straight into memory as long as the page; return when it was last used.
 
         Raises:
             EntryCorrupted: The file is not that page, or cannot be read.
         """
-        path = self._existing(digest)
         try:
-            file = os.open(path, _READ_FLAGS)
+            # Larger reads bypass the buffer.
+            path = self.path_of(digest)
+            with open(path, "rb", buffering=HEADER_BYTES, opener=_open_page) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode) or status.st_size != HEADER_BYTES + len(into):
+                    raise EntryCorrupted(f"no regular file of {HEADER_BYTES + len(into)} bytes")
+                _read_page(cast("BufferedReader", file), digest, into)
         except OSError as error:
             if error.errno in _NOT_OURS:
                 raise EntryCorrupted(error.strerror) from error
-            raise
-        try:
-            status = os.fstat(file)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != HEADER_BYTES + len(into):
-                raise EntryCorrupted(f"no regular file of {HEADER_BYTES + len(into)} bytes")
-            _read_page(file, digest, into)
-        except OSError as error:
-            if error.errno == errno.EIO:  # a bad sector
-                raise EntryCorrupted(error.strerror) from error
-            if error.errno == errno.ESTALE:  # another node of an NFS removed it since it was opened
+            if error.errno == errno.ESTALE and error.filename is None:
+                # It was open: another node of an NFS has removed it since.
                 raise FileNotFoundError(errno.ENOENT, error.strerror) from error
             raise
-        finally:
-            os.close(file)
         return status.st_mtime
 
     def write(self, digest: bytes, page: memoryview) -> None:
@@ -138,9 +121,9 @@ class PageDirectory:
         header = page_header(digest, len(page), Checksum(page).digest())
         path = self.path_of(digest)
         self.make_top()
-        _make_folder(path.parent.parent)
-        _make_folder(path.parent)
-        temporary = _write_temporary(path.parent, [memoryview(header), page])
+        for folder in (path.parent.parent, path.parent):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        temporary = _write_temporary(path.parent, header, page)
         try:
             temporary.rename(path)
         except OSError:
@@ -149,11 +132,11 @@ class PageDirectory:
 
     def touch(self, digest: bytes, now_s: float) -> None:
         """Note for all nodes that a page was used."""
-        os.utime(self._existing(digest), (now_s, now_s), follow_symlinks=False)
+        os.utime(self.path_of(digest), (now_s, now_s), follow_symlinks=False)
 
     def remove(self, digest: bytes) -> None:
         """Remove a file or link, not what it leads to."""
-        self._existing(digest).unlink()
+        self.path_of(digest).unlink()
 
     def scan(self) -> Iterator[PageFile]:
         """Yield all pages, and remove what writers that died left behind."""
@@ -173,18 +156,11 @@ class PageDirectory:
             self.top.mkdir(mode=0o700, exist_ok=True)
 
 
-def _make_folder(path: Path) -> None:
-    """Make a folder, unless it is there; a file or a link in its place is removed."""
-    if path.is_symlink() or path.is_file():
-        path.unlink(missing_ok=True)
-    path.mkdir(mode=0o700, exist_ok=True)
-
-
 def _identity(top: Path) -> str:
     """Return the id of the store, making one if there is none; the first that makes one wins."""
     path = top / "store-id"
     if not path.exists():
-        temporary = _write_temporary(top, [memoryview(secrets.token_hex(16).encode())])
+        temporary = _write_temporary(top, secrets.token_hex(16).encode())
         try:
             with suppress(FileExistsError):
                 path.hardlink_to(temporary)
@@ -219,52 +195,33 @@ def _folders(directory: Path, num_digits: int) -> list[Path]:
     return []
 
 
-def _read_page(file: int, digest: bytes, into: memoryview) -> None:
-    header, checksum = bytearray(HEADER_BYTES), Checksum()
-    _read_exactly(file, [memoryview(header), into[:_PIECE_BYTES]], 0)
-    checksum.update(into[:_PIECE_BYTES])
-    for first in range(_PIECE_BYTES, len(into), _PIECE_BYTES):
+def _open_page(path: str, _flags: int) -> int:
+    return os.open(path, _READ_FLAGS)
+
+
+def _read_page(file: BufferedReader, digest: bytes, into: memoryview) -> None:
+    header, checksum = file.read(HEADER_BYTES), Checksum()
+    for first in range(0, len(into), _PIECE_BYTES):
         piece = into[first : first + _PIECE_BYTES]
-        _read_exactly(file, [piece], HEADER_BYTES + first)
+        file.readinto(piece)
         checksum.update(piece)
     if header != page_header(digest, len(into), checksum.digest()):
         raise EntryCorrupted("its bytes are not what was written under this name")
 
 
-def _read_exactly(file: int, parts: list[memoryview], offset: int) -> None:
-    while parts:
-        count = os.preadv(file, parts, offset)
-        if not count:
-            raise EntryCorrupted(f"ends after {offset} bytes")
-        offset += count
-        parts = _rest(parts, count)
-
-
-def _write_temporary(directory: Path, parts: Sequence[memoryview]) -> Path:
+def _write_temporary(directory: Path, *parts: bytes | memoryview) -> Path:
     """Write a file that only its user can read; return its path. When this raises, nothing is left of it."""
     path = directory / f".{secrets.token_hex(16)}"
-    file = os.open(path, _WRITE_FLAGS, 0o600)
+    descriptor = os.open(path, _WRITE_FLAGS, 0o600)
     try:
-        try:
-            left = list(parts)
-            while left:
-                left = _rest(left, os.writev(file, left))
-        finally:
-            os.close(file)  # where NFS reports that the disk is full
+        with os.fdopen(
+            descriptor, "wb"
+        ) as file:  # its end is where NFS reports that the disk is full
+            file.writelines(parts)
     except OSError:
         _unlink(path)
         raise
     return path
-
-
-def _rest(parts: list[memoryview], count: int) -> list[memoryview]:
-    """Return what is left of some memory behind its first bytes."""
-    rest = []
-    for part in parts:
-        if len(part) > count:
-            rest.append(part[count:])
-        count = max(0, count - len(part))
-    return rest
 
 
 def _unlink(path: Path) -> None:

@@ -25,11 +25,7 @@ Checksum = xxhash.xxh3_128
 
 
 def page_header(digest: bytes, num_bytes: int, checksum: bytes) -> bytes:
-    """Return the header of a page.
-
-    Args:
-        checksum: `Checksum` of the page.
-    """
+    """Return the header of a page; `checksum`: `Checksum` of it."""
     return _HEADER.pack(b"TANDEMKV", VERSION, HEADER_BYTES, num_bytes, digest, checksum)
 
 

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from random import random
 from typing import Any, TypeVar, cast
 
-from typing_extensions import override
-
 from tandem.kvtier.memory import Loan
 from tandem.kvtier.tier import Tier, TierFailed
 from tandem.telemetry.log import get_logger
@@ -47,12 +45,9 @@ _WEIGHT = 0.2
 
 @dataclass(frozen=True, slots=True)
 class TierCost:
-    """What a tier's answers took lately.
+    """What a tier's answers took lately: to say that nothing is there, and to bring one page.
 
-    Attributes:
-        latency_s: Until it is known that nothing is there.
-        page_s: To bring one page into the pool.
-        num_pages: How many pages that was measured on; 0: nothing is known.
+    `num_pages`: measured on; 0: nothing is known.
     """
 
     latency_s: float = 0.0
@@ -191,10 +186,6 @@ class GuardedTier:
         self._readers = Workers(f"kv-tier-{tier.name}", NUM_READERS)
         self._putter = Workers(f"kv-tier-{tier.name}-put", 1)
 
-    @override
-    def __repr__(self) -> str:
-        return f"<GuardedTier {self.name} {self.state or 'up'}, {self._num_put_pages} pages to put>"
-
     @property
     def state(self) -> str:
         """As in `TierLoad.state`; empty: the tier's own state counts."""
@@ -214,11 +205,7 @@ class GuardedTier:
         return has_room and not self._is_put_hanging() and self._writes.allows(time.monotonic())
 
     def cost(self, place_page_s: float) -> TierCost:
-        """Return what is known of how long pages take.
-
-        Args:
-            place_page_s: To copy a page into the pool, wherever it came from.
-        """
+        """Return what is known of how long pages take; `place_page_s` more to copy one into the pool."""
         num_pages = self.counts.got_pages
         page_s = self._page.value + place_page_s if num_pages else 0.0
         return TierCost(self._latency.value, page_s, num_pages)
@@ -331,11 +318,7 @@ class GuardedTier:
         raise error
 
     def _checked(self, loan: Loan, num_asked: int) -> Loan:
-        """Return a loan of what a tier lends, at most as much as was asked for.
-
-        Raises:
-            TierFailed: A page of it has another length.
-        """
+        """Return a loan of at most as much as was asked for; raise `TierFailed` for a page of another length."""
         pages = list(loan.pages)[:num_asked]
         wrong = [page.nbytes for page in pages if page.nbytes != self._page_bytes]
         if wrong:

@@ -16,8 +16,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from typing_extensions import override
-
 from tandem.kvtier.entry import KnownPages
 from tandem.kvtier.memory import Loan, copy_page, views_of
 from tandem.kvtier.spec import TierSpec
@@ -78,10 +76,6 @@ class HostTier:
         self._filling: set[bytes] = set()
         self._lock = threading.Lock()
         self._num_evicted = 0
-
-    @override
-    def __repr__(self) -> str:
-        return f"<HostTier {self.name} {len(self._kept)} pages, {len(self._free)} free>"
 
     def get(self, keys: Sequence[PageKey], deadline_s: float = NEVER_S) -> Loan:
         """Lend the leading pages that are here, where they lie."""

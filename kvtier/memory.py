@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from typing_extensions import override
 
 # One allocation. Pinning memory takes longer than filling it, so pieces are made together and kept.
 SLAB_BYTES = 16 << 20
@@ -50,11 +49,9 @@ class Loan:
 
 
 class PageMemory:
-    """Pieces of one size. Grows on demand; a budget bounds what is lent. Any thread may call it.
+    """Pieces of one size, from `make(num_bytes)`.
 
-    Args:
-        make: Allocates so many bytes.
-        piece_bytes: Size of each piece.
+    Grows on demand; a budget bounds what is lent. Any thread may call it.
     """
 
     def __init__(self, make: Callable[[int], memoryview], piece_bytes: int) -> None:
@@ -62,10 +59,6 @@ class PageMemory:
         self._free: list[memoryview] = []
         self._num_all = 0
         self._lock = threading.Lock()
-
-    @override
-    def __repr__(self) -> str:
-        return f"<PageMemory {len(self._free)} of {self._num_all} free>"
 
     @property
     def num_lent(self) -> int:

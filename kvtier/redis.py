@@ -65,13 +65,7 @@ _TLS_OPTIONS = {"ca": "ssl_ca_certs", "cert": "ssl_certfile", "key": "ssl_keyfil
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """One database of one server.
-
-    Attributes:
-        options: Of a connection pool of redis-py; the password may be among them.
-        shown: For logs and people: without user and password.
-        ttl_s: Entries that nobody asks for expire after this time; 0: as long as the server keeps them.
-    """
+    """One database of one server; entries that nobody asks for go after `ttl_s`, or with 0 never."""
 
     options: Mapping[str, Any] = field(repr=False)
     shown: str
@@ -79,10 +73,9 @@ class RedisAddress:
 
 
 def parse_url(url: str) -> RedisAddress:
-    """Read a URL; see `tandem docs tiers` for its options.
+    """Read a URL; raise `ConfigInvalid`, without its password, where it is wrong.
 
-    Raises:
-        ConfigInvalid: It names no server, or has an unknown option. The message shows no password.
+    See `tandem docs tiers` for its options.
     """
     try:
         parts = urlsplit(url)
@@ -191,11 +184,7 @@ class RedisTier:
         return self._known.journal
 
     def get(self, keys: Sequence[PageKey], deadline_s: float = NEVER_S) -> Loan:
-        """Return the leading pages that are here, or as many of them as came in time.
-
-        Raises:
-            TierFailed: The server could not be asked, and no page came.
-        """
+        """Return the leading pages that are here, or as many of them as came in time."""
         pieces: list[memoryview] = []
         try:
             with self._answering():
@@ -205,16 +194,16 @@ class RedisTier:
         except TierFailed:
             if not pieces:
                 raise
+        except BaseException:
+            self._memory.give_back(pieces)
+            raise
         self._known.met(keys[: len(pieces)])
         return self._memory.lend(pieces, [piece[HEADER_BYTES:-2] for piece in pieces])
 
     def put(self, keys: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
-        """Write what is not here yet; return how much that was, which is little where the server is full.
+        """Write what is not here yet; return how much that was.
 
-        A full server is read from as ever, so that is no failure. It is tried again `FULL_PAUSE_S` later.
-
-        Raises:
-            TierFailed: The server could not be asked.
+        A full server is no failure: it is read from as ever.
         """
         if self._is_full:
             return 0
@@ -341,10 +330,11 @@ class RedisTier:
 
     def _write(self, entries: Sequence[tuple[PageKey, memoryview]]) -> int:
         """Write entries in order until the server takes no more; return how many it took."""
-        pieces = [self._memory.take() for _ in range(min(self._num_ahead, len(entries)))]
+        pieces: list[memoryview] = []
         options = ("EX", self._ttl_s) if self._ttl_s else ()
         num_taken = 0
         try:
+            pieces += (self._memory.take() for _ in entries[: self._num_ahead])
             for first in range(0, len(entries), self._num_ahead):
                 some = entries[first : first + self._num_ahead]
                 sets: list[tuple[object, ...]] = []
@@ -413,11 +403,9 @@ class _Replies:
         self._connection.send_packed_command(self._connection.pack_commands(commands))
 
     def value_into(self, memory: memoryview) -> int | None:
-        """Read the next value, and the two bytes behind it.
+        """Read the next value into `memory`, two bytes longer, or drop one of another length.
 
-        Returns:
-            Its length, if `memory` is as long as that and two bytes more; otherwise the value is dropped.
-            None: there is no such key. -1: it is no string.
+        Return its length; None: no such key; -1: no string.
         """
         line = self._line()
         if line.startswith(b"-WRONGTYPE"):
@@ -461,9 +449,5 @@ def _name(key: PageKey) -> str:
 
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> RedisTier:
-    """Return the tier; the server need not be there yet.
-
-    Raises:
-        ConfigInvalid: The URL is none, or has an unknown option.
-    """
+    """Return the tier of a URL; the server need not be there yet."""
     return RedisTier(spec.name, parse_url(spec.url), pages, space)

@@ -76,11 +76,7 @@ class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_tier(text: str) -> TierSpec:
-    """Read one `--kv-tier`.
-
-    Raises:
-        ConfigInvalid: It is none; the sentence says what to give.
-    """
+    """Read one `--kv-tier`; raise `ConfigInvalid` with what to give instead."""
     kind, _, rest = text.partition(":")
     if kind == "host":
         return TierSpec(kind="host", name="host", limit_bytes=_size(text, rest))
@@ -102,8 +98,7 @@ def parse_tier(text: str) -> TierSpec:
 def parse_tiers(texts: Sequence[str]) -> list[TierSpec]:
     """Read all of them, fastest first, each with a name of its own.
 
-    Raises:
-        ConfigInvalid: One is none, or stands there twice.
+    Raise `ConfigInvalid` for a wrong one, or one given twice.
     """
     specs: list[TierSpec] = []
     count = Counter[str]()
@@ -119,24 +114,12 @@ def parse_tiers(texts: Sequence[str]) -> list[TierSpec]:
 
 
 def make_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> Tier:
-    """Return the tier, ready to be asked; a store need not be there yet.
-
-    Args:
-        pages: Of the pool that the tier stands behind.
-        space: What all its keys have in common.
-
-    Raises:
-        ConfigInvalid: It cannot be had so: its directory cannot be used, or the limit is too small.
-    """
+    """Return the tier, or raise `ConfigInvalid`; a store need not be there yet."""
     return cast(Tier, _module(spec.kind).open_tier(spec, pages, space))
 
 
 def _module(kind: str) -> ModuleType:
-    """Return the module that has a kind of tier.
-
-    Raises:
-        ConfigInvalid: There is none, or the package it needs is missing.
-    """
+    """Return the module that has a kind of tier; raise `ConfigInvalid` where it or its package is missing."""
     try:
         if kind in {"host", "disk", "redis"}:
             return import_module(f"tandem.kvtier.{kind}")

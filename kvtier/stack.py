@@ -3,7 +3,7 @@
 ```
  engine's loop ── fetch, abandon ──▶ the stack's asyncio loop ──▶ threads of each tier (`guard`)
                ── place, save ─────▶ a thread that copies each way ──┘
-               ◀── events, when the waker rang
+               ◀── events, by these threads
 
  fetch ─▶ looking ── no tier is left, all is there, time is up ─▶ found ──place──▶ placing ─▶ over
              └─ abandon ─▶ over                                     └─ abandon ─▶ over
@@ -17,8 +17,8 @@ tier returns by the deadline what it has. Fetches for which there is no memory w
 import asyncio
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +29,6 @@ from tandem.kvtier.guard import GuardedTier, Mean, TierCost, Workers
 from tandem.kvtier.memory import Loan, MemoryBudget, PageMemory
 from tandem.kvtier.tier import PoolPages, Tier, TierFailed
 from tandem.telemetry.log import get_logger
-from tandem.wire.channel import Waker
 from tandem.wire.messages import TierLoad
 from tandem.wire.prefixes import PageKey, PrefixJournal
 
@@ -45,11 +44,7 @@ _MEMORY_AGAIN_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A fetch is over: so many leading pages are in host memory, until they are placed or abandoned.
-
-    Attributes:
-        by_tier: How many of them came from which tier.
-    """
+    """So many leading pages are in host memory, until `place` or `abandon`; `by_tier`: how many from which tier."""
 
     number: int
     num_pages: int
@@ -90,13 +85,13 @@ class _Fetch:
         """Pages that are in host memory."""
         return sum(len(loan.pages) for _, loan in self.loans)
 
-    def by_tier(self, num_pages: int) -> dict[GuardedTier, int]:
+    def by_tier(self, num_pages: int) -> Mapping[GuardedTier, int]:
         """Return where the first pages came from."""
-        came: dict[GuardedTier, int] = {}
+        came = Counter[GuardedTier]()
         for tier, loan in self.loans:
-            if count := min(num_pages, len(loan.pages)):
-                came[tier] = count
-            num_pages -= count
+            count = min(num_pages - came.total(), len(loan.pages))
+            if count:
+                came[tier] += count
         return came
 
     def release(self) -> None:
@@ -114,7 +109,7 @@ class TierStack:
     Args:
         tiers: Fastest first; the stack closes them.
         pages: The pool's pages.
-        waker: Is rung when `events` has something; None: the caller looks by itself.
+        report: Given each event, by a thread of the stack's; it must not wait.
         timeout_s: A fetch ends after this time with the pages that are there.
         max_staged_bytes: Host memory for pages on their way; half of it for each direction.
             What a tier lends of its own memory (`host`) does not count.
@@ -125,21 +120,19 @@ class TierStack:
         self,
         tiers: Sequence[Tier],
         pages: PoolPages,
-        waker: Waker | None,
+        report: Callable[[TierEvent], None],
         *,
         timeout_s: float,
         max_staged_bytes: int,
         page_size: int,
     ) -> None:
-        self._pages, self._waker, self._page_size = pages, waker, page_size
+        self._pages, self._report, self._page_size = pages, report, page_size
         self._timeout_s = timeout_s
         limit_pages = max(1, max_staged_bytes // 2 // pages.page_bytes)
         self._fetch_budget, self._save_budget = MemoryBudget(limit_pages), MemoryBudget(limit_pages)
         self._num_together = max(1, MAX_PUT_BYTES // pages.page_bytes)
         self._memory = PageMemory(pages.host_memory, pages.page_bytes)
         self._fetches: dict[int, _Fetch] = {}
-        # With the fetch that an event is about, since a number may be used again after `abandon`.
-        self._events: deque[tuple[TierEvent, _Fetch | None]] = deque()
         self._place_page_s = Mean()
         self._is_closed = False
         self._guards = [
@@ -167,14 +160,9 @@ class TierStack:
         return self._save_budget.limit_pages
 
     def fetch(self, number: int, keys: Sequence[PageKey]) -> None:
-        """Look through the tiers, fastest first, each for what those before it lack.
+        """Look through the tiers for pages, from the first that the pool lacks on.
 
-        One `Fetched` follows within `timeout_s`, whatever a tier does, with the leading pages that are in
-        host memory then. They stay there until `place` or `abandon`.
-
-        Args:
-            number: The caller's name for this fetch, not in use by another.
-            keys: Of a prefix's pages, from the first one that the pool lacks on.
+        One `Fetched` follows within `timeout_s`.
         """
         assert number not in self._fetches, f"fetch {number} is under way"
         fetch = _Fetch(number, keys, time.monotonic() + self._timeout_s)
@@ -183,14 +171,7 @@ class TierStack:
             self._post(lambda: self._spawn(self._look(fetch)))
 
     def place(self, number: int, page_ids: Sequence[int]) -> None:
-        """Copy the first of the fetched pages into these pages of the pool; give the fetched memory back.
-
-        `Placed` follows. The caller holds the pages until then, and may not abandon the fetch any more.
-
-        Args:
-            number: Of a fetch that `Fetched` came for.
-            page_ids: As many as are wanted, at most as many as were fetched.
-        """
+        """Copy the first fetched pages into these pages of the pool, which the caller holds until `Placed`."""
         fetch = self._fetches[number]
         assert fetch.is_found, f"fetch {number} is not over yet"
         assert not fetch.is_placing, f"fetch {number} is being placed"
@@ -199,13 +180,15 @@ class TierStack:
         self._writer.submit(lambda: self._place(fetch, page_ids))
 
     def abandon(self, number: int) -> None:
-        """Forget a fetch, before `place` only. No event follows; one not yet looked at is taken back."""
+        """Forget a fetch, before `place` only. Its `Fetched` may still be reported."""
         fetch = self._fetches.pop(number)
         assert not fetch.is_placing, f"fetch {number} is being placed"
         if not self._is_closed:
             self._post(fetch.release)
 
-    def save(self, number: int, keys: Sequence[PageKey], page_ids: Sequence[int]) -> bool:
+    def save(
+        self, number: int, keys: Sequence[PageKey], page_ids: Sequence[int], wait_s: float = 0.0
+    ) -> bool:
         """Copy pages off the pool, once, and put them into every tier that takes some.
 
         `Saved` follows when the pool's pages are no longer read: the caller holds them until then. The puts
@@ -215,36 +198,25 @@ class TierStack:
             number: The caller's name for this save; fetches have names of their own.
             keys: Of the pages, parents first; at most `max_save_pages`.
             page_ids: Where they are in the pool.
+            wait_s: How long the pages wait for memory. Then all tiers go without.
 
         Returns:
-            False: too much is under way, or no tier takes pages now. Nothing was begun; ask later.
+            False: nothing was begun, as too much is under way, or no tier takes pages now.
         """
         assert len(keys) == len(page_ids) <= self._save_budget.limit_pages
-        takers = [tier for tier in self._guards if tier.can_write]
-        if not takers or not self._save_budget.take(len(keys)):
+        # One that may wait has its turn on the thread that copies: no later one takes its memory.
+        takers, until_s = [] if wait_s else self._begin_save(len(keys)), time.monotonic() + wait_s
+        if not takers and not wait_s:
             return False
-        self._reader.submit(lambda: self._save(number, keys, page_ids, takers))
+        self._reader.submit(lambda: self._save(number, keys, page_ids, takers, until_s))
         return True
-
-    def events(self) -> Iterator[TierEvent]:
-        """Yield what happened since the last look."""
-        while self._events and not self._is_closed:
-            event, fetch = self._events.popleft()
-            if fetch is not None and not self._is_wanted(fetch):
-                continue
-            if isinstance(event, Placed):
-                del self._fetches[event.number]
-            yield event
 
     def loads(self) -> list[TierLoad]:
         """Return what each tier holds and did; `token_cost` is for the caller to fill in (`costs`)."""
         return [self._load(guard) for guard in self._guards]
 
     def costs(self) -> Mapping[str, TierCost]:
-        """Return what each tier's answers took lately, by name.
-
-        A tier that is never asked is never measured again: ask a slow one now and then.
-        """
+        """Return what each tier's answers took lately. A tier that is never asked is never measured again."""
         return {guard.name: guard.cost(self._place_page_s.value) for guard in self._guards}
 
     def journals(self) -> Mapping[str, PrefixJournal]:
@@ -318,7 +290,7 @@ class TierStack:
         num_pages = fetch.num_pages
         by_tier = {tier.name: count for tier, count in fetch.by_tier(num_pages).items()}
         fetch.is_found = True
-        self._tell(Fetched(fetch.number, num_pages, by_tier), fetch)
+        self._tell(Fetched(fetch.number, num_pages, by_tier))
 
     async def _look_in(self, rank: int, fetch: _Fetch) -> None:
         """Get what one tier has of the missing pages, and have the faster tiers keep it.
@@ -360,11 +332,7 @@ class TierStack:
         return sum(len(loan.pages) for tier, loan in fetch.loans if not tier.lends_own_memory)
 
     async def _reserve(self, num_pages: int, fetch: _Fetch) -> None:
-        """Set memory aside, in line.
-
-        Raises:
-            TimeoutError: There was none in time, or nobody wants the fetch any more.
-        """
+        """Set memory aside, in line; raise `TimeoutError` when there was none in time, or the fetch was abandoned."""
         async with asyncio.timeout_at(fetch.deadline_s), self._memory_line:
             while not self._fetch_budget.take(num_pages):
                 await asyncio.sleep(_MEMORY_AGAIN_S)
@@ -387,7 +355,12 @@ class TierStack:
         try:
             fetch.release()
         finally:  # the end of a loan is a tier's code; the role waits for this event
-            self._tell(Placed(fetch.number, is_whole), fetch)
+            self._tell(Placed(fetch.number, is_whole))
+
+    def _begin_save(self, num_pages: int) -> list[GuardedTier]:
+        """Set memory aside, and return the tiers that take pages; none where there is no memory."""
+        takers = [tier for tier in self._guards if tier.can_write]
+        return takers if takers and self._save_budget.take(num_pages) else []
 
     def _save(
         self,
@@ -395,11 +368,17 @@ class TierStack:
         keys: Sequence[PageKey],
         page_ids: Sequence[int],
         takers: Sequence[GuardedTier],
+        until_s: float,
     ) -> None:
         num_together = self._num_together
         try:
+            while not takers and not self._is_closed:
+                takers = self._begin_save(len(keys))
+                if takers or time.monotonic() >= until_s:
+                    break
+                time.sleep(_MEMORY_AGAIN_S)
             # Children first: what is touched last is evicted last, and parents must outlive their children.
-            for first in reversed(range(0, len(keys), num_together)):
+            for first in reversed(range(0, len(keys) if takers else 0, num_together)):
                 end = first + num_together
                 self._save_piece(keys[first:end], page_ids[first:end], takers)
         finally:
@@ -424,10 +403,11 @@ class TierStack:
                 tier.queue_put(keys, loan)
         loan.release()
 
-    def _tell(self, event: TierEvent, fetch: _Fetch | None = None) -> None:
-        self._events.append((event, fetch))
-        if self._waker is not None and not self._is_closed:
-            self._waker.wake()
+    def _tell(self, event: TierEvent) -> None:
+        if isinstance(event, Placed):
+            del self._fetches[event.number]
+        if not self._is_closed:
+            self._report(event)
 
     def _load(self, guard: GuardedTier) -> TierLoad:
         """Return what a tier reports with what was seen of it here."""

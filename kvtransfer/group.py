@@ -1,6 +1,6 @@
 """The agents of all ranks of a node as one agent: calls go to every rank, events come from all.
 
-The role uses a group as it uses a single agent. `fan_in.py` decides what the role receives when.
+The role uses a group as it uses a single agent. `events.py` decides what the role receives when.
 Everything here runs in the role's thread.
 """
 

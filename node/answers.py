@@ -34,8 +34,7 @@ PINGS_AFTER = 2
 class Ticket:
     """One attempt of one edge worker's request.
 
-    Attributes:
-        stream: The edge worker's short name for the tokens, or 0; not part of the identity.
+    `stream`: its short name for the tokens, or 0; not part of the identity.
     """
 
     peer: Peer
@@ -59,9 +58,7 @@ class _Outgoing:
 class Answers:
     """Sends tokens, failures and reports to edge workers.
 
-    Args:
-        journal: The changes of the prefix cache, for edge workers that follow it.
-        tiers: The changes of each tier, by its name.
+    `journal`, `tiers`: changes of the prefix cache and of each tier.
     """
 
     def __init__(
@@ -125,11 +122,7 @@ class Answers:
     def prompt_logprobs(
         self, ticket: Ticket, first_position: int, entries: list[TokenLogprobs], index: int
     ) -> None:
-        """Queue log-probabilities of prompt positions.
-
-        Args:
-            index: Of the request's next token.
-        """
+        """Queue log-probabilities of prompt positions; `index`: of the request's next token."""
         self._queue(
             ticket,
             TokenDelta(

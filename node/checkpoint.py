@@ -14,8 +14,6 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -73,13 +71,7 @@ def resolve_model(model: str | None, cache_dir: Path, settings: EngineConfig = _
 
 
 def check_directory(path: Path, settings: EngineConfig) -> None:
-    """Look at the files of a model: all are there, and none is cut short or something else.
-
-    Whether they are those of one model only transformers knows.
-
-    Raises:
-        ConfigInvalid: They are not; the sentence says what to do.
-    """
+    """Raise `ConfigInvalid` unless all files of a model are there, and none is cut short or something else."""
     if (path / "adapter_config.json").is_file():
         raise ConfigInvalid(
             f"{path} is a LoRA adapter (it has adapter_config.json), not a model: merge it into its base model "
@@ -146,19 +138,13 @@ def _convert_once(gguf: Path, cache_dir: Path, dtype: str) -> Path:
         dtype=dtype,
         note="the first start converts it: about 20 s",
     )
-    with _locked(cache_dir / f"{target.name}.lock"):
+    # A lock that ends with this process, so that a killed conversion blocks nobody.
+    with (cache_dir / f"{target.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.is_dir():  # another node may have done it while we waited
             _convert(gguf, target, dtype)
             log.info("checkpoint.ready", path=str(target))
     return target
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that ends with this process, so that a killed conversion blocks nobody."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _convert(gguf: Path, target: Path, dtype: str) -> None:

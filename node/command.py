@@ -14,7 +14,6 @@ from tandem.frontend.options import warn_of_exposed_keys
 from tandem.node.checkpoint import resolve_model, sampling_defaults
 from tandem.node.config import NodeConfig, NodeRole
 from tandem.node.flags import MEANINGLESS, build_parser, read_config
-from tandem.node.supervisor import serve
 from tandem.telemetry import log as logs
 from tandem.wire.channel import PER_LINK, allow_descriptors
 from tandem.wire.command_line import Parser
@@ -26,11 +25,7 @@ log = logs.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NodeCommand:
-    """What differs between `prefill`, `decode` and `serve`.
-
-    Attributes:
-        engine_modules: Run as `python -P -m MODULE`; by role, of which the node may take on any.
-    """
+    """What differs between `prefill`, `decode` and `serve`. A node may take on any role of `engine_modules`."""
 
     role: NodeRole
     engine_modules: Mapping[NodeRole, str]
@@ -54,13 +49,13 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
     parser = command.build_parser()
     try:
-        config, args = read_config(parser, command.role, argv)
+        config, meaningless = read_config(parser, command.role, argv)
         logs.configure(config.log_level, config.log_format, role=config.role)
         num_running = config.engine.max_running_requests
         allow_descriptors(PER_LINK + num_running, used_for=f"{num_running} requests")
         warn_of_exposed_keys(config.http)
         warn_of_weak_secret(os.environ.get("TANDEM_CLUSTER_KEY", ""))
-        for flag in dict.fromkeys(args.meaningless):
+        for flag in meaningless:
             log.warning(
                 "flag.meaningless",
                 flag=flag,
@@ -72,6 +67,8 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
         if config.generation_config == "auto":
             config = _with_sampling_defaults(config)
         operator = operator_key(os.environ.get("TANDEM_CLUSTER_KEY", ""))
+        from tandem.node.supervisor import serve  # a misspelt flag need not wait for its imports
+
         status: int = uvloop.run(serve(config, command.engine_modules, key, operator))
     except TandemError as error:
         sys.stderr.write(f"{parser.prog}: error: {error.for_operators}\n")

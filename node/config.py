@@ -207,11 +207,7 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
 
     def simulation(self) -> Simulation | None:
-        """Read the simulated engine that is asked for.
-
-        Raises:
-            ConfigInvalid: The profile is none, or the engine is not simulated.
-        """
+        """Read the simulated engine that is asked for; raise `ConfigInvalid` for a wrong profile."""
         if self.engine == "simulated":
             profile = read_profile(Path(self.profile)) if self.profile else Profile()
             return Simulation(profile=profile, kv=self.kv or "real")
@@ -349,11 +345,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check(config: NodeConfig) -> NodeConfig:
-    """Return `config` if it can work.
-
-    Raises:
-        ConfigInvalid: Naming the flag and what to give.
-    """
+    """Return `config` if it can work; else raise `ConfigInvalid` with the flag and what to give."""
     heartbeat_of(config.heartbeat_interval_ms)
     engine = config.engine
     if "file" in config.transfer.backend.split(",") and not config.transfer.directory:

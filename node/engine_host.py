@@ -42,7 +42,7 @@ from tandem.node.process import (
 from tandem.node.ranks import Ranks
 from tandem.node.role import Role
 from tandem.node.tiering import Tiering, make_tiering
-from tandem.node.tiers import TierGroup, open_tiers
+from tandem.node.tiers import open_group
 from tandem.node.transfer import NodeAgent, RankAgent, join_ranks, open_agent
 from tandem.telemetry import log as logs
 from tandem.wire.channel import Inbox, Waker, tcp_address
@@ -63,12 +63,7 @@ _TOKENS_WITHOUT_KV = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a role is built from.
-
-    Attributes:
-        agent: Of all ranks; None for a node that serves alone.
-        tiering: Brings prefixes from the tiers behind the pool, if there are any.
-    """
+    """What a role is built from. `agent`: of all ranks; None for a node that serves alone."""
 
     config: NodeConfig
     engine: Engine
@@ -101,11 +96,7 @@ def main(make_role: MakeRole) -> int:
 
 
 class _EngineProcess:
-    """From the config to the end of the loop.
-
-    Args:
-        out: Where reports to the parent go.
-    """
+    """From the config to the end of the loop. Reports to the parent go to `out`."""
 
     def __init__(self, config: NodeConfig, make_role: MakeRole, out: BinaryIO) -> None:
         self._config, self._make_role, self._out = config, make_role, out
@@ -133,8 +124,7 @@ class _EngineProcess:
         inbox: Inbox[ToEngine] = Inbox(
             tcp_address(config.host, config.engine_port), ToEngine, key, config.heartbeat
         )
-        own = open_tiers(config, engine.shape, self._region, self._waker)
-        stack = TierGroup(own, self._others) if own is not None and self._others else own
+        stack = open_group(config, engine.shape, self._region, self._waker, self._others)
         tiering = make_tiering(config.tiers, engine, stack)
         journals = {} if stack is None else stack.journals()
         answers = Answers(inbox, epoch, engine.cache.journal, journals)
@@ -237,14 +227,7 @@ class _EngineProcess:
 def build_engine(
     config: NodeConfig, make_region: MakeRegion, waker: Waker, ranks: Ranks | None = None
 ) -> Engine:
-    """Make the engine that the config names, and its pool.
-
-    Args:
-        make_region: Returns the pool's memory; None leaves it to torch.
-
-    Raises:
-        ConfigInvalid: The model cannot be loaded, or no page fits.
-    """
+    """Make the engine that the config names, and its pool; raise `ConfigInvalid` where that cannot be."""
     if config.engine.simulation is not None:
         return build_simulated(config, config.engine.simulation, make_region)
     # A simulated engine never loads torch, which alone is 200 MB and a second.
@@ -255,11 +238,7 @@ def build_engine(
 
 
 def build_simulated(config: NodeConfig, simulation: Simulation, make_region: MakeRegion) -> Engine:
-    """Make an engine that only takes time, and a pool as large as a model's or next to nothing.
-
-    Raises:
-        ConfigInvalid: There is no such model, or no page fits.
-    """
+    """Make an engine that only takes time, and a pool as large as a model's or next to nothing."""
     settings = config.engine
     shape, ordinary_ids = read_model(settings, simulation.kv)
     num_tokens = settings.max_total_tokens or (

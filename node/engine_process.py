@@ -61,11 +61,7 @@ class Drained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Take nothing new, and hand over what is left in `timeout_s`; answered by `Drained`.
-
-    Attributes:
-        number: Of the parent's choice, higher than those before.
-    """
+    """Take nothing new, and hand over what is left in `timeout_s`; `Drained` answers it with its number."""
 
     number: int
     timeout_s: float
@@ -80,11 +76,9 @@ Report = Ready | Failed | Drained
 
 
 class EngineProcess:
-    """One engine process.
+    """One engine process, run as `python -P -m module`.
 
-    Args:
-        module: Run as `python -P -m module`; such as `tandem.prefill.engine`.
-        on_drained: Called when nothing is left since the last `drain`.
+    `on_drained` is called when nothing is left since the last `drain`.
     """
 
     def __init__(self, module: str, config: NodeConfig, on_drained: Callable[[], None]) -> None:
@@ -171,12 +165,7 @@ async def keep_linked(
 ) -> None:
     """Run a node's link to its engine, and a new one whenever it is lost, until cancelled.
 
-    A node that was frozen as a whole (a paused container, a suspended machine) finds each of its links
-    silent for too long when it wakes, this one too; its engine lives on.
-
-    Args:
-        make: Returns another link to the same life of the engine.
-        use: Gets each link before it runs.
+    A node that was frozen finds all its links lost, while its engine lives on.
     """
     while True:
         client = make()

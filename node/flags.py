@@ -4,13 +4,12 @@ import argparse
 from collections.abc import Collection, Sequence
 
 import msgspec
-from typing_extensions import override
 
 from tandem.frontend.options import HttpOptions, with_files
 from tandem.frontend.reply_parser import reply_formats
 from tandem.node.checkpoint import model_name
 from tandem.node.config import NodeConfig, NodeRole, check
-from tandem.wire.command_line import HelpFormatter, Parser
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.options import add_flags, read_flags
 
@@ -81,7 +80,6 @@ def build_parser(prog: str, role: NodeRole, summary: str, default_port: int) -> 
         common=COMMON,
         description=summary,
         epilog=EXAMPLES[role],
-        formatter_class=HelpFormatter,
     )
     defaults = {"port": default_port, "engine.local_prefill_tokens": LOCAL_PREFILL_TOKENS}
     alone = ("transfer", "routers", "advertise_url", "engine.local_prefill_tokens")
@@ -96,45 +94,18 @@ def build_parser(prog: str, role: NodeRole, summary: str, default_port: int) -> 
 
 
 def add_hidden_flags(parser: Parser, without: Collection[str] = ()) -> None:
-    """Add the flags that users of SGLang type, and that configure nothing here.
-
-    Args:
-        without: Flags that the parser has with a meaning.
-    """
+    """Add the flags that users of SGLang type and that configure nothing here, but those in `without`."""
     parser.add_argument("--enable-hierarchical-cache", action="store_true", help=argparse.SUPPRESS)
-    parser.set_defaults(meaningless=[])
-    for flag in sorted(MEANINGLESS.keys() - set(without)):
-        parser.add_argument(
-            flag, nargs="*", action=_Meaningless, dest="meaningless", help=argparse.SUPPRESS
-        )
-
-
-class _Meaningless(argparse.Action):
-    """Collects the names of flags that were given and mean nothing here."""
-
-    @override
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        del parser, values
-        namespace.meaningless = [*namespace.meaningless, option_string]
+    parser.ignore(sorted(MEANINGLESS.keys() - set(without)))
 
 
 def read_config(
     parser: argparse.ArgumentParser, role: NodeRole, argv: Sequence[str]
-) -> tuple[NodeConfig, argparse.Namespace]:
+) -> tuple[NodeConfig, list[str]]:
     """Read the command line, and the files that it names.
 
-    Returns:
-        The config, its `engine.model_dir` still what the user gave, and the raw flags.
-
-    Raises:
-        ConfigInvalid: A value cannot work; the sentence reports what to give.
-        SystemExit: A wrong flag (2), or --help (0).
+    Return the config, its `engine.model_dir` still what the user gave, and the flags that
+    mean nothing.
     """
     args = parser.parse_args(argv)
     if getattr(args, "disaggregation_mode", None) not in (None, role):
@@ -156,4 +127,5 @@ def read_config(
         simulation=read.simulation.simulation(),
     )
     name = read.served_model_name or model_name(read.model)
-    return check(msgspec.structs.replace(read, engine=engine, served_model_name=name)), args
+    config = msgspec.structs.replace(read, engine=engine, served_model_name=name)
+    return check(config), list(dict.fromkeys(args.ignored))

@@ -20,8 +20,6 @@ Pure: no process, and the time is given.
 
 from enum import StrEnum
 
-from typing_extensions import override
-
 from tandem.node.config import NodeRole
 from tandem.wire.errors import InvalidRequest, NodeDraining, TandemError
 from tandem.wire.messages import NodeLoad
@@ -104,25 +102,16 @@ SENTENCES: dict[State, str] = {
 
 
 class NotNow(TandemError, code="not_now", status=409):
-    """The node is in no state for what is asked of it; the sentence says what to do first."""
+    """The node cannot do this in its present state. The message names what to do first."""
 
 
 class Life:
-    """One node's state and role.
-
-    Attributes:
-        role: What it is, or is turning into.
-        reason: Why it could not become that; empty while nothing is wrong.
-    """
+    """One node's state and role, and why it could not become that."""
 
     def __init__(self, role: NodeRole) -> None:
         self.state = State.LOADING
         self.role = role
         self.reason = ""
-
-    @override
-    def __repr__(self) -> str:
-        return f"<Life {self.role} {self.state}>"
 
     @property
     def has_engine(self) -> bool:
@@ -135,11 +124,7 @@ class Life:
         return self.state in (_S.DRAINING, _S.DRAINED, _S.LEAVING)
 
     def apply(self, event: Event) -> State:
-        """Go on to the next state and return it.
-
-        Raises:
-            NotNow: There is none for this event; nothing has changed.
-        """
+        """Go on to the next state and return it; raise `NotNow` where there is none for this event."""
         following = TRANSITIONS[self.state].get(event)
         if following is None:
             raise NotNow(f"cannot {event} now: the node is {self.describe()}")
@@ -147,11 +132,9 @@ class Life:
         return following
 
     def turn(self, role: NodeRole, num_left: int) -> bool:
-        """Begin to become `role`; False when the node is that already, or becoming it.
+        """Begin to become `role`; False when the node is that already.
 
-        Raises:
-            InvalidRequest: It is both already.
-            NotNow: It has requests, or is in no state to.
+        Raise `InvalidRequest` where it has both roles, `NotNow` where it has requests.
         """
         if role == self.role and self.state is not _S.FAILED:
             return False
@@ -171,11 +154,7 @@ class Life:
         self.reason = reason
 
     def describe(self, num_left: int | None = None) -> str:
-        """Return what the node is doing, for people.
-
-        Args:
-            num_left: Requests that it has to do with, where that is known.
-        """
+        """Return what the node is doing, for people, with the requests that are left where that is known."""
         left = "" if num_left is None else f": {_requests(num_left)} left"
         other = "prefill" if self.role == "decode" else "decode"
         sentence = SENTENCES[self.state]
@@ -215,16 +194,8 @@ class Drain:
         self._empty_since_s: float | None = None
         self.is_on = False
 
-    @override
-    def __repr__(self) -> str:
-        return f"<Drain {self._number} {'on' if self.is_on else 'off'}>"
-
     def begin(self, number: int, timeout_s: float, now_s: float) -> None:
-        """Take nothing new. One that is on already gets the new deadline.
-
-        Args:
-            number: Of the order, which `take_end` returns.
-        """
+        """Take nothing new. One that is on already gets the new deadline, and the new order's number."""
         self._number, self._deadline_s = number, now_s + timeout_s
         self._is_handed_over = self._is_told = False
         self._empty_since_s = None

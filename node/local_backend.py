@@ -36,11 +36,7 @@ LOOP_SILENCE_S = 30.0
 class LocalBackend:
     """Serves one node's engines, from before the first is ready until the last ends.
 
-    Args:
-        tokenizer: None when the model has none; `tokenizer_hash` is then empty.
-
-    Attributes:
-        life: The node's, which its supervisor leads.
+    Its supervisor leads its `life`.
     """
 
     def __init__(
@@ -154,11 +150,7 @@ class LocalBackend:
         return {client: client.load.prompt_tokens + client.load.generated_tokens}
 
     def server_info(self) -> Mapping[str, object]:
-        """Return a `NodeInfo` as JSON-like values.
-
-        Raises:
-            NoNodeAvailable: The engine is not ready.
-        """
+        """Return a `NodeInfo` as JSON-like values; raise `NoNodeAvailable` while the engine is not ready."""
         config, ready = self._config, self._engine()
         info = NodeInfo(
             role=config.role,

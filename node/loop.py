@@ -95,8 +95,7 @@ class EngineLoop:
     def run(self) -> None:
         """Loop until `stop`.
 
-        Raises:
-            DeviceLost: No step can succeed any more; requests are left as they are.
+        `DeviceLost` goes through, with requests left as they are: no step can succeed any more.
         """
         while not self._is_stopping:
             self._turned()

@@ -50,13 +50,7 @@ ROLE_NAMES = {"colocated": "serve"}
 class Measures:
     """What one engine process did.
 
-    Args:
-        steps: Of its engine; None where there is none to look at.
-        transfers: Of its transfer agent; None for a node that serves alone.
-        tier_seconds: Returns how long requests waited for tiers.
-
-    Attributes:
-        num_lost_edges: Edge workers whose connection broke or that fell silent.
+    `steps`: of its engine; `transfers`: of its agent; `tier_seconds`: how long requests waited for tiers.
     """
 
     def __init__(
@@ -108,10 +102,6 @@ class Measures:
             tier_seconds=dict(self._tier_seconds()),
         )
 
-    @override
-    def __repr__(self) -> str:
-        return f"Measures({self._steps!r}, {self._transfers!r})"
-
 
 def _spreads_of(source: object | None) -> Iterator[tuple[str, Spread]]:
     """Yield the histograms of an object, by the names of its attributes."""
@@ -125,11 +115,9 @@ def _spreads_of(source: object | None) -> Iterator[tuple[str, Spread]]:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """What is known of a node at the time of a scrape.
+    """What is known of a node at a scrape.
 
-    Attributes:
-        facts: Labels of `tandem_node_info`, but for the role.
-        measured: None until the engine has reported it.
+    `facts`: labels of `tandem_node_info`; `measured`: None until the engine has reported it.
     """
 
     role: str
@@ -184,14 +172,23 @@ def _buckets(spread: Spread) -> list[tuple[str, float]]:
 _G, _C, _H = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
 
 
-def _load(kind: Kind, field: str, help_text: str, name: str = "") -> Declared:
+# Fields of `NodeLoad` that are reported by another name.
+_NAMES = {
+    "num_running": "requests_running",
+    "num_waiting": "requests_waiting",
+    "num_transferring": "requests_transferring",
+    "max_running": "requests_running_limit",
+    "page_size": "page_tokens",
+}
+
+
+def _load(kind: Kind, field: str, help_text: str) -> Declared:
     """Declare a field of `NodeLoad`; -1 there is a value that was not reported yet."""
-    name = name or field.removeprefix("num_")
+    name = _NAMES.get(field, field.removeprefix("num_"))
     return Declared(kind, name, help_text, lambda view: [((), max(0, getattr(view.load, field)))])
 
 
 def _tier(kind: Kind, field: str, help_text: str) -> Declared:
-    """Declare a field of `TierLoad`."""
     return Declared(
         kind,
         f"kv_tier_{field.removeprefix('num_')}",
@@ -202,12 +199,10 @@ def _tier(kind: Kind, field: str, help_text: str) -> Declared:
 
 
 def _spread(name: str, help_text: str) -> Declared:
-    """Declare one of `Measured.spreads`."""
     return Declared(_H, name, help_text, lambda view: _found(name, _measured(view).spreads))
 
 
 def _count(name: str, help_text: str) -> Declared:
-    """Declare one of `Measured.counts`."""
     return Declared(_C, name, help_text, lambda view: _found(name, _measured(view).counts))
 
 
@@ -249,27 +244,12 @@ METRICS = (
         _G, "node_state", "1 for the state that the node is in, else 0.", _node_states, ("state",)
     ),
     Declared(_G, "pages", "Pages of KV by state.", _pages, ("state",)),
-    _load(_G, "num_running", "Requests that take part in steps.", "requests_running"),
-    _load(
-        _G,
-        "num_waiting",
-        "Requests that wait for pages, or on prefill for a grant.",
-        "requests_waiting",
-    ),
-    _load(
-        _G,
-        "num_transferring",
-        "Requests whose pages are granted, or still being pushed.",
-        "requests_transferring",
-    ),
-    _load(
-        _G,
-        "max_running",
-        "Requests that may have pages at a time; 0 on prefill.",
-        "requests_running_limit",
-    ),
+    _load(_G, "num_running", "Requests that take part in steps."),
+    _load(_G, "num_waiting", "Requests that wait for pages, or on prefill for a grant."),
+    _load(_G, "num_transferring", "Requests whose pages are granted, or still being pushed."),
+    _load(_G, "max_running", "Requests that may have pages at a time; 0 on prefill."),
     _load(_G, "queued_tokens", "Prompt tokens that wait to be computed."),
-    _load(_G, "page_size", "Tokens of KV in one page.", "page_tokens"),
+    _load(_G, "page_size", "Tokens of KV in one page."),
     _load(_G, "num_edges", "Edge workers that have requests here."),
     _load(_C, "prompt_tokens", "Prompt tokens taken in, cached ones included."),
     _load(_C, "cached_tokens", "Prompt tokens taken from the prefix cache."),

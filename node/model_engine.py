@@ -27,13 +27,7 @@ log = logs.get_logger(__name__)
 def build_model(
     config: NodeConfig, memory: MakeRegion, waker: Waker, ranks: Ranks | None
 ) -> Engine:
-    """Load the model and make its pool.
-
-    Returns once the other ranks have done so too.
-
-    Raises:
-        ConfigInvalid: The device is not there, the model cannot be loaded, or no page fits.
-    """
+    """Load the model and make its pool; return once the other ranks have done so too."""
     runner: Runner
     if ranks is not None:
         config = config_for(config, 0)
@@ -54,11 +48,7 @@ def build_model(
 
 
 def build_shard(config: NodeConfig, memory: MakeRegion) -> tuple[Runner, PoolPlan]:
-    """Load this rank's shard of the model and make its pool, on the device that was taken.
-
-    Raises:
-        ConfigInvalid: The model cannot be loaded, or no page fits.
-    """
+    """Load this rank's shard of the model and make its pool, on the device that was taken."""
     settings = config.engine
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)

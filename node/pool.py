@@ -26,8 +26,7 @@ if TYPE_CHECKING:  # a simulated engine has memory, and no tensors
 class PoolPlan:
     """The size of a pool that is to be made.
 
-    Attributes:
-        has_scratch_page: One page more lies behind those counted; see `make_pool`.
+    `has_scratch_page`: one page more lies behind those counted; see `make_pool`.
     """
 
     shape: ModelShape
@@ -54,11 +53,7 @@ MakeRegion = Callable[[PoolPlan], MemoryRegion | None]
 
 
 def checked_pages(num_pages: int) -> int:
-    """Return the size of a pool.
-
-    Raises:
-        ConfigInvalid: There is no page.
-    """
+    """Return the size of a pool; raise `ConfigInvalid` where there is no page."""
     if num_pages < 1:
         raise ConfigInvalid(
             "the KV pool holds no page: raise --max-total-tokens",
@@ -68,10 +63,9 @@ def checked_pages(num_pages: int) -> int:
 
 
 def make_region(config: NodeConfig, plan: PoolPlan) -> MemoryRegion | None:
-    """Return memory for a pool on the engine's device, on decode such that the other side can write into it.
+    """Return memory for a pool, on decode such that the other side can write into it.
 
-    Returns:
-        None where nobody but the engine touches the pool: torch then allocates it.
+    None where nobody but the engine touches it.
     """
     if config.role == "colocated" and not config.tiers.specs:
         return None

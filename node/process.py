@@ -28,8 +28,7 @@ _REARM_S = 1.0
 def uncollected() -> Iterator[None]:
     """Import inside this block without the garbage collector.
 
-    It would look at hundreds of thousands of new objects again and again, all of which stay: a quarter of the
-    time that torch and transformers take to import.
+    It would look at all new objects again and again: a quarter of the time of importing torch.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -56,10 +55,9 @@ def claim_stdout() -> BinaryIO:
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process at once. Everything that outlives a process must be released before.
+    """End this process at once; what outlives it must be released before.
 
-    The interpreter would take every module apart first, which with torch and transformers was measured to
-    take two seconds of a core, and the parent waits for it.
+    Taking torch's modules apart takes two seconds.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,17 +1,16 @@
 """`python -m tandem.node.rank SOCKET`: one of the ranks beside rank 0, which starts it and ends it; see `ranks.py`."""
 
-import os
 import signal
 import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tandem.engine.forward import ForwardInputs
-from tandem.kvtier.stack import CLOSE_S
+from tandem.kvtier.stack import CLOSE_S, TierEvent
 from tandem.kvtransfer.push_room import PageRun, Wrote
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import PrefillAgent
@@ -19,7 +18,7 @@ from tandem.node.config import NodeConfig
 from tandem.node.pool import PoolPlan, make_region
 from tandem.node.process import SWITCH_S, allow_peers, end_process, end_process_after, uncollected
 from tandem.node.ranks import received
-from tandem.node.tiers import SAVE_AGAIN_S, RankTiers, open_tiers
+from tandem.node.tiers import RankTiers, open_tiers
 from tandem.node.transfer import open_agent
 from tandem.telemetry import log as logs
 from tandem.wire.channel import Waker, wait
@@ -64,11 +63,7 @@ def main(descriptor: int) -> int:
 
 
 class _Rank:
-    """A shard of the model, its agent, and the tiers behind its pool.
-
-    Args:
-        stack: Releases what is made here.
-    """
+    """A shard of the model, its agent, and the tiers behind its pool. `stack` releases them."""
 
     def __init__(self, config: NodeConfig, store: Path, link: Connection, stack: ExitStack) -> None:
         self._config, self._link, self._stack = config, link, stack
@@ -77,9 +72,8 @@ class _Rank:
         self._is_over = False
         self._wrote: Wrote | None = None
         self._region: MemoryRegion | None = None
-        self._waker, self._tier_waker = Waker(), Waker()
-        for waker in (self._waker, self._tier_waker):
-            stack.callback(waker.close)
+        self._waker = Waker()
+        stack.callback(self._waker.close)
         threading.Thread(target=self._read, name="rank-0", daemon=True).start()
         use_device(config.engine)
         join(config.engine, store)
@@ -125,21 +119,14 @@ class _Rank:
         return self._region
 
     def _open_tiers(self, plan: PoolPlan) -> RankTiers | None:
-        opened = open_tiers(self._config, plan.shape, self._region, self._tier_waker)
+        # Events do not wait for this loop: rank 0 would have them a step too late.
+        opened = open_tiers(self._config, plan.shape, self._region, self._report_tiers)
         if opened is None:
             return None
+        self._stack.callback(opened.close)  # before the agent, and with it the pool's memory
         engine = self._config.engine
         space = plan.shape.page_space(engine.page_size, engine.tp_rank, engine.tp_size)
-        tiers = RankTiers(opened, space.shard, self._tier_waker.wake)
-        self._stack.callback(tiers.close)  # before the agent, and with it the pool's memory
-        # Beside the loop: rank 0 looks at its own tiers at the end of a step, and what this rank reported only
-        # then would come a step too late for requests that wait less long than a step takes.
-        thread = threading.Thread(
-            target=self._report_tiers, args=(tiers,), name="kv-tiers", daemon=True
-        )
-        thread.start()
-        self._stack.callback(self._end_reports, thread)
-        return tiers
+        return RankTiers(opened, space.shard)
 
     # ── towards rank 0 ───────────────────────────────────────────────────────────────────────────
 
@@ -151,24 +138,9 @@ class _Rank:
         for event in () if self._agent is None else self._agent.events():
             self._report("agent", event)
 
-    def _report_tiers(self, tiers: RankTiers) -> None:
-        try:
-            while not self._is_over:
-                wait([], SAVE_AGAIN_S if tiers.has_to_retry else 1.0, self._tier_waker)
-                for event in tiers.events():
-                    try:
-                        self._report("tiers", event)
-                    except OSError:
-                        return  # rank 0 is gone; the loop ends
-        except BaseException:
-            # As with an error in the loop: pages that rank 0 holds for this rank would be held for good.
-            log.exception("rank.tiers_failed", effect="the rank ends")
-            os._exit(1)
-
-    def _end_reports(self, thread: threading.Thread) -> None:
-        self._is_over = True
-        self._tier_waker.wake()
-        thread.join()
+    def _report_tiers(self, event: TierEvent) -> None:
+        with suppress(OSError):  # rank 0 is gone; the loop ends
+            self._report("tiers", event)
 
     def _read(self) -> None:
         try:

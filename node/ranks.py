@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from typing_extensions import override
 
 from tandem.engine.config import config_of_rank
 from tandem.engine.forward import ForwardInputs
@@ -136,10 +135,6 @@ class RankProcess:
         if not self._is_closing:
             status = self._process.wait()
             self._ended(error or EngineFailed(f"rank {self.rank} ended with status {status}"))
-
-    @override
-    def __repr__(self) -> str:
-        return f"RankProcess({self.rank}, pid={self._process.pid})"
 
 
 class Ranks:

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
-from typing_extensions import override
-
 from tandem.engine.core import Engine
 from tandem.engine.request import ActiveRequest
 from tandem.engine.step import PromptLogprobs, Token
@@ -85,19 +83,15 @@ class Timeline:
 
 
 class Deadlines(Generic[T]):
-    """Requests by the end of their clients' patience. The caller skips those that began meanwhile.
+    """Requests by the end of their clients' patience, which keeps none alive.
 
-    No request is kept alive: OpenAI's clients wait for 600 s, and few requests take that long.
+    The caller skips those that began meanwhile.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._numbers = itertools.count()
         self._heap: list[tuple[float, int, weakref.ref[T]]] = []
-
-    @override
-    def __repr__(self) -> str:
-        return f"Deadlines({len(self._heap)} noted)"
 
     def note(self, item: T, seconds_left: float | None) -> None:
         """Note when an item's time is over, counted from now; None is never."""
@@ -120,12 +114,7 @@ def not_started() -> DeadlinePassed:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Half:
-    """A node's part of one attempt: prefill's half, decode's half, or all of it.
-
-    Attributes:
-        active: The request as the engine knows it.
-        is_wanted: Whether the client still listens. A half that is not wanted only waits for its pages.
-    """
+    """A node's part of one attempt. One that is not wanted, as its client has left, only waits for its pages."""
 
     ticket: Ticket
     active: ActiveRequest
@@ -175,11 +164,7 @@ class Role(ABC, Generic[H]):
 
     @abstractmethod
     def start(self, ticket: Ticket, message: Start) -> None:
-        """Take a request. No other request has this ticket.
-
-        Raises:
-            TandemError: The request is rejected; nothing of it is left.
-        """
+        """Take a request whose ticket no other has, or raise a `TandemError`: then nothing of it is left."""
 
     def cancel(self, ticket: Ticket) -> None:
         """Stop a request at whatever stage it is; an unknown ticket is no error."""

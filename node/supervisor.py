@@ -23,15 +23,13 @@ from pydantic import Field
 
 from tandem.frontend.app import create_app
 from tandem.frontend.body import Body, read_json, validate
-from tandem.frontend.caller import expect
 from tandem.frontend.engine_client import EngineClient
 from tandem.frontend.keys import operators_only
 from tandem.frontend.middleware import json_response
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.reply_parser import reply_formats
 from tandem.frontend.server import listen, serving
-from tandem.frontend.tokenizer import Tokenizer
-from tandem.frontend.tokenizer_files import tokenizer_files, tokenizer_hash
+from tandem.frontend.tokenizer import Tokenizer, tokenizer_files, tokenizer_hash
 from tandem.node.announce import LEAVE_TIMEOUT_S, Announcer, warn_of_loopback
 from tandem.node.config import MAX_DRAIN_S, NodeConfig, NodeRole
 from tandem.node.engine_process import EngineProcess, Ready, keep_linked
@@ -51,13 +49,7 @@ HAND_OVER_S = 5.0
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What is answered: how far the node is.
-
-    Attributes:
-        detail: The state for people.
-        num_left: Requests that the node still has to do with.
-        remaining_s: Until what is left is handed over; None unless the node drains.
-    """
+    """How far the node is. `remaining_s`: until what is left is handed over; None unless the node drains."""
 
     role: str
     state: str
@@ -116,33 +108,17 @@ class Supervisor:
         )
 
     def drain(self, timeout_s: float | None) -> None:
-        """Take nothing new, finish what is in, hand over what is left then.
-
-        Args:
-            timeout_s: None takes that of the command line.
-
-        Raises:
-            NotNow: The node serves nothing.
-        """
+        """Take nothing new, finish what is in, hand over what is left then; None takes the command line's time."""
         if self._apply(Event.DRAIN) is State.DRAINING:
             self._drain_engine(self._config.drain_timeout_s if timeout_s is None else timeout_s)
 
     def resume(self) -> None:
-        """Take requests again.
-
-        Raises:
-            NotNow: The node serves nothing, or is about to end.
-        """
+        """Take requests again."""
         if self._apply(Event.RESUME) is State.SERVING:
             self._engine.resume()
 
     def turn(self, role: NodeRole) -> None:
-        """Begin to become the other role.
-
-        Raises:
-            InvalidRequest: The node has both roles.
-            NotNow: It has requests, or is in no state to.
-        """
+        """Begin to become the other role."""
         if self._life.turn(role, self._backend.num_left):
             log.info("node.turning", role=role)
             self._changed.set()
@@ -185,10 +161,9 @@ class Supervisor:
     # ── engines ──────────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> int | TandemError:
-        """Run until the node is told to end or its engine ends by itself.
+        """Run until the node is told to end or its engine ends.
 
-        Returns:
-            The exit status, or why the first engine could not start.
+        Return the status, or why the first engine could not start.
         """
         warn_of_loopback(self._config)
         async with asyncio.TaskGroup() as tasks:
@@ -308,17 +283,10 @@ async def serve(
     key: ChannelKey | None,
     operator_key: str = "",
 ) -> int:
-    """Run a node until a signal or until its engine ends.
+    """Run a node.
 
-    Args:
-        engine_modules: Of each role that the node may have.
-        operator_key: Of those who may drain the node and turn it; see `frontend/keys.py`.
-
-    Returns:
-        0 after a signal, 1 when the engine ended by itself or a second signal forced the end.
-
-    Raises:
-        TandemError: The tokenizer is broken, the port is in use, or the engine could not start.
+    Return 0 after a signal, 1 when its engine ended or a second signal forced the end. Operators need
+    `operator_key`.
     """
     files = tokenizer_files(Path(config.engine.model_dir))
     if not files:
@@ -371,5 +339,5 @@ def add_routes(app: web.Application, node: Supervisor) -> None:
         return json_response(node.status())
 
     app.router.add_get("/drain", operators_only(status))
-    app.router.add_post("/drain", operators_only(drain), expect_handler=expect)
-    app.router.add_post("/role", operators_only(turn), expect_handler=expect)
+    app.router.add_post("/drain", operators_only(drain))
+    app.router.add_post("/role", operators_only(turn))

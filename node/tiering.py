@@ -28,7 +28,7 @@ from tandem.engine.request import ActiveRequest
 from tandem.kvtier.spec import parse_tiers
 from tandem.kvtier.stack import Fetched, Placed, Saved
 from tandem.node.config import TierConfig
-from tandem.node.tiers import LOOKING_SHARE, Tiers
+from tandem.node.tiers import LOOKING_SHARE, TierGroup
 from tandem.telemetry.histogram import Histogram, Spread
 from tandem.wire.messages import TierLoad
 from tandem.wire.prefixes import PageKey
@@ -72,19 +72,15 @@ class _Fetch:
 
 
 class Tiering:
-    """Fetches prefixes for requests that wait, and saves what was computed. Belongs to the loop's thread.
+    """Fetches prefixes for requests that wait, and saves what was computed.
 
-    Args:
-        stack: None where there are no tiers: then no request waits.
-        timeout_s: How long a request waits at most.
-        min_tokens: Fewer missing ones are not looked for.
-        saves_at_once: Whether pages are saved as soon as they are cached.
+    Belongs to the loop's thread. Without a stack no request waits.
     """
 
     def __init__(
         self,
         engine: Engine,
-        stack: Tiers | None = None,
+        stack: TierGroup | None = None,
         *,
         timeout_s: float = 0.0,
         min_tokens: int = 0,
@@ -108,8 +104,7 @@ class Tiering:
     def begin(self, active: ActiveRequest) -> bool:
         """Look for what is not cached of a request's prompt; `ready` returns the request later.
 
-        Returns:
-            False: there is nothing to wait for.
+        False: nothing to wait for.
         """
         token_ids, salt = active.token_ids[: active.num_matchable], active.request.cache_salt
         size = self._cache.page_size
@@ -145,10 +140,7 @@ class Tiering:
             self._drop(fetch)
 
     def ready(self) -> list[ActiveRequest]:
-        """Return the requests whose wait ended since the last call.
-
-        Their `from_tiers` has the prompt tokens that are cached now and came from a tier, by its name.
-        """
+        """Return the requests whose wait ended, each with its cached prompt tokens of each tier in `from_tiers`."""
         ready, self._ready = self._ready, []
         return ready
 
@@ -174,8 +166,7 @@ class Tiering:
         until = [now + at_most_s]
         if self._num_to_save():
             until.append(self._save_after_s)
-        awaited = (fetch.until_s for fetch in self._fetches.values() if fetch.waiting)
-        until += itertools.islice(awaited, 1)  # the others began later
+        until += [fetch.until_s for fetch in self._fetches.values() if fetch.waiting]
         return max(0.0, min(until) - now)
 
     # ── for operators ────────────────────────────────────────────────────────────────────────────
@@ -339,7 +330,7 @@ class Tiering:
         self._engine.note_pages()
 
 
-def make_tiering(config: TierConfig, engine: Engine, stack: Tiers | None) -> Tiering:
+def make_tiering(config: TierConfig, engine: Engine, stack: TierGroup | None) -> Tiering:
     """Return what brings prefixes from a stack, or from nowhere."""
     return Tiering(
         engine,

@@ -9,14 +9,10 @@ A page is of use with the heads of every rank only. So a node has found what eac
 what each has placed; pages are given back when no rank reads or writes them any more.
 """
 
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
-from typing_extensions import override
 
 from tandem.engine.shape import ModelShape
 from tandem.kvtier.guard import TierCost
@@ -25,6 +21,7 @@ from tandem.kvtier.stack import Fetched, Placed, Saved, TierEvent, TierStack
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.node.config import NodeConfig
 from tandem.node.pool import pool_pages
+from tandem.node.ranks import RankProcess
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import Waker
 from tandem.wire.messages import TierLoad
@@ -37,23 +34,17 @@ LOOKING_SHARE = 0.75
 # How long a save that rank 0 began waits at a rank without memory for it, with its pages held. A tier that
 # keeps up frees some in a fraction of that.
 SAVE_WAIT_S = 1.0
-# Between two tries.
-SAVE_AGAIN_S = 0.05
 
 
 def open_tiers(
-    config: NodeConfig, shape: ModelShape, region: MemoryRegion | None, waker: Waker
+    config: NodeConfig,
+    shape: ModelShape,
+    region: MemoryRegion | None,
+    report: Callable[[TierEvent], None],
 ) -> TierStack | None:
-    """Return what stands behind the pool of one rank; None when there are no tiers.
+    """Return what stands behind one rank's pool, which the caller closes before the region.
 
-    The caller closes it before the region.
-
-    Args:
-        shape: Of the rank's shard.
-        region: Its pool.
-
-    Raises:
-        ConfigInvalid: A tier cannot be opened; the sentence names what to do.
+    None without tiers. Raise `ConfigInvalid` where one cannot be opened.
     """
     engine, tiers = config.engine, config.tiers
     if not tiers.specs:
@@ -68,7 +59,7 @@ def open_tiers(
     return TierStack(
         opened,
         pages,
-        waker,
+        report,
         timeout_s=LOOKING_SHARE * tiers.timeout_s,
         max_staged_bytes=tiers.staging_bytes // engine.tp_size,
         page_size=engine.page_size,
@@ -79,71 +70,25 @@ def open_tiers(
 
 
 class RankTiers:
-    """The tiers of a rank beside rank 0, which calls them. Any thread may use it.
+    """The tiers of a rank beside rank 0, whose calls name pages by rank 0's digests.
 
     Args:
-        stack: Over this rank's pool; closed here.
+        stack: Over this rank's pool; reports to rank 0.
         shard: Of this rank, as `PageSpace` has it.
-        wake: Has another thread take `events` soon.
     """
 
-    def __init__(
-        self,
-        stack: TierStack,
-        shard: str,
-        wake: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._stack, self._shard, self._wake, self._clock = stack, shard, wake, clock
-        self._lock = threading.Lock()
-        # Saves that are not begun yet, each with when it is given up.
-        self._saves: deque[tuple[int, list[PageKey], list[int], float]] = deque()
+    def __init__(self, stack: TierStack, shard: str) -> None:
+        self._stack, self._shard = stack, shard
+        self.place, self.abandon, self.close = stack.place, stack.abandon, stack.close
 
     def fetch(self, number: int, digests: Sequence[bytes]) -> None:
         """Look through the tiers."""
-        with self._lock:
-            self._stack.fetch(number, self._keys(digests))
+        self._stack.fetch(number, self._keys(digests))
 
-    def place(self, number: int, page_ids: Sequence[int]) -> None:
-        """Copy fetched pages into the pool."""
-        with self._lock:
-            self._stack.place(number, page_ids)
-
-    def abandon(self, number: int) -> None:
-        """Forget a fetch."""
-        with self._lock:
-            self._stack.abandon(number)
-
-    def save(self, number: int, digests: Sequence[bytes], page_ids: list[int]) -> None:
-        """Put pages into the tiers once there is memory. `Saved` follows, also when there is none."""
-        with self._lock:
-            until_s = self._clock() + SAVE_WAIT_S
-            self._saves.append((number, self._keys(digests), page_ids, until_s))
-        self._wake()
-
-    def events(self) -> list[TierEvent]:
-        """Begin saves that had to wait, and return what happened since the last look."""
-        with self._lock:
-            return [*self._begin_saves(), *self._stack.events()]
-
-    @property
-    def has_to_retry(self) -> bool:
-        """Whether a save waits for memory; `events` tries it again."""
-        return bool(self._saves)
-
-    def close(self) -> None:
-        """Close the tiers."""
-        self._stack.close()
-
-    def _begin_saves(self) -> Iterator[Saved]:
-        while self._saves:
-            number, keys, page_ids, until_s = self._saves[0]
-            if not self._stack.save(number, keys, page_ids):
-                if self._clock() < until_s:
-                    return
-                # These pages will be a miss. Rank 0 has saved its part already, and holds the pages for us.
-                yield Saved(number)
-            self._saves.popleft()
+    def save(self, number: int, digests: Sequence[bytes], page_ids: Sequence[int]) -> None:
+        """Put pages into the tiers as soon as there is memory. `Saved` follows, also when there is none."""
+        # Rank 0 has saved its part already, and holds the pages for us: without ours they will be a miss.
+        self._stack.save(number, self._keys(digests), page_ids, SAVE_WAIT_S)
 
     def _keys(self, digests: Sequence[bytes]) -> list[PageKey]:
         # Without blocks: routers follow rank 0's journals.
@@ -153,28 +98,42 @@ class RankTiers:
 # ── at rank 0 ────────────────────────────────────────────────────────────────────────────────────
 
 
-class RemoteRank(Protocol):
-    """Another rank, whose `RankTiers` make calls in the order in which rank 0 made them."""
+def open_group(
+    config: NodeConfig,
+    shape: ModelShape,
+    region: MemoryRegion | None,
+    waker: Waker,
+    others: Sequence[RankProcess],
+) -> "TierGroup | None":
+    """Return the tiers of all ranks; None where there are no tiers. Raises as `open_tiers`.
 
-    def call(self, target: str, method: str, /, *args: object) -> None:
-        """Have a method of `target` called."""
-        ...
+    Args:
+        waker: Is rung when rank 0's tiers report something.
+        others: From rank 1 on.
+    """
+    events = deque[TierEvent]()
 
-    def take_events(self, source: str, /) -> Iterable[Any]:
-        """Return what `source` reported since the last call."""
-        ...
+    def report(event: TierEvent) -> None:
+        events.append(event)
+        waker.wake()
+
+    own = open_tiers(config, shape, region, report)
+    return None if own is None else TierGroup(own, events, others)
 
 
 class TierGroup:
-    """The stacks of all ranks, with the methods of one `TierStack`.
+    """The stacks of all ranks, used as one.
 
     Args:
         own: Rank 0's, which has the journals that routers follow.
+        events: What it has reported.
         others: From rank 1 on.
     """
 
-    def __init__(self, own: TierStack, others: Sequence[RemoteRank]) -> None:
-        self._own, self._others = own, others
+    def __init__(
+        self, own: TierStack, events: deque[TierEvent], others: Sequence[RankProcess]
+    ) -> None:
+        self._own, self._events, self._others = own, events, others
         # What each rank answered, by rank, of fetches, placings and saves that are not answered by all.
         self._answers: dict[int, dict[int, TierEvent]] = {}
 
@@ -208,7 +167,7 @@ class TierGroup:
 
     def events(self) -> Iterator[TierEvent]:
         """Yield what holds on all ranks since the last look."""
-        heard = [(0, event) for event in self._own.events()]
+        heard = [(0, self._events.popleft()) for _ in range(len(self._events))]
         for number, rank in enumerate(self._others, 1):
             heard += [(number, event) for event in rank.take_events("tiers")]
         agreed = [self._agree(rank, event) for rank, event in heard]
@@ -236,9 +195,9 @@ class TierGroup:
             rank.call("tiers", method, number, *arguments)
 
     def _agree(self, rank: int, event: TierEvent) -> TierEvent | None:
-        """Return what holds for the node by what a rank reports; None: other ranks have to answer first.
+        """Return what holds for the node.
 
-        An answer to what is over comes late, of a fetch that was abandoned, and is passed over.
+        None: other ranks have to answer first, or it is a late answer of what is over.
         """
         answers = self._answers.get(event.number)
         if answers is None:
@@ -262,18 +221,11 @@ class TierGroup:
             case Saved():
                 return event
 
-    @override
-    def __repr__(self) -> str:
-        return f"TierGroup({1 + len(self._others)} ranks, {len(self._answers)} to be agreed on)"
-
-
-Tiers = TierStack | TierGroup
-
 
 def load_of_node(load: TierLoad, num_ranks: int) -> TierLoad:
     """Return the load of a tier over several ranks by rank 0's.
 
-    Of a store with a limit of its own (`limit_bytes` is 0) each rank sees the whole.
+    Of a store without `limit_bytes` each rank sees the whole.
     """
     num_parts = num_ranks if load.limit_bytes else 1
     return msgspec.structs.replace(

@@ -35,12 +35,9 @@ def open_agent(
     port: int = 0,
     rank_ports: Sequence[int] = (),
 ) -> RankAgent | None:
-    """Return this rank's end of transfers; None for a node that serves alone.
+    """Return this rank's end of transfers, which takes grants at `port`.
 
-    Args:
-        region: The pool's memory, which outlives the agent.
-        port: Where prefill takes grants; 0 takes any free one.
-        rank_ports: Where the other ranks of prefill do, on rank 0.
+    None for a node that serves alone. `rank_ports`: of the other ranks of prefill.
     """
     if config.role == "colocated":
         return None

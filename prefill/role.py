@@ -40,14 +40,7 @@ from tandem.wire.messages import NodeLoad, StartColocated, StartPrefill
 
 @dataclass(slots=True, eq=False, weakref_slot=False)
 class _Half(Half):
-    """Prefill's half of one attempt.
-
-    Attributes:
-        room: None for a whole request, which is not handed off.
-        is_granted: Whether decode has set pages aside.
-        is_queued: Whether the engine has it; before, it waits for the grant and for tiers.
-        pushing_s: When its first page was given to the transfer, by the timeline; -1 before.
-    """
+    """Prefill's half of one attempt, or without a room a whole request. The engine has it once it is queued."""
 
     room: Room | None = None
     is_granted: bool = False
@@ -56,12 +49,7 @@ class _Half(Half):
 
 
 class PrefillRole(Role[_Half]):
-    """Computes prompts and hands them off; see `Role`.
-
-    Args:
-        max_waiting: Requests that may wait for a grant or for pages; one more is rejected.
-        pushes_layers: Whether layers are pushed while a forward still runs.
-    """
+    """Computes prompts and hands them off; see `Role`. `pushes_layers`: while a forward still runs."""
 
     def __init__(
         self,
@@ -89,7 +77,7 @@ class PrefillRole(Role[_Half]):
             raise InvalidRequest("this is a prefill node: it takes the prompt's half of a request")
         if message.room in self._by_room:
             raise InvalidRequest(f"room {message.room} is in use")
-        num_waiting = len(self._by_room) - self._engine.num_running
+        num_waiting = self._engine.num_waiting + len(self._pending())
         if num_waiting >= self._max_waiting:
             raise Overloaded(f"{num_waiting} requests are waiting; try again later")
         active = self._engine.check(message.request, is_prompt_only=True)
@@ -151,7 +139,7 @@ class PrefillRole(Role[_Half]):
     @override
     def load(self) -> NodeLoad:
         load, moved = self._engine_load(), self._agent.statistics()
-        pending = [half for half in self._by_room.values() if not half.is_queued]
+        pending = self._pending()
         num_whole = sum(half.room is None for half in self._by_ticket.values())
         num_queued = len(self._by_room) - len(pending) + num_whole
         return msgspec.structs.replace(
@@ -181,6 +169,10 @@ class PrefillRole(Role[_Half]):
             f"input throughput (token/s): {num_new / elapsed_s:.2f}, {cache_hits(now, before)}"
         )
 
+    def _pending(self) -> list[_Half]:
+        """Return the halves that wait for a grant or for tiers."""
+        return [half for half in self._by_room.values() if not half.is_queued]
+
     # ── towards the hand-off ─────────────────────────────────────────────────────────────────────
 
     def _granted(self, half: _Half) -> None:
@@ -193,10 +185,7 @@ class PrefillRole(Role[_Half]):
 
     def _queue(self, half: _Half) -> None:
         half.is_queued = True
-        try:
-            self._engine.queue(half.active)
-        except TandemError as error:  # its grammar cannot be compiled
-            self._end(half, error)
+        self._engine.queue(half.active)
 
     def _push_by_layer(self, coming: list[CompletePages]) -> Wrote:
         return self._agent.push_by_layer(

@@ -339,9 +339,9 @@ class Admission:
         self.look()
 
     def _is_open(self, now: float) -> bool:
-        has_place = self.num_free(now) > 0 and not len(self._queue)
+        has_place = self.num_free(now) > 0
         # Where no pair can serve, a request starts too: its backend reports that.
-        return has_place or not self._fingerprint
+        return (has_place or not self._fingerprint) and not len(self._queue)
 
     def num_free(self, now: float) -> int:
         """Return how many requests may start now."""

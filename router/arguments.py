@@ -3,10 +3,7 @@
 Takes both forms that people type (see `EXAMPLES`).
 """
 
-import argparse
 from collections.abc import Sequence
-
-from typing_extensions import override
 
 from tandem.frontend.options import HttpOptions, with_files
 from tandem.router.config import (
@@ -16,7 +13,7 @@ from tandem.router.config import (
     prefill_targets,
     read_bootstrap_ports,
 )
-from tandem.wire.command_line import HelpFormatter, Parser
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.options import add_flags, read_flags
 
@@ -84,20 +81,6 @@ COMMON = (
 )
 
 
-class _Ignored(argparse.Action):
-    """Notes that a flag without meaning was given."""
-
-    @override
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        namespace.ignored = [*namespace.ignored, option_string]
-
-
 def build_parser(prog: str = "tandem lb") -> Parser:
     """Return the parser, help included."""
     parser = Parser(
@@ -105,14 +88,9 @@ def build_parser(prog: str = "tandem lb") -> Parser:
         common=COMMON,
         description="Serve HTTP for a cluster: pair a prefill with a decode node for each request.",
         epilog=EXAMPLES,
-        formatter_class=HelpFormatter,
     )
-    parser.set_defaults(ignored=[])
     add_flags(parser, RouterConfig)
-    for flag in IGNORED_FLAGS:
-        parser.add_argument(
-            flag, action=_Ignored, dest="ignored", nargs="*", help=argparse.SUPPRESS
-        )
+    parser.ignore(IGNORED_FLAGS)
     return parser
 
 

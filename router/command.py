@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from tandem.frontend.options import warn_of_exposed_keys
 from tandem.router.arguments import parse
 from tandem.router.config import KubernetesTarget
-from tandem.router.launcher import run
 from tandem.telemetry.log import configure, get_logger
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.keys import warn_of_weak_secret
@@ -29,6 +28,10 @@ def main(argv: Sequence[str]) -> int:
             log.info("flag.ignored", flag=flag, reason="it has no meaning here")
         warn_of_exposed_keys(config.http)
         warn_of_weak_secret(secret)
+        from tandem.router.launcher import (
+            run,
+        )  # a misspelt flag need not wait for a server's imports
+
         return run(config)
     except ConfigInvalid as error:
         sys.stderr.write(f"tandem lb: error: {error.for_operators}\n")

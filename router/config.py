@@ -11,9 +11,9 @@ from tandem.frontend.options import (
     REASONING_PARSER,
     TOOL_CALL_PARSER,
     HttpOptions,
+    load_authorities,
 )
 from tandem.frontend.reply_parser import reply_formats
-from tandem.frontend.tls import load_authorities
 from tandem.router.key_limits import KeyLimit, read_limits
 from tandem.telemetry.log import LogFormat
 from tandem.wire.channel import Heartbeat, heartbeat_of

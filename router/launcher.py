@@ -1,12 +1,12 @@
 """The router's parent process: makes the listening socket, owns the membership, and keeps the edge workers alive.
 
 ```
- parent: bind ─▶ start N workers ─▶ restart what crashes ─▶ SIGTERM: Leave ──delay──▶ end their input ─▶ wait ─▶ 0
+ parent: bind ─▶ start N workers ─▶ restart what crashes ─▶ SIGTERM: leave ──delay──▶ end their input ─▶ wait ─▶ 0
                      │ a socket pair (`control.py`)            │                        │
  worker: serve ◀─────┘      serve, /health is 503 ◀────────────┘                        │
          finish what is in, exit ◀──────────────────────────────────────────────────────┘
 
- DNS, Kubernetes, POST /nodes of any worker ─▶ Membership ─▶ NewMembers to every worker
+ DNS, Kubernetes, POST /nodes of any worker ─▶ Membership ─▶ Members to every worker
 ```
 
 It reads nothing of any client: workers inherit the socket and accept from it themselves. A connection that no worker
@@ -226,7 +226,13 @@ class Launcher:
     async def _keep(self, worker: Worker) -> None:
         is_first_life = True
         while not self._stopping.is_set():
-            status, has_served = await self._run_worker(worker)
+            try:
+                status, has_served = await self._run_worker(worker)
+            except (
+                OSError
+            ) as error:  # no process, memory or descriptor is left: other workers serve on
+                log.error("edge_worker.not_started", index=worker.index, reason=str(error))  # noqa: TRY400
+                status, has_served = 1, False
             if self._stopping.is_set():
                 return
             worker.num_failed += not has_served
@@ -250,16 +256,11 @@ class Launcher:
         ours, theirs = socket.socketpair()
         socket_fd = self._socket.fileno()
         with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "tandem.router.worker"),
-                stdin=theirs.fileno(),
-                # prometheus_client reads it when it is imported.
-                env=os.environ
-                | ({"PROMETHEUS_MULTIPROC_DIR": self._metrics} if self._metrics else {}),
-                pass_fds=[socket_fd],
-                # A session of its own: Ctrl-C reaches the parent alone, which stops them in order.
-                start_new_session=True,
-            )
+            try:
+                process = await self._spawned(theirs.fileno(), socket_fd)
+            except OSError:
+                ours.close()
+                raise
         worker.process = process
         link = await self.linked(worker, ours, socket_fd)
         async with asyncio.TaskGroup() as tasks:
@@ -272,6 +273,17 @@ class Launcher:
             # What it counted for /metrics stays.
             mark_process_dead(process.pid, self._metrics)  # type: ignore[no-untyped-call]
         return status, has_served
+
+    async def _spawned(self, stdin_fd: int, socket_fd: int) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "tandem.router.worker"),
+            stdin=stdin_fd,
+            # prometheus_client reads it when it is imported.
+            env=os.environ | ({"PROMETHEUS_MULTIPROC_DIR": self._metrics} if self._metrics else {}),
+            pass_fds=[socket_fd],
+            # A session of its own: Ctrl-C reaches the parent alone, which stops them in order.
+            start_new_session=True,
+        )
 
     async def linked(self, worker: Worker, sock: socket.socket, socket_fd: int) -> Link:
         """Link a new life of a worker and send its start; the caller runs the link."""

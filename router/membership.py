@@ -116,7 +116,8 @@ class Membership:
     def announce(self, one: Announcement) -> bool:
         """Take an announcement or a removal; return whether it is news. Raises `InvalidRequest`."""
         before = self._announced.get(one.url)
-        if before is None and len(self._announced) >= MAX_ANNOUNCED:
+        # A removal is of a member, so there are no more of them than members.
+        if before is None and not one.is_removed and len(self._announced) >= MAX_ANNOUNCED:
             raise InvalidRequest(
                 f"{MAX_ANNOUNCED} nodes were announced already, which is the limit"
             )

@@ -8,8 +8,7 @@ import asyncio
 import aiohttp
 import msgspec
 
-from tandem.frontend.tokenizer import Tokenizer
-from tandem.frontend.tokenizer_files import tokenizer_hash
+from tandem.frontend.tokenizer import Tokenizer, tokenizer_hash
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.hosts import reason_of
 from tandem.wire.messages import NodeInfo

@@ -31,7 +31,7 @@ NODES_ROUTE = "/nodes"
 
 
 class NodeUnknown(TandemError, code="node_unknown", status=404):
-    """There is no node of this id."""
+    """No node has this id."""
 
 
 class NodeBody(Body):

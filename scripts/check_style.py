@@ -43,7 +43,8 @@ WORD = re.compile(r"\w[\w'.,/-]*")
 
 def main(paths: list[str]) -> int:
     """Print what each text breaks; return 1 if any does."""
-    pages = [Path(path) for path in paths] or [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+    ours = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+    pages = [Path(path) for path in paths] or ours
     found = [
         f"{page.name}:{line}: {problem}"
         for page in pages

@@ -32,7 +32,9 @@ for module in ("tandem.engine.errors", "tandem.node.life", "tandem.router.nodes_
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 MADE = "<!-- Written by scripts/reference.py; do not edit. -->\n\n"
 _DEFAULT = re.compile(r" ?\(default: ([^()]*)\)$")
-
+# A larger bound is no bound.
+_LARGEST = 2**63
+_TOPIC = re.compile(r"tandem docs ([a-z][\w-]*)((?:#[\w-]+)?)")
 
 # Flags that several commands share are listed once, under these titles.
 SHARED = {
@@ -40,37 +42,82 @@ SHARED = {
     "Nodes": ("prefill", "decode", "serve"),
     "Prefill and decode nodes": ("prefill", "decode"),
 }
-UP = ", [tandem lb](#tandem-lb); each flag goes to the processes that have it"
 Row = tuple[str, tuple[str, str, str]]
 
 
 def command_line() -> str:
     """Return the page of all commands and flags. A flag that several commands share is listed once."""
     text = (
-        f"{MADE}# Command line\n\nEvery command and its flags, as `tandem COMMAND --help-all` prints them. A flag takes one "
-        "value unless its help says otherwise. Boolean flags take none.\n"
+        f"{MADE}# Command line\n\nEvery command and its flags. `tandem COMMAND --help` shows the important ones and examples, "
+        "`--help-all` all of them. A flag takes one value unless its line shows none or several. A flag that may be "
+        "repeated says so.\n"
     )
     rows = {name: _rows(parser) for name, parser in parsers().items()}
-    taken: dict[str, list[Row]] = {name: [] for name in rows}
+    sections = {
+        "All commands": [row for row in rows["docs"] if all(row in of for of in rows.values())]
+    }
+    text += _section("All commands", "", sections["All commands"])
     for title, names in SHARED.items():
         shared = [row for row in rows[names[0]] if all(row in rows[name] for name in names)]
-        new = [row for row in shared if row not in taken[names[0]]]
-        text += _section(title, f"{', '.join(f'`{name}`' for name in names)} share:", new)
+        sections[title] = _without(shared, sections.values())
+        text += _section(title, f"{_codes(names)} share:", sections[title])
         text += f"\n{_without_effect(title)}" if title == "Nodes" else ""
-        for name in names:
-            taken[name] += new
-    taken["up"] = [row for name in taken for row in rows[name] if taken[name]]
+    flags_of_lb = {"tandem lb": _without(rows["lb"], sections.values())}
     for name, parser in parsers().items():
-        own = [row for row in rows[name] if row not in taken[name]]
+        known = sections | flags_of_lb if name == "up" else sections
+        titles = [title for title in known if name == "up" or name in SHARED.get(title, ())]
         about = " ".join((parser.description or "").split())
-        titles = [title for title, names in SHARED.items() if name in names or name == "up"]
-        links = ", ".join(f"[{each}](#{each.lower().replace(' ', '-')})" for each in titles)
-        about += f"\n\nAlso: {links}{UP * (name == 'up')}." if titles else ""
-        text += _section(f"tandem {name}", about, own)
+        about += _also(rows[name], known, titles) + _more(parser.epilog or "")
+        text += _section(f"tandem {name}", about, _without(rows[name], known.values()))
         text += f"\n{_without_effect(name)}" if name == "lb" else ""
-        if parser.epilog and "\n" in parser.epilog.strip():
-            text += f"\n```text\n{parser.epilog.strip()}\n```\n"
     return text
+
+
+def _without(rows: Iterable[Row], others: Iterable[Iterable[Row]]) -> list[Row]:
+    """Return the rows whose flags are in none of the others, whatever their group."""
+    listed = {flag for other in others for _, flag in other}
+    return [row for row in rows if row[1] not in listed]
+
+
+def _also(rows: Iterable[Row], sections: Mapping[str, list[Row]], titles: Iterable[str]) -> str:
+    """Name the flags of a command that are listed in sections; it has nearly all those of `titles`."""
+    text, own = "", [flag for _, flag in rows]
+    titles = [title for title in titles if title in SHARED or title == "tandem lb"]
+    if titles:
+        text = f" Also the flags of {', '.join(map(_link, titles))}"
+        names = {name for flag in own for name in flag[0].split(", ")}
+        lacking = [
+            _name(flag)
+            for title in titles
+            for _, flag in sections[title]
+            if names.isdisjoint(flag[0].split(", "))
+        ]
+        text += f", except {_codes(lacking)}." if lacking else "."
+    for title in (title for title in SHARED if title not in titles):
+        flags = [_name(flag) for _, flag in sections[title] if flag in own]
+        text += f" Also, as under {_link(title)}: {_codes(flags)}." if flags else ""
+    return text
+
+
+def _name(flag: tuple[str, str, str]) -> str:
+    return flag[0].split(",")[0].split()[0].strip("`")
+
+
+def _codes(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _link(title: str) -> str:
+    return f"[{title}](#{title.lower().replace(' ', '-')})"
+
+
+def _more(epilog: str) -> str:
+    """Return links to the pages that the end of a help text names."""
+    pages = [
+        f"[{topic}]({'' if f'{topic}.md' in PAGES else '../'}{topic}.md{anchor})"
+        for topic, anchor in _TOPIC.findall(epilog.partition("More:")[2])
+    ]
+    return f" More: {', '.join(pages)}." if pages else ""
 
 
 def _rows(parser: argparse.ArgumentParser) -> list[Row]:
@@ -85,11 +132,12 @@ def _rows(parser: argparse.ArgumentParser) -> list[Row]:
 
 
 def _section(title: str, about: str, rows: list[Row]) -> str:
-    text = f"\n## {title}\n\n{about}\n"
+    text = f"\n## {title}\n" + (f"\n{about}\n" if about else "")
+    cells: list[tuple[str, ...]] = []
     for group in dict.fromkeys(group for group, _ in rows):
-        text += f"\n**{group}**\n" if group else ""
-        text += _table(("flag", "default", ""), [row for of, row in rows if of == group])
-    return text
+        cells += [(f"**{group}**", "", "")] if group else []
+        cells += [row for of, row in rows if of == group]
+    return text + (_table(("flag", "default", "meaning"), cells) if cells else "")
 
 
 def _is_told(action: argparse.Action) -> bool:
@@ -97,18 +145,15 @@ def _is_told(action: argparse.Action) -> bool:
 
 
 def _flag_row(action: argparse.Action) -> tuple[str, str, str]:
-    said = _help(action)
-    default = (
-        "" if action.default in (None, False, [], "", argparse.SUPPRESS) else str(action.default)
-    )
-    if match := _DEFAULT.search(said):
-        default, said = match[1], said[: match.start()]
+    meaning = _help(action)
+    default = "" if action.nargs == 0 or not action.default else str(action.default)
+    default = "" if default in ("[]", argparse.SUPPRESS) else default
+    if match := _DEFAULT.search(meaning):
+        default, meaning = match[1], meaning[: match.start()]
     value = "" if action.nargs == 0 else f" {_value(action)}"
     names = ", ".join(f"`{name}`" for name in action.option_strings)
-    names = (
-        names and names[:-1] + f"{value}`" if value and names else names or f"`{action.metavar}`"
-    )
-    return names, f"`{default}`" if default else "", said
+    names = names[:-1] + f"{value}`" if names else f"`{_value(action)}`"
+    return names, f"`{default}`" if default else "", meaning
 
 
 def _help(action: argparse.Action) -> str:
@@ -117,8 +162,8 @@ def _help(action: argparse.Action) -> str:
 
 def _value(action: argparse.Action) -> str:
     if action.metavar is None and action.choices:
-        return "|".join(map(str, action.choices))
-    name = str(action.metavar or action.dest.upper())
+        return f"{{{','.join(map(str, action.choices))}}}"
+    name = str(action.metavar or action.dest.upper()).replace("|", " or ")
     return {"+": f"{name} [{name} ...]", "?": f"[{name}]"}.get(str(action.nargs), name)
 
 
@@ -134,23 +179,57 @@ def http_api() -> str:
     described = document(route_table(FrontendOptions()), has_keys=False)
     schemas = described["components"]["schemas"]
     text = (
-        f"{MADE}# HTTP API\n\nThe routes of the router, and of every node. The same for programs is at `/openapi.json` of a "
-        "running server, and for people at its `/docs`. Unknown fields are ignored, but for [some](#fields-that-are-refused) "
-        "that would change the answer; null is the same as absent. "
-        "Errors are [a page of their own](errors.md); keys, TLS and limits are [another](../http.md).\n"
+        f"{MADE}# HTTP API\n\nThe routes of the router and of every node. A running server describes them at `/openapi.json`, and "
+        "shows them at `/docs`. [Keys, TLS and limits](../http.md) have a page of their own.\n"
     )
-    for path, methods in described["paths"].items():
-        for method, operation in methods.items():
-            if method == "put":
-                continue  # the same as POST, which says so
-            also = " (or PUT)" if "put" in methods else ""
-            text += f"\n## {method.upper()} {path}\n\n{operation['summary']}{also}\n"
-            text += _body(operation, schemas) + _answers(operation)
-    text += (
-        _refused_fields() + _operators_routes() + "\n## Schemas\n\nWhat the routes above name.\n"
-    )
+    text += _routes(described["paths"]) + _other_routes()
+    text += _bodies(described["paths"], schemas) + _refused_fields()
+    text += "\n## Schemas\n\nEach field with its type, and its default in brackets if it has one.\n"
     for name in _named(text, schemas):
-        text += f"\n### {name}\n{_fields(schemas[name], schemas)}"
+        text += f"\n### {name}\n\n{_fields(schemas[name], schemas)}\n"
+    return text
+
+
+def _routes(paths: Mapping[str, Any]) -> str:
+    """Return the table of routes; routes that do the same share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for path, methods in paths.items():
+        for method, operation in methods.items():
+            key = (operation["summary"], _answer(operation["responses"]))
+            rows.setdefault(key, []).append(f"`{method.upper()} {path}`")
+    table = _table(
+        ("route", "task", "answer"), [(", ".join(names), *key) for key, names in rows.items()]
+    )
+    return (
+        f"\n## Routes\n{table}\nEvery other answer is an [Error](#error). Its status and code are on the page of [errors](errors.md). "
+        "The last event of a stream is `[DONE]`.\n"
+    )
+
+
+def _answer(responses: Mapping[str, Any]) -> str:
+    """Name the schemas of an answer, and the statuses other than 200 that have the same one."""
+    names = dict.fromkeys(_names(responses["200"]))
+    also = [
+        status
+        for status, answer in responses.items()
+        if status != "200" and next(_names(answer)) in names
+    ]
+    return ", events: ".join(names) + "".join(f"; {status} too" for status in also)
+
+
+def _bodies(paths: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
+    """Return a table of fields for each set of routes that share them."""
+    sharing: dict[tuple[str, str, str], list[str]] = {}
+    for path, methods in paths.items():
+        body = next(iter(methods.values())).get("requestBody")
+        [content] = body["content"].values() if body else [{"schema": {}}]
+        for name, field in _properties(content["schema"], schemas).items():
+            row = (f"`{name}`", _kind(field), _default(field))
+            sharing.setdefault(row, []).append(f"`{path}`")
+    text = "\n## Bodies\n\nnull is the same as absent. Unknown fields are ignored, except [some](#fields-that-are-refused).\n"
+    for routes in sorted(dict.fromkeys(map(tuple, sharing.values())), key=len, reverse=True):
+        rows = [row for row, of in sharing.items() if tuple(of) == routes]
+        text += f"\n### {', '.join(routes)}\n" + _table(("field", "type", "default"), rows)
     return text
 
 
@@ -158,45 +237,28 @@ def _refused_fields() -> str:
     names = ", ".join(f"`{name}`" for name in sorted(UNSUPPORTED))
     in_chats = " and ".join(f"`{name}`" for name in sorted(UNSUPPORTED_IN_CHATS))
     return (
-        "\n## Fields that are refused\n\nSGLang, vLLM or OpenAI have these fields, and they would change the answer. They are "
-        "not supported here, and a request that sets one of them gets a 400 that names it. Null, false and what is empty "
-        f"set nothing.\n\n{names}; in a chat {in_chats}; `best_of` other than `n`; in `structured_outputs` `structural_tag`, "
-        "`whitespace_pattern`, `disable_any_whitespace` and `disable_additional_properties`.\n\nFields of theirs that cannot change the answer, such as `user`, `metadata` "
-        "and `store`, are ignored.\n"
+        "\n## Fields that are refused\n\nSGLang, vLLM or OpenAI have these fields, and they would change the answer. A request that "
+        "sets one gets a 400 that names it. Null, false and empty values set nothing.\n\n"
+        f"{names}; in a chat {in_chats}; `best_of` other than `n`; in `structured_outputs` `structural_tag`, "
+        "`whitespace_pattern`, `disable_any_whitespace` and `disable_additional_properties`.\n"
     )
 
 
-def _operators_routes() -> str:
+def _other_routes() -> str:
     rows = [
         (
             "`GET /nodes`, `POST /nodes`, `DELETE /nodes/{id}`",
             "router",
             "[membership](../membership.md#looking-adding-removing)",
         ),
+        ("`GET /overview`", "router", "[dashboard](../dashboard.md#get-overview)"),
         ("`GET /drain`, `POST /drain`", "node", "[operations](../operations.md#draining)"),
         ("`POST /role`", "node", "[operations](../operations.md#changing-the-role)"),
-        (
-            "`POST /flush_cache`, `POST /abort_request` with `abort_all`",
-            "both",
-            "[threat model](../threat-model.md#what-is-for-operators)",
-        ),
     ]
-    return "\n## Routes of operators\n" + _table(("route", "of", "told in"), rows)
-
-
-def _body(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
-    if "requestBody" not in operation:
-        return ""
-    [content] = operation["requestBody"]["content"].values()
-    return "\n**Body**\n" + _fields(content["schema"], schemas)
-
-
-def _answers(operation: Mapping[str, Any]) -> str:
-    rows = [
-        (status, answer["description"], ", or events of ".join(_names(answer)))
-        for status, answer in operation["responses"].items()
-    ]
-    return "\n**Answers**\n" + _table(("status", "when", "body"), rows)
+    return (
+        _table(("other routes", "server", "page"), rows)
+        + "\nRoutes that affect other clients need the [operator key](../threat-model.md#what-is-for-operators).\n"
+    )
 
 
 def _names(answer: Mapping[str, Any]) -> Iterator[str]:
@@ -204,15 +266,15 @@ def _names(answer: Mapping[str, Any]) -> Iterator[str]:
         schema = content["schema"]
         if media == "text/event-stream":
             schema = schema["properties"]["data"]["contentSchema"]
-        yield _kind(schema) if "$ref" in schema else media
+        yield _kind(schema) if "$ref" in schema else f"`{media}`"
 
 
 def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
-    rows = [
-        (f"`{name}`", _kind(field), _default(field), field.get("description", ""))
+    fields = [
+        f"`{name}` {_kind(field)}" + (f" ({default})" if (default := _default(field)) else "")
         for name, field in _properties(schema, schemas).items()
     ]
-    return _table(("field", "type", "default", ""), rows) if rows else f"\n{_kind(schema)}\n"
+    return "; ".join(fields) + "." if fields else f"{_kind(schema)}."
 
 
 def _properties(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,7 +296,10 @@ def _kind(schema: Mapping[str, Any]) -> str:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
     if options := schema.get("anyOf") or schema.get("oneOf"):
-        kinds = dict.fromkeys(_kind(option) for option in options if option.get("type") != "null")
+        kinds = [*dict.fromkeys(_kind(each) for each in options if each.get("type") != "null")]
+        kinds.sort(key=len)
+        if len(kinds) == 2 and kinds[1] == f"list of {kinds[0]}":
+            kinds[1] = "list"
         return " or ".join(kinds)
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"] if value is not None)
@@ -251,12 +316,10 @@ def _kind(schema: Mapping[str, Any]) -> str:
 def _bounds(schema: Mapping[str, Any]) -> str:
     low = schema.get("minimum", schema.get("exclusiveMinimum"))
     high = schema.get("maximum", schema.get("exclusiveMaximum"))
-    said = {
-        (True, True): f", {low} to {high}",
-        (True, False): f", {low} or more",
-        (False, True): f", up to {high}",
-    }
-    return said.get((low is not None, high is not None), "")
+    high = None if high is not None and high > _LARGEST else high
+    if low is None or high is None:
+        return f" ≥ {low}" if low is not None else f" ≤ {high}" if high is not None else ""
+    return f" {low}…{high}"
 
 
 def _named(text: str, schemas: Mapping[str, Any]) -> list[str]:
@@ -273,27 +336,21 @@ def _named(text: str, schemas: Mapping[str, Any]) -> list[str]:
 def errors() -> str:
     """Return the page of all error codes."""
     text = (
-        f"{MADE}# Errors\n\nEvery error over HTTP has one shape, on OpenAI's routes and on the others:\n\n"
+        f"{MADE}# Errors\n\nEvery error over HTTP has one shape:\n\n"
         '```json\n{"error": {"message": "…", "type": "…", "param": null, "code": "out_of_pages"}}\n```\n\n'
-        "The code is below. *Retry* says whether the same request may succeed if it is sent again; 429 and 503 come with "
-        "`Retry-After`. Between nodes the router retries by itself ([replay](../replay.md)); what a client sees is what was "
-        "left. `tandem docs CODE` shows one of these sections.\n"
+        "Each section gives the status, the meaning and the remedy. *Retry*: the same request may succeed if it is sent again. 429 and "
+        "503 come with `Retry-After`. The router [retries](../replay.md) failures of nodes by itself. "
+        "`tandem docs CODE` shows one section.\n"
     )
     known = {
         code: (error.status, error.is_retryable, _meaning(error), REMEDIES[code])
         for code, error in errors_by_code().items()
         if code not in NOT_OVER_HTTP | OTHER_ERRORS.keys()
     } | OTHER_ERRORS
-    order = sorted(known, key=lambda code: (known[code][0], code))
-    rows = []
-    for code in order:
-        status, is_retryable, _, _ = known[code]
-        rows.append((f"[{code}](#{code})", str(status), "yes" if is_retryable else "no"))
-    text += _table(("code", "status", "retry"), rows)
-    for code in order:
+    for code in sorted(known, key=lambda code: (known[code][0], code)):
         status, is_retryable, meaning, remedy = known[code]
-        helps = "a retry may help" if is_retryable else "a retry does not help"
-        text += f"\n## {code}\n\nStatus {status}; {helps}. {meaning}\n\n**What to do**: {remedy}\n"
+        retry = ", retry" if is_retryable else ""
+        text += f"\n## {code}\n\n**{status}**{retry}: {meaning} {remedy}\n"
     return text
 
 

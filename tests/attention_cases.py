@@ -172,30 +172,27 @@ def make(case: Case, backend: AttentionBackend, device: str) -> tuple[LayerInput
     return layer, batch
 
 
-def error_behind(first: Case, case: Case, backend: AttentionBackend) -> float:
-    """Return the error of a layer behind one of other sizes, in one forward."""
-    layer, batch = make(first, backend, "cpu")
-    backend.attend(layer, batch)
-    earlier = batch.scratch
-    layer, batch = make(case, backend, "cpu")
-    batch.scratch = earlier
-    got = backend.attend(layer, batch)
-    layer, reference = make(case, TorchAttention(), "cpu")
-    clear_nan(reference)
-    return float(
-        (got - reference.backend.attend(layer, reference)).abs().nan_to_num(torch.inf).max()
-    )
-
-
 def clear_nan(batch: PagedBatch) -> None:
     """Make zeros of the pool's NaN, in place."""
     pages = batch.pool.pages
     pages.copy_(pages.float().nan_to_num(0.0).to(pages.dtype))
 
 
-def error(case: Case, backend: AttentionBackend, device: str = "cpu") -> float:
-    """Return the largest difference to the reference: of the output, or infinity of the pool's."""
+def error(
+    case: Case, backend: AttentionBackend, device: str = "cpu", behind: Case | None = None
+) -> float:
+    """Return the largest difference to the reference: of the output, or infinity of the pool's.
+
+    Args:
+        behind: A layer that comes before, in the same forward.
+    """
+    scratch = {}
+    if behind is not None:
+        layer, batch = make(behind, backend, device)
+        backend.attend(layer, batch)
+        scratch = batch.scratch
     layer, batch = make(case, backend, device)
+    batch.scratch = scratch
     got = backend.attend(layer, batch)
     layer, reference = make(case, TorchAttention(), "cpu")
     # The reference multiplies what it masked.

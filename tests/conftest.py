@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,18 @@ CALM = {"deadline": None, "database": None, "suppress_health_check": [HealthChec
 # Of torch, here and in nodes: more threads than cores wait for each other by spinning. One that asks for more gets them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A run in the background of a shell ignores it, and so would every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Imports make hundreds of thousands of objects that stay: a third of collecting the tests was looking through them.
 gc.disable()
 
-# The same examples each time, and no limit on their time: neither luck nor a busy machine refuses a change.
-# `make properties` draws others, and more where a test does not say how many.
-settings.register_profile("tandem", derandomize=True, **CALM)
+# No limit on their time, for a busy machine refuses no change. `make test` tries the same examples each time;
+# `make test-all` draws others, and `make properties` more where a test does not say how many. A failure of either
+# prints the line that has it repeated.
+settings.register_profile("tandem", max_examples=50, derandomize=True, **CALM)
+settings.register_profile("fresh", max_examples=250, print_blob=True, **CALM)
 settings.register_profile("long", max_examples=2000, print_blob=True, **CALM)
 settings.load_profile("tandem")
 
@@ -36,6 +43,12 @@ def pytest_itemcollected(item):
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
     if folder in CLUSTERS:
         item.add_marker("cluster")
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the files of slow tests: processes that share the files end at about the same time."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish():

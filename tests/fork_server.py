@@ -25,13 +25,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import thread as pools
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self, TextIO
 
 PRELOADED = (
     *("tandem.prefill.command", "tandem.decode.command", "tandem.serve", "tandem.router.command"),
@@ -47,8 +49,10 @@ PRELOADED = (
         "transformers.tokenization_utils_tokenizers",
     ),
 )
+ROOT = Path(__file__).resolve().parents[1]
 MAX_START_BYTES = 1 << 18
 CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000
+PR_SET_PDEATHSIG = 1
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 # Their threads would be lost in a fork: one is enough for tiny models.
 SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -64,33 +68,74 @@ class Forked:
 
     Args:
         argv: The words after `python -P -m`.
+        stdin: A file's number, or DEVNULL. Of this and the next two, PIPE makes an attribute of
+            that name: a text file, the other end of a pipe.
+        stdout: A file's number.
+        stderr: A file's number.
+        cwd: The process's working directory.
+        env: Its environment.
         namespace: A file of the network namespace to run in; needs root.
         shared_memory: A directory to be its /dev/shm; needs root.
     """
+
+    stdin: TextIO | None = None
+    stdout: TextIO | None = None
+    stderr: TextIO | None = None
 
     def __init__(
         self,
         argv: Sequence[str],
         *,
-        stdout: int,
-        stderr: int,
-        cwd: Path,
-        env: Mapping[str, str],
+        stdin: int = subprocess.DEVNULL,
+        stdout: int = 1,
+        stderr: int = 2,
+        cwd: Path = ROOT,
+        env: Mapping[str, str] | None = None,
         namespace: str = "",
         shared_memory: str = "",
     ) -> None:
         self.returncode: int | None = None
         self._lock = threading.Lock()
-        self._link, theirs = socket.socketpair()
-        start = {"argv": list(argv), "cwd": str(cwd), "env": dict(env)}
+        self.link, theirs = socket.socketpair()
+        start = {
+            "argv": list(argv),
+            "cwd": str(cwd),
+            "env": dict(os.environ if env is None else env),
+        }
         start |= {"namespace": namespace, "shared_memory": shared_memory}
-        with theirs, Path(os.devnull).open() as stdin:
-            files = [theirs.fileno(), stdin.fileno(), stdout, stderr]
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(theirs)
+            given = enumerate((stdin, stdout, stderr))
+            files = [theirs.fileno(), *(self._file(*each, opened) for each in given)]
             socket.send_fds(_server(), [json.dumps(start).encode()], files)
         self.pid = self._read_number()
 
+    def _file(self, number: int, given: int, opened: contextlib.ExitStack) -> int:
+        """Return the file that becomes the process's `number`."""
+        if given == subprocess.DEVNULL:
+            return opened.enter_context(Path(os.devnull).open("r+b", 0)).fileno()
+        if given != subprocess.PIPE:
+            return given
+        reading, writing = os.pipe()
+        ours, theirs = (writing, reading) if number == 0 else (reading, writing)
+        opened.callback(os.close, theirs)
+        name = ("stdin", "stdout", "stderr")[number]
+        setattr(self, name, open(ours, "r" if number else "w"))  # noqa: SIM115 - `__exit__` closes it
+        return theirs
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the pipes, and wait for the end, as `subprocess` does."""
+        for file in (self.stdin, self.stdout, self.stderr):
+            if file is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    file.close()
+        self.wait()
+
     def _read_number(self) -> int:
-        data = self._link.recv(4, socket.MSG_WAITALL)
+        data = self.link.recv(4, socket.MSG_WAITALL)
         if len(data) < 4:
             raise RuntimeError("the fork server has ended: its output says why")
         return int.from_bytes(data, signed=True)
@@ -100,7 +145,7 @@ class Forked:
         with self._lock:
             if self.returncode is None and self._has_ended(0):
                 self.returncode = self._read_number()
-                self._link.close()
+                self.link.close()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -116,7 +161,7 @@ class Forked:
 
     def _has_ended(self, within_s: float) -> bool:
         with selectors.PollSelector() as selector:
-            selector.register(self._link, selectors.EVENT_READ)
+            selector.register(self.link, selectors.EVENT_READ)
             return bool(selector.select(min(within_s, 1e6)))
 
     def send_signal(self, number: int) -> None:
@@ -125,6 +170,57 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def run(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a module to its end, as `subprocess.run` does with `capture_output`."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        status = Forked(argv, stdout=out.fileno(), stderr=err.fileno()).wait()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(argv, status, out.read(), err.read())
+
+
+class AsyncForked:
+    """A process of the server for tests in an event loop: as much of `asyncio.subprocess.Process` as they need."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._popen = Forked(argv, stderr=subprocess.PIPE)
+        self.pid = self._popen.pid
+        self.send_signal, self.kill = self._popen.send_signal, self._popen.kill
+        self.stderr = asyncio.StreamReader()
+        self._ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._popen.link, self._end)
+
+    @classmethod
+    async def start(cls, argv: Sequence[str]) -> Self:
+        """Start a module; its standard error is `stderr`."""
+        made = cls(argv)
+        protocol = asyncio.StreamReaderProtocol(made.stderr)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, made._popen.stderr)
+        return made
+
+    def _end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._popen.link)
+        self._popen.wait()
+        self._ended.set()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._popen.returncode
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        return self._popen.wait()
+
+    async def communicate(self) -> tuple[None, bytes]:
+        """Return what it still writes, once it has ended."""
+        said = await self.stderr.read()
+        await self.wait()
+        return None, said
 
 
 @functools.cache
@@ -172,12 +268,21 @@ def serve(tests: socket.socket) -> None:
 
 
 def _fork(start: dict[str, Any], files: Sequence[int]) -> int:
+    server = os.getpid()
     if not (pid := os.fork()):
+        _end_with_the_server(server)
         _enter(start["namespace"], start["shared_memory"])
         _become(start["argv"], files, (), start["env"], start["cwd"])
     for file in files:
         os.close(file)
     return pid
+
+
+def _end_with_the_server(server: int) -> None:
+    """A test run that is killed leaves no clusters behind: their server ends with it, and they with the server."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(1)
 
 
 def _enter(namespace: str, shared_memory: str) -> None:
@@ -246,6 +351,7 @@ def _forget() -> None:
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     asyncio._set_running_loop(None)
+    weakref.finalize._registry.clear()  # its end would remove the parent's temporary directories
     pools._threads_queues.clear()  # its end would wait for the parent's threads
     sys.setswitchinterval(0.005)
 
@@ -326,17 +432,20 @@ def _fork_exec(
     _become(words, files, [file for file in kept if file != errpipe], environment, cwd)
 
 
-async def _create(*argv: Any, stdin=None, stdout=None, stderr=None, **how: Any) -> Any:
+async def _create(
+    *argv: Any, stdin=None, stdout=None, stderr=None, limit: int = 2**16, **how: Any
+) -> Any:
     """Fork a module of ours, which uvloop would execute; execute anything else."""
     if not _is_ours(argv):
-        return await _REAL_CREATE(*argv, stdin=stdin, stdout=stdout, stderr=stderr, **how)
+        pipes = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+        return await _REAL_CREATE(*argv, **pipes, limit=limit, **how)
     popen = subprocess.Popen(  # noqa: ASYNC220 - a fork takes a hundredth of a second
         argv, stdin=stdin, stdout=stdout, stderr=stderr, **how
     )
     loop = asyncio.get_running_loop()
     reader = writer = None
     if popen.stdout is not None:
-        reader = asyncio.StreamReader(limit=2**16)
+        reader = asyncio.StreamReader(limit=limit)
         protocol = asyncio.StreamReaderProtocol(reader)
         await loop.connect_read_pipe(lambda: protocol, popen.stdout)
     if popen.stdin is not None:
@@ -386,6 +495,7 @@ def main() -> None:
     tests = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
     gc.disable()
+    sys.path.append(str(ROOT))  # processes of tests import `tests`
     for module in PRELOADED:
         import_module(module)
     gc.enable()

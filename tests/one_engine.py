@@ -13,6 +13,7 @@ from tandem.engine.core import Engine
 from tandem.engine.kv_pool import make_pool
 from tandem.engine.launcher import ModelLauncher
 from tandem.engine.model import load_model
+from tandem.engine.request import ActiveRequest
 from tandem.engine.runner import ModelRunner
 from tandem.engine.shape import ModelShape
 from tandem.engine.step import Token
@@ -54,6 +55,50 @@ def make_engine(
     pool = make_pool(shape, num_pages, config.page_size, "cpu")
     runner = ModelRunner(model, pool, choose_backend(config, shape))
     return Engine(ModelLauncher(runner, shape, config.page_size), shape, config, num_pages)
+
+
+def ask(
+    prompt: Sequence[int],
+    name: str = "r",
+    *,
+    num_prior: int = 0,
+    priority: int = 0,
+    salt: str = "",
+    logprobs: LogprobsWanted | None = None,
+    **sampling,
+) -> GenerateRequest:
+    """Return a request, greedy and without an end of sequence unless told otherwise."""
+    return GenerateRequest(
+        request_id=RequestId(name),
+        prompt_ids=list(prompt),
+        num_prior_tokens=num_prior,
+        sampling=SamplingParams(**{"temperature": 0, "ignore_eos": True, **sampling}),
+        priority=priority,
+        cache_salt=salt,
+        logprobs=logprobs,
+    )
+
+
+def ask_remote(engine: Engine, request: GenerateRequest) -> ActiveRequest:
+    """Queue a request whose prompt another node computes, and grant it pages if there is room."""
+    active = engine.check(request, is_remote=True)
+    engine.queue(active)
+    engine.admit()
+    return active
+
+
+def run(engine: Engine, out: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
+    """Step until nothing is to be done; return the tokens of each request, added to `out`."""
+    out = {} if out is None else out
+    newest: dict[str, int] = {}
+    while engine.has_work:
+        for token in engine.step().tokens:
+            name = token.request.request.request_id
+            assert token.index == newest.get(name, token.index - 1) + 1
+            newest[name] = token.index
+            out.setdefault(name, []).append(token.token)
+        engine.cache.check_integrity()
+    return out
 
 
 def run_together(

@@ -67,6 +67,17 @@ def test_every_link_of_a_page_leads_to_a_page_and_a_section_of_it(page):
     assert broken == []
 
 
+@pytest.mark.parametrize(("way", "at_most"), [("request", 12), ("token", 8), ("page", 8)])
+def test_every_hop_of_a_drawing_is_a_file_and_there_are_few(way, at_most):
+    text = shipped().find(f"architecture#the-way-of-a-{way}")
+    hops = re.findall(r"^ +(\d+)  (\w+/\w+) ", text, re.MULTILINE)
+    assert [int(number) for number, _ in hops] == list(range(1, at_most + 1))
+    missing = [
+        hop for _, hop in hops if not any((ROOT / f"{hop}{end}").exists() for end in ("", ".py"))
+    ]
+    assert missing == []
+
+
 def sections_of(path):
     return Page(path.stem, path.read_text()).sections
 
@@ -176,7 +187,8 @@ def taken(parser, flag, alias):
         return "not taken"
     if alias and action is parser._option_string_actions.get(alias):
         return f"alias of `{alias}`"
-    return "ignored" if type(action).__name__ in {"_Ignored", "_Meaningless"} else "same"
+    is_ignored = type(action).__name__ == "_Ignored" or action.dest.startswith("--")
+    return "ignored" if is_ignored else "same"
 
 
 @pytest.mark.parametrize("page", ["migrating-from-sglang", "migrating-from-vllm"])

@@ -16,7 +16,8 @@ import os
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from typing_extensions import override
 _FALSE = {"", "0", "false", "no", "off"}
 _TRUE = {"1", "true", "yes", "on"}
 _LAYERS = ("help", "help_all", "config")  # flags that no lower layer may give
+_HELP = {"-h", "--help", "--help-all"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         environment: Mapping[str, str] = os.environ,
         **options: Any,
     ) -> None:
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("formatter_class", HelpFormatter)
         if common:
             options.setdefault("usage", "%(prog)s [FLAGS]")
         super().__init__(prog, allow_abbrev=False, **options)
@@ -62,13 +64,23 @@ class Parser(argparse.ArgumentParser):
             "--page-size both override it",
         )
 
+    def ignore(self, names: Iterable[str]) -> None:
+        """Accept flags of other servers, with any values; `ignored` has the names of those given."""
+        self.set_defaults(ignored=[])
+        for name in names:
+            self.add_argument(
+                name, nargs="*", action=_Ignored, dest="ignored", help=argparse.SUPPRESS
+            )
+
     @override
     def parse_known_args(  # type: ignore[override]  # argparse's overloads have no common signature
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         given = list(sys.argv[1:] if args is None else args)
         self._add_negations()
-        parsed, unknown = super().parse_known_args([*self._lower_layers(given), *given], namespace)
+        is_help = not _HELP.isdisjoint(given)  # a wrong file must not hide the help
+        lower = [] if is_help else self._lower_layers(given)
+        parsed, unknown = super().parse_known_args([*lower, *given], namespace)
         for name in _LAYERS:  # flags of this parser, not of the command
             if hasattr(parsed, name):
                 delattr(parsed, name)
@@ -83,10 +95,13 @@ class Parser(argparse.ArgumentParser):
             self.error(self.unknown_flag(unknown[0]))
         return parsed
 
-    def words(self, args: Sequence[str]) -> list[str]:
-        """Return a command line that needs neither the environment nor a file."""
+    def flags(self, args: Sequence[str]) -> tuple[list[list[str]], list[list[str]]]:
+        """Return the flags of the environment and the file, and those of a command line.
+
+        Each is its name and its values. Together they need neither the environment nor the file.
+        """
         own = [words for words in split_flags(args) if words[0].partition("=")[0] != "--config"]
-        return [*self._lower_layers(args), *(word for words in own for word in words)]
+        return split_flags(self._lower_layers(args)), own
 
     def variables(self) -> set[str]:
         """Return the variables of the environment that give a flag."""
@@ -190,15 +205,17 @@ class Parser(argparse.ArgumentParser):
         return {action.dest for action in actions if action is not None}
 
     def _config_path(self, given: Sequence[str]) -> str:
-        for i, word in enumerate(given):
+        path = self._environment.get("TANDEM_CONFIG", "")
+        for word, following in pairwise([*given, ""]):
             if word.startswith("--config="):
-                return word.partition("=")[2]
-            if word == "--config" and i + 1 < len(given):
-                return given[i + 1]
-        return self._environment.get("TANDEM_CONFIG", "")
+                path = word.partition("=")[2]
+            elif word == "--config":
+                path = following
+        return path
 
     def _config_file(self, given: Sequence[str]) -> dict[str, Any]:
-        if not (path := self._config_path(given)):
+        path = self._config_path(given)
+        if not path or not any(self._layered_actions()):  # a command without flags reads none
             return {}
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -243,6 +260,20 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
         if has_none or "(default:" in (action.help or ""):
             return action.help
         return super()._get_help_string(action)
+
+
+class _Ignored(argparse.Action):
+    """Collects the names of flags that mean nothing here."""
+
+    @override
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.ignored = [*namespace.ignored, option_string]
 
 
 class _HelpAll(argparse.Action):

@@ -74,7 +74,7 @@ class TandemError(Exception):
 
 
 class InvalidRequest(TandemError, code="invalid_request", status=400):
-    """The client asked for something that cannot be: its fault, and no retry helps."""
+    """The request is invalid. A retry does not help."""
 
 
 class Unauthorized(TandemError, code="unauthorized", status=401):
@@ -82,14 +82,14 @@ class Unauthorized(TandemError, code="unauthorized", status=401):
 
 
 class ModelNotFound(TandemError, code="model_not_found", status=404):
-    """The `model` of an OpenAI request is not the one served."""
+    """The requested `model` is not served."""
 
     def __init__(self, asked: str, served: str) -> None:
         super().__init__(f"model {asked!r} is not served here; this cluster serves {served!r}")
 
 
 class BodyTooLarge(TandemError, code="body_too_large", status=413):
-    """The HTTP body passes the limit."""
+    """The HTTP body exceeds the limit."""
 
 
 class Overloaded(TandemError, code="overloaded", status=429, is_retryable=True):
@@ -101,15 +101,15 @@ class Overloaded(TandemError, code="overloaded", status=429, is_retryable=True):
 
 
 class RateLimited(Overloaded, code="rate_limit_exceeded"):
-    """This API key has used up what it may; others have not."""
+    """This API key has reached its limit."""
 
 
 class DeadlinePassed(TandemError, code="deadline_passed", status=504):
-    """The request waited for longer than its client would: it was not started."""
+    """The request was queued until its client's deadline, and was not started."""
 
 
 class OutOfPages(TandemError, code="out_of_pages", status=400):
-    """A request can never fit into this node's pool."""
+    """The request needs more KV pages than the node's pool has."""
 
     def __init__(self, needed: int, total: int) -> None:
         super().__init__(
@@ -119,26 +119,26 @@ class OutOfPages(TandemError, code="out_of_pages", status=400):
 
 
 class Aborted(TandemError, code="aborted", status=499, is_retryable=True):
-    """The request was cancelled, by its client or an operator.
+    """The request was cancelled by its client or an operator.
 
     Or by a node that lost its edge worker: the other node then reports it to one that may try again.
     """
 
 
 class NoNodeAvailable(TandemError, code="no_node_available", status=503, is_retryable=True):
-    """No pair of nodes can serve now; the router keeps trying to reach them."""
+    """No pair of nodes can serve. The router keeps trying to reach them."""
 
 
 class NodeDraining(TandemError, code="node_draining", status=503, is_retryable=True):
-    """The node takes nothing new, or hands this request over: another node goes on with it."""
+    """The node is draining: it accepts no new requests, or hands this one over to another node."""
 
 
 class PeerDraining(NodeDraining, code="peer_draining"):
-    """The node of the other half of this attempt is draining; this one is not."""
+    """The other node of the pair is draining."""
 
 
 class AttemptsUsedUp(TandemError, code="attempts_used_up", status=503, is_retryable=True):
-    """A request was tried as often as it may be, and each time nodes failed under it."""
+    """Every attempt at the request failed with its nodes."""
 
     def __init__(self, num_attempts: int, last: TandemError) -> None:
         reason = last.message if last.is_public else last.code
@@ -148,31 +148,31 @@ class AttemptsUsedUp(TandemError, code="attempts_used_up", status=503, is_retrya
 
 
 class PeerLost(TandemError, code="peer_lost", status=503, is_retryable=True):
-    """The far side of a link died, was cut off or restarted."""
+    """The process at the other end of a link died, restarted or cannot be reached."""
 
 
 class PeerBehind(PeerLost, code="peer_behind"):
-    """The far side stands and does not read: what was to be sent was dropped."""
+    """The process at the other end of a link does not read. Messages to it were dropped."""
 
 
 class TransferTimeout(TandemError, code="transfer_timeout", status=504, is_retryable=True):
-    """The other half of an attempt did not come in time."""
+    """The other node of the pair did not take part in time."""
 
 
 class TransferRefused(TandemError, code="transfer_refused", is_retryable=True):
-    """A write outside a live grant, or a link that the far side does not know."""
+    """A node refused a write outside of a grant, or a link that it does not know."""
 
 
 class TransferFailed(TandemError, code="transfer_failed", is_retryable=True, is_public=False):
-    """A transport broke in a way that it has no name for: what its library raised."""
+    """The library of the transport raised an error."""
 
 
 class KVCorrupted(TandemError, code="kv_corrupted", is_retryable=True):
-    """Pages arrived with other bytes than were computed."""
+    """KV pages arrived with wrong bytes."""
 
 
 class LayoutMismatch(TandemError, code="layout_mismatch", status=503):
-    """A prefill and a decode node hold different models or KV layouts: configuration."""
+    """The prefill and the decode node have different models or KV layouts."""
 
     topic = "errors#layout_mismatch"
 
@@ -184,15 +184,15 @@ class LayoutMismatch(TandemError, code="layout_mismatch", status=503):
 
 
 class EngineFailed(TandemError, code="engine_failed", is_retryable=True):
-    """The engine raised while it ran this request: our fault."""
+    """The engine raised an error while it ran the request."""
 
 
 class MessageInvalid(TandemError, code="message_invalid", is_public=False):
-    """Bytes from a peer are not one of our messages."""
+    """A peer sent bytes that are no valid message."""
 
 
 class MessageTooLarge(MessageInvalid, code="message_too_large"):
-    """A message passes the channel's limit."""
+    """A message exceeds the channel's limit."""
 
     def __init__(self, size_bytes: int, limit_bytes: int) -> None:
         super().__init__(f"message of {size_bytes} bytes passes the limit of {limit_bytes}")

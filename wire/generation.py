@@ -15,6 +15,9 @@ RequestId = NewType("RequestId", str)
 Room = NewType("Room", int)
 """Where the two halves of one attempt find each other. Random, 0 ... 2^63-1."""
 
+SentRoom = Annotated[Room, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A room in a message: a peer may send any number, and pages hold a room as an int64."""
+
 Epoch = NewType("Epoch", int)
 """One life of one process. Random; a message from another epoch is refused."""
 

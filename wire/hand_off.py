@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from tandem.wire.errors import ErrorInfo
-from tandem.wire.generation import Epoch, Room, TokenLogprobs
+from tandem.wire.generation import Epoch, SentRoom, TokenLogprobs
 from tandem.wire.messages import Message
 
 
@@ -130,7 +130,7 @@ class Grant(Message, frozen=True, kw_only=True):
     """
 
     epoch: Epoch
-    room: Room
+    room: SentRoom
     page_ids: list[int]
     have_tokens: int = 0
 
@@ -139,7 +139,7 @@ class Withdraw(Message, frozen=True, kw_only=True):
     """Decode wants its pages back; answered by `Released` once no write can follow, known room or not."""
 
     epoch: Epoch
-    room: Room
+    room: SentRoom
     error: ErrorInfo | None = None
 
 
@@ -158,7 +158,7 @@ class Landed(Message, frozen=True, kw_only=True):
     """
 
     epoch: Epoch
-    room: Room
+    room: SentRoom
     first_token: int
     seed: int
     checksums: list[int] = []
@@ -172,7 +172,7 @@ class Released(Message, frozen=True, kw_only=True):
     """Prefill will not write any more and did not finish. The last message on this room."""
 
     epoch: Epoch
-    room: Room
+    room: SentRoom
     error: ErrorInfo | None = None
 
 

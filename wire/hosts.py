@@ -16,11 +16,15 @@ def bare_host(flag: str, text: str) -> str:
     """
     host = text.strip("[]")
     try:
-        host.encode("idna")  # as the resolver does, which raises a UnicodeError anywhere
-    except UnicodeError as error:
+        is_name = bool(
+            host.encode("idna")
+        )  # as the resolver does, which raises a UnicodeError anywhere
+    except UnicodeError:
+        is_name = False
+    if not is_name:  # an empty one would have a server listen on all addresses
         raise ConfigInvalid(
             f"{flag} {text}: give an address, or a name whose parts have 1 to 63 characters"
-        ) from error
+        )
     return host
 
 

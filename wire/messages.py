@@ -23,8 +23,8 @@ from tandem.wire.generation import (
     GenerateRequest,
     Phase,
     RequestId,
-    Room,
     SamplingDefaults,
+    SentRoom,
     TokenIds,
     TokenLogprobs,
 )
@@ -47,7 +47,7 @@ class StartPrefill(Message, frozen=True, kw_only=True):
     """
 
     request: GenerateRequest
-    room: Room
+    room: SentRoom
     attempt: int = 0
     stream: int = 0
 
@@ -56,7 +56,7 @@ class StartDecode(Message, frozen=True, kw_only=True):
     """Grant pages in `room` to the prefill at this bootstrap address; generate when they landed."""
 
     request: GenerateRequest
-    room: Room
+    room: SentRoom
     bootstrap_host: str
     bootstrap_port: int
     attempt: int = 0

@@ -153,6 +153,10 @@ def read_flags(config: type[T], parsed: argparse.Namespace, *, prefix: str = "",
     return config(**{**values, **given})
 
 
+# What stands for a number in help, by the last word of its flag.
+_UNITS = {"ms": "MS", "s": "SECONDS", "bytes": "BYTES"}
+
+
 def _add(group: Any, option: Option, default: Any) -> None:
     flag = option.flag
     settings: dict[str, Any] = {"dest": option.dest, "help": flag.help}
@@ -174,6 +178,8 @@ def _add(group: Any, option: Option, default: Any) -> None:
             settings |= {"choices": [*names, *flag.synonyms]}
         elif kind in (int, float):
             settings["type"] = kind
+            unit = _UNITS.get(flag.names[0].rpartition("-")[2], "N")
+            settings["metavar"] = flag.metavar or unit
     group.add_argument(*flag.names, **settings)
     for name, meaning in flag.aliases.items():
         shape: dict[str, Any] = {
@@ -201,7 +207,8 @@ def _value(option: Option, value: Any) -> Any:
             value = value * flag.scale
     if isinstance(value, str):
         value = flag.synonyms.get(value, value)
-    if flag.parse is not None and (value or option.is_repeated):
+    # An empty default stands for nothing; an empty value that was given is checked.
+    if flag.parse is not None and (value or value != option.default or option.is_repeated):
         value = flag.parse(value)
     return tuple(value) if option.is_repeated and isinstance(value, list) else value
 

@@ -2,13 +2,14 @@
 
 import difflib
 import os
+import signal
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
 from tandem.telemetry.version import package_version
-from tandem.wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid, TandemError
 
 USAGE = """\
 usage: tandem COMMAND [FLAGS]
@@ -20,7 +21,7 @@ Serve large language models with prefill and decode on separate nodes.
   decode    a decode node: takes over prompts whose KV landed, and generates
   lb        the router: HTTP, OpenAI API, pairing, detokenizing
   serve     both roles in one engine, without transfer
-  top       what a cluster does now, in a terminal: nodes, pages, pairs, latencies, requests, events
+  top       what a cluster does now, in a terminal: nodes, pages, pairs, latencies
   drain     have a node finish, or hand over, what it has, and take nothing new
   doctor    check this machine, a link between two hosts, or running nodes
   bench     drive a server with a load: latencies, throughput, goodput
@@ -39,8 +40,6 @@ Serve large language models with prefill and decode on separate nodes.
 
 More: tandem docs quickstart
 """
-
-Command = Callable[[Sequence[str]], int]
 
 # The secret of the cluster, or a file with it, as service managers and containers hand secrets over.
 KEY, KEY_FILE = "TANDEM_CLUSTER_KEY", "TANDEM_CLUSTER_KEY_FILE"
@@ -61,17 +60,9 @@ MODULES = {
     "profile": "tandem.profile.command",
     "plan": "tandem.plan.command",
     "operator-key": "tandem.operator_key",
-    "completion": "tandem.completion",
+    "completion": "tandem.parsers",
     "docs": "tandem.manual.command",
 }
-
-
-def _command(name: str) -> Command | None:
-    """Return a command, importing only what it needs."""
-    if (module := MODULES.get(name)) is None:
-        return None
-    command: Command = import_module(module).main
-    return command
 
 
 def take_key_file(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -95,27 +86,38 @@ def take_key_file(environment: MutableMapping[str, str] = os.environ) -> None:
     environment[KEY] = secret
 
 
-def main() -> int:
-    """Run `tandem` with the arguments of this process; return the exit status."""
-    name, *rest = sys.argv[1:] or ["--help"]
+def run(argv: Sequence[str]) -> int:
+    """Run `tandem` with these arguments; return the exit status.
+
+    A command may raise `ConfigInvalid` (2), another `TandemError` (1) and `KeyboardInterrupt` (130).
+    """
+    name, *rest = argv or ["--help"]
     if name in ("-h", "--help", "help"):
         sys.stdout.write(USAGE)
         return 0
     if name == "--version":
         sys.stdout.write(f"tandem {package_version()}\n")
         return 0
-    command = _command(name)
-    if command is None:
+    if name not in MODULES:
         near = difflib.get_close_matches(name, MODULES, n=1)
         hint = f"did you mean tandem {near[0]}?" if near else "see tandem --help"
         sys.stderr.write(f"tandem: error: there is no command {name!r}: {hint}\n")
         return 2
     try:
         take_key_file()
-    except ConfigInvalid as error:
-        sys.stderr.write(f"tandem {name}: error: {error.message}\n")
-        return 2
-    return command(rest)
+        status: int = import_module(MODULES[name]).main(rest)
+    except TandemError as error:
+        sys.stderr.write(f"tandem {name}: error: {error.for_operators}\n")
+        return 2 if isinstance(error, ConfigInvalid) else 1
+    except KeyboardInterrupt:
+        sys.stderr.write(f"tandem {name}: stopped\n")
+        return 128 + signal.SIGINT
+    return status
+
+
+def main() -> int:
+    """Run `tandem` with the arguments of this process; return the exit status."""
+    return run(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 from tandem.wire.command_line import Parser
-from tandem.wire.errors import ConfigInvalid, TandemError
+from tandem.wire.errors import TandemError
 from tandem.wire.hosts import checked_url, reason_of
 from tandem.wire.keys import operator_key
 from tandem.wire.options import Flag, add_flags, read_flags
@@ -44,6 +44,7 @@ class DrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         float | None,
         Flag(
             "--timeout",
+            metavar="SECONDS",
             ge=0,
             help="how long running requests may take to finish before they are handed over to other nodes; "
             "0 hands over at once (default: the node's own --drain-timeout-s)",
@@ -90,18 +91,15 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0 when the node is drained, or serves again, and 1 when it is not."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    try:
-        config = read_flags(DrainConfig, args, url=checked_url("URL", args.url))
-    except ConfigInvalid as error:
-        parser.error(error.message)
+    """Run the command; return the exit status.
+
+    Raises:
+        DrainFailed: The node is not drained.
+    """
+    args = build_parser().parse_args(argv)
+    config = read_flags(DrainConfig, args, url=checked_url("URL", args.url))
     try:
         asyncio.run(_run(config))
-    except DrainFailed as error:
-        sys.stderr.write(f"tandem drain: error: {error.for_operators}\n")
-        return 1
     except KeyboardInterrupt:
         url = config.url
         sys.stderr.write(f"{url} goes on draining; `tandem drain {url} --cancel` ends that\n")

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from tandem.wire.command_line import Parser
+from tandem.wire.errors import ConfigInvalid
 from tandem.wire.keys import operator_key
 
 
@@ -20,15 +21,14 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return the exit status: 2 where there is no secret."""
+    """Run the command; return the exit status."""
     build_parser().parse_args(argv)
     key = operator_key(os.environ.get("TANDEM_CLUSTER_KEY", ""))
     if not key:
-        sys.stderr.write(
-            "tandem operator-key: error: TANDEM_CLUSTER_KEY is not set: set it to the cluster's secret; a "
-            "cluster without one takes changes from its own machine, or with an API key\n"
-            "see: tandem docs membership#looking-adding-removing\n"
+        raise ConfigInvalid(
+            "TANDEM_CLUSTER_KEY is not set: set it to the cluster's secret; a cluster without one takes changes "
+            "from its own machine, or with an API key",
+            topic="membership#looking-adding-removing",
         )
-        return 2
     sys.stdout.write(f"{key}\n")
     return 0

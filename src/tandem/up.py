@@ -7,11 +7,12 @@ is a laptop's cluster, and a half of it serves nobody.
 import asyncio
 import os
 import random
+import shlex
 import signal
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import aiohttp
@@ -25,24 +26,34 @@ from tandem.node.flags import build_parser as build_node_parser
 from tandem.router.arguments import build_parser as build_router_parser
 from tandem.router.arguments import parse
 from tandem.router.config import RouterConfig
-from tandem.wire.command_line import HelpFormatter, Parser, split_flags
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.options import add_flags, options_of
 
+COMMAND = (sys.executable, "-P", "-m", "tandem")
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
 STOP_TIMEOUT_S = 10.0
 # Below those that the kernel gives to clients (from 32768; net.ipv4.ip_local_port_range): between the look for
 # a free one and a node's start no connection takes it. Drawn, so that two clusters that start at once get on.
 PORTS = range(20_000, 32_000)
 ROUTER = "router"
+# Of a log line: a longer one would end the cluster.
+MOST_LINE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One process of the cluster: the arguments after `tandem`, and its name in the log."""
+    """One process of the cluster.
+
+    Attributes:
+        name: In the log.
+        argv: After `tandem`.
+        secrets: Its variables beside those of this process: `ps` shows arguments, and no variables.
+    """
 
     name: str
     argv: list[str]
+    secrets: dict[str, str] = field(default_factory=dict)
 
 
 # Given by this command to each process.
@@ -58,6 +69,8 @@ SHARED = (
     "--log-level",
     "--served-model-name",
 )
+# May hold secrets: from a file or a variable they stay off the command lines of the processes.
+SECRET = {"--api-key": "TANDEM_API_KEY", "--kv-tier": "TANDEM_KV_TIER"}
 COMMON = (
     *("--prefills", "--decodes", "--model", "--num-threads", "--host", "--port", "--detokenizers"),
     *("--policy", "--api-key-file", "--ssl-certfile", "--tool-call-parser", "--log-level"),
@@ -75,7 +88,6 @@ def build_parser() -> Parser:
         "node; --log-level and a few others to all. With --engine simulated --sim-kv none nodes only take the "
         "time that --sim-profile gives: a cluster of any size on one machine.\n\n"
         "More: tandem docs quickstart; tandem docs simulation",
-        formatter_class=HelpFormatter,
     )
     add = parser.add_argument_group("cluster").add_argument
     add("--prefills", type=int, default=1, metavar="N", help="prefill nodes")
@@ -119,34 +131,43 @@ def members(
         ports: Free ports: two for each prefill, one for each decode.
     """
     args = parser.parse_args(argv)
-    of_nodes, of_router = _forwarded(parser.words(argv))
+    lower, own = parser.flags(argv)
+    secrets = {flag: _variable(flag, lower) for flag in SECRET}
+    shown = [flag for flag in lower if flag[0].partition("=")[0] not in SECRET]
+    of_nodes, of_router = _forwarded([*shown, *own])
     num_nodes = args.prefills + args.decodes
     threads = args.num_threads or max(1, num_cores // num_nodes)
     common = ["--num-threads", str(threads), "--log-format", "console", *of_nodes]
     if args.model is not None:
         common += ["--model", args.model]
-    free = iter(ports)
+    free, tiers = iter(ports), secrets["--kv-tier"]
     nodes, prefills, decodes = [], [], []
     for i in range(args.prefills):
         port, bootstrap_port = str(next(free)), str(next(free))
-        own = ["prefill", "--port", port, "--bootstrap-port", bootstrap_port]
-        nodes.append(Member(f"prefill-{i}", [*own, *common]))
+        own_flags = ["prefill", "--port", port, "--bootstrap-port", bootstrap_port]
+        nodes.append(Member(f"prefill-{i}", [*own_flags, *common], tiers))
         prefills += [f"http://127.0.0.1:{port}", bootstrap_port]
     for i in range(args.decodes):
         port = str(next(free))
-        nodes.append(Member(f"decode-{i}", ["decode", "--port", port, *common]))
+        nodes.append(Member(f"decode-{i}", ["decode", "--port", port, *common], tiers))
         decodes.append(f"http://127.0.0.1:{port}")
     router = ["lb", "--prefill", *prefills, "--decode", *decodes, "--log-format", "console"]
-    return [*nodes, Member(ROUTER, [*router, *of_router])]
+    return [*nodes, Member(ROUTER, [*router, *of_router], secrets["--api-key"])]
 
 
-def _forwarded(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def _variable(flag: str, lower: Sequence[list[str]]) -> dict[str, str]:
+    """Return the variable that gives a process the values of a repeated flag."""
+    values = [words[0].partition("=")[2] for words in lower if words[0].startswith(f"{flag}=")]
+    return {SECRET[flag]: shlex.join(values)} if values else {}
+
+
+def _forwarded(flags: Sequence[list[str]]) -> tuple[list[str], list[str]]:
     """Return the words for every node, and those for the router."""
     own = {"--prefills", "--decodes", "--model", "--model-path", "--num-threads"}
     routers = _names(RouterConfig)
     of_nodes: list[str] = []
     of_router: list[str] = []
-    for flag in split_flags(words):
+    for flag in flags:
         name = flag[0].partition("=")[0]
         switch = "--" + name.removeprefix("--no-")
         if name in own:
@@ -245,11 +266,10 @@ class Cluster:
     async def _member(self, member: Member, colour: str) -> None:
         # A session of its own: Ctrl-C reaches this process alone, which then stops them in order.
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "tandem",
+            *COMMAND,
             *member.argv,
+            env=os.environ | member.secrets,
+            limit=MOST_LINE_BYTES,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
@@ -318,5 +338,5 @@ async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
     try:
         async with session.get(f"{url}/health") as response:
             return response.status == 200
-    except aiohttp.ClientError:
+    except (aiohttp.ClientError, TimeoutError):
         return False

@@ -20,37 +20,34 @@ def page() -> str:
 
 # Models
 
-Tandem loads models with `transformers` and computes their attention itself, over pages. At every start a node sends two short
-sequences through its engine and through plain transformers, and compares all logits. A node whose model differs does not start.
-Small models are checked with their own weights; of others, a copy with few layers and random weights is checked.
-`--skip-model-check` leaves the check out.
+Tandem loads models with `transformers` and computes their attention itself, over pages. At each start a node sends two short
+sequences through its engine and through plain transformers, and compares all logits. If they differ, the node does not start. A small model is checked
+with its own weights, a large one as a copy with few layers and random weights. `--skip-model-check` skips the check.
 
-The tables below hold for transformers {version("transformers")}. The architecture of a model is the `model_type` in its `config.json`. One that is
-not in the tables, because it is newer or comes with its own code, is checked at the start like all others.
+The lists hold for transformers {version("transformers")}. They name the `model_type` in `config.json`, and in brackets further tested configurations. A
+`model_type` in neither list is checked at the start like all others.
 
 ## Served
 
-For each architecture, a tiny random model generates {NUM_NEW} tokens after prompts of {lengths} tokens, in float32 on a CPU. The tokens
-and their log-probabilities must be those of transformers' `generate`, with each prompt alone, with all prompts in one batch, in
-chunks, and from the prefix cache. Sliding windows and chunks of attention in these models are shorter than the prompts.
+Tests compare tokens and log-probabilities of each architecture with transformers' `generate`: a tiny random model, {NUM_NEW} tokens after prompts of
+{lengths} tokens, in float32 on a CPU. Each prompt runs alone, in a batch, in chunks and from the prefix cache.
 
-{_table(("model_type", "class", "other configurations tested"), _served())}
-A model with LongRoPE is served up to its `original_max_position_embeddings`: beyond that, its answers would depend on the requests
-that are computed beside it.
+{", ".join(_served())}.
+
+A model with LongRoPE is served up to its `original_max_position_embeddings`. Beyond that, an answer would depend on the other requests of its batch.
 
 ## Refused
 
-A node with a model of one of these architectures does not start. The error gives the reason as in this table.
+A node with one of these models does not start. The error gives the reason as in this table.
 
 {_table(("reason", "model_type"), _refused())}"""
 
 
-def _served() -> Iterable[tuple[str, str, str]]:
+def _served() -> Iterable[str]:
     for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         if model_type not in WHY:
-            others = (case.variant for case in _variants(model_type) if case.name not in WHY)
-            name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-            yield f"`{model_type}`", f"`{name}`", ", ".join(others)
+            others = [case.variant for case in _variants(model_type) if case.name not in WHY]
+            yield f"`{model_type}`" + (f" ({', '.join(others)})" if others else "")
 
 
 def _refused() -> Iterable[tuple[str, str]]:

@@ -5,6 +5,7 @@ import pytest
 from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams, new_room
 from tandem.wire.messages import StartDecode
 from tests.hand_off_rig import NUM_PAGES, PAGE, Pair, prompt_of
+from tests.sample import sampled
 
 
 @pytest.fixture
@@ -82,8 +83,8 @@ def test_reclaimed_pages_have_a_request_tried_again_that_was_tried_in_vain_befor
     engine.cache.check_integrity()
 
 
-@pytest.mark.parametrize("num_new", [PAGE - 1, PAGE, PAGE + 1, PAGE + 2])
-@pytest.mark.parametrize("num_prompt", [PAGE - 1, PAGE, 3 * PAGE])
+@pytest.mark.parametrize("num_new", sampled([PAGE - 1, PAGE, PAGE + 1, PAGE + 2], PAGE, PAGE + 1))
+@pytest.mark.parametrize("num_prompt", sampled([PAGE - 1, PAGE, 3 * PAGE], PAGE))
 def test_a_turn_that_ends_on_a_page_border_is_gone_on_with(make_pair, num_prompt, num_new):
     """The last token of an answer has no KV: the page that it would fill is not there."""
     pair = make_pair()
@@ -102,7 +103,7 @@ def test_a_turn_that_ends_on_a_page_border_is_gone_on_with(make_pair, num_prompt
         num_cached = (len(turn) - 1) // PAGE
 
 
-@pytest.mark.parametrize("decode_page", [PAGE, 16])
+@pytest.mark.parametrize("decode_page", sampled([PAGE, 16], 16))
 def test_a_hand_off_in_bfloat16_gives_the_tokens_of_one_engine(make_pair, decode_page):
     pair = make_pair("bfloat16", decode_page=decode_page)
     assert pair.receiver._layout.dtype == "bfloat16"

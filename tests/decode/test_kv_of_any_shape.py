@@ -4,6 +4,7 @@ import pytest
 
 from tests.architectures.configs import cases, make_model
 from tests.hand_off_rig import Pair, prompt_of
+from tests.sample import sampled
 
 # Sinks with windows; latents; heads of two sizes and layers that read another's K and V; chunks with
 # positions of their own; V smaller than K, and other numbers of heads by layer.
@@ -15,6 +16,7 @@ KINDS = (
     "mimo_v2_flash",
 )
 LENGTHS = (5, 37, 70)
+LINKS = [("shm", 8), ("shm", 4), ("tcp", 8), ("tcp", 4)]
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +34,7 @@ def directory_of(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("decode_page", [8, 4])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("transport", "decode_page"), sampled(LINKS, ("shm", 4)))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pair_generates_what_one_engine_does(directory_of, kind, transport, decode_page):
     pair = Pair(directory_of(kind), transport, decode_page)

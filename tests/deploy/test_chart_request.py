@@ -45,6 +45,7 @@ def ask(url, root, *sets, timeout_s):
     )
 
 
+@pytest.mark.slow
 def test_it_succeeds_with_an_answer(url, tmp_path):
     ran = ask(url, tmp_path, f"auth.apiKeys={{{KEY}}}", timeout_s=LONG_S)
     assert ran.returncode == 0, ran.stderr

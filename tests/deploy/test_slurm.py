@@ -107,6 +107,7 @@ def is_whole(url: str) -> bool:
     return up == [("decode", MACHINES[1]), ("prefill", MACHINES[0])]
 
 
+@pytest.mark.slow
 def test_a_job_serves_until_it_is_told_to_end_and_loses_no_stream(
     programs, tmp_path, embedded_model
 ):

@@ -210,17 +210,13 @@ def broken(path: Path, fault: str) -> str:
         ("serve", "a wrong type"),
         ("serve", "a broken tokenizer"),
         ("up", "a tensor that is missing"),
-        ("doctor", "a tensor that is missing"),
     ],
 )
 def test_a_broken_model_is_refused_in_one_sentence(tiny_model, tmp_path, command, fault):
     path = shutil.copytree(tiny_model("llama"), tmp_path / "model")
     sentence = broken(path, fault)
     ports = [str(port) for port in free_ports(2)]
-    places = {
-        "doctor": ["--no-measure"],
-        "prefill": ["--port", ports[0], "--bootstrap-port", ports[1]],
-    }
+    places = {"prefill": ["--port", ports[0], "--bootstrap-port", ports[1]]}
     said = refused(command, "--model", str(path), *places.get(command, ["--port", ports[0]]))
     lines = [line for line in said.splitlines() if line.startswith(f"tandem {command}: error: ")]
     assert len(lines) == 1, said

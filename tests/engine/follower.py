@@ -1,4 +1,4 @@
-"""`python -m tests.engine.follower STORE SOCKET`: rank 1 of 2, for one model after another, as it is told."""
+"""`follower STORE`: rank 1 of 2, for one model after another, as the link that is its standard input asks."""
 
 import sys
 from multiprocessing.connection import Connection
@@ -29,7 +29,7 @@ def main() -> None:
     torch.set_num_threads(1)
     join(EngineConfig(model_dir="", tp_size=2, tp_rank=1), Path(sys.argv[1]))
     runner = None
-    for message in received(Connection(int(sys.argv[2]))):
+    for message in received(Connection(sys.stdin.fileno())):
         if isinstance(message, EngineConfig):
             try:
                 runner, _ = load_shard(message)

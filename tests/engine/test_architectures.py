@@ -7,6 +7,7 @@ from tests.architectures.configs import CONFIG_ONLY, SEEDS, cases, make_model
 from tests.architectures.runs import answer_of_transformers, differences, prompts, refusal
 from tests.architectures.table import WHY
 from tests.one_engine import one_thread
+from tests.sample import sampled
 
 # Modelling code and configurations of others warn as they please.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -30,12 +31,9 @@ NAMES = {case.name for case in CASES}
 
 def each(are_served):
     """Have a test take each case that is served, or that is refused."""
-    params = [
-        pytest.param(case, id=case.name, marks=() if case.name in SAMPLE else pytest.mark.thorough)
-        for case in CASES
-        if (case.name not in WHY) == are_served
-    ]
-    return pytest.mark.parametrize("case", params)
+    named = {case.name: case for case in CASES if (case.name not in WHY) == are_served}
+    params = sampled(named.values(), *(named[name] for name in SAMPLE & named.keys()))
+    return pytest.mark.parametrize("case", params, ids=list(named))
 
 
 @each(are_served=True)

@@ -1,18 +1,15 @@
 """The CPU's kernel: its answers, on one of torch's threads and on several."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numba
-import numpy as np
 import pytest
 import torch
-from numba import types
 
 from tandem.engine import attention_cpu
-from tandem.engine.attention_cpu import CpuAttention
+from tandem.engine.attention_cpu import CpuAttention, Geometry, kernel_for
 from tests.attention_cases import CASES, error, tolerance
 
 READABLE = [
@@ -34,29 +31,6 @@ def test_the_kernel_answers_as_the_reference_does(torch_threads, name, num_threa
     assert error(CASES[name], CpuAttention()) <= tolerance(CASES[name])
 
 
-def test_every_number_of_threads_gives_the_same_bits(torch_threads):
-    torch_threads(2)
-    expected = error(CASES["decodes of group 3"], CpuAttention())
-    torch_threads(1)
-    assert error(CASES["decodes of group 3"], CpuAttention()) == expected
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_code_runs_once_on_each_of_torchs_threads(torch_threads, num_threads):
-    torch_threads(num_threads)
-    most = 8
-
-    @numba.cfunc(types.void(types.CPointer(types.int64)))
-    def count(pointer):
-        numbers = numba.carray(pointer, most + 1)
-        numbers[attention_cpu._call_int(numbers[most])] += 1
-
-    numbers = np.array([*[0] * most, attention_cpu.thread_number()], np.int64)
-    attention_cpu.run(count.address, numbers.ctypes.data)
-    assert attention_cpu.num_threads() == num_threads
-    assert numbers[:most].tolist() == [1] * num_threads + [0] * (most - num_threads)
-
-
 def test_without_torchs_library_one_thread_does_it_all(torch_threads, monkeypatch):
     torch_threads(4)
     monkeypatch.setattr(attention_cpu, "_library", lambda: None)
@@ -66,30 +40,29 @@ def test_without_torchs_library_one_thread_does_it_all(torch_threads, monkeypatc
 
 # ── kept on disk ─────────────────────────────────────────────────────────────────────────────────
 
-COMPILE = """
-from tandem.engine.attention_cpu import Geometry, kernel_for
-for is_bfloat16 in (False, True):
-    print(kernel_for(Geometry(1, 1, 8, 4, is_bfloat16)).cache_hits)
+GEOMETRIES = [Geometry(1, 1, 8, 4, is_bfloat16) for is_bfloat16 in (False, True)]
+ROOT = Path(__file__).parents[2]
+READ = """
+from tests.engine.test_attention_cpu import GEOMETRIES, hits
+print(hits(GEOMETRIES))
 """
 
 
-def hits_of_a_process(cache: Path) -> list[int]:
-    """Compile two kernels in a process of its own; return which it found on disk."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        env=os.environ | {"NUMBA_CACHE_DIR": str(cache)},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return [int(line) for line in done.stdout.split() if line.isdigit()]
+def hits(geometries: list[Geometry]) -> list[int]:
+    """Compile kernels, or read them from disk; return which were there."""
+    return [kernel_for.__wrapped__(each).cache_hits for each in geometries]
 
 
-def test_a_second_process_does_not_compile_again(tmp_path):
-    assert hits_of_a_process(tmp_path) == [0, 0]
-    indexes = {path.name.split("-")[0] for path in tmp_path.rglob("*.nbi")}
+@pytest.mark.slow
+def test_a_second_process_does_not_compile_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert hits(GEOMETRIES) == [0, 0]
+    indexes = {path.name.split("-")[0]: path for path in tmp_path.rglob("*.nbi")}
     assert len(indexes) == 2, "kernels that share an index may be taken for each other"
-    assert hits_of_a_process(tmp_path) == [1, 1]
-    for path in tmp_path.rglob("*.nbi"):
-        path.write_bytes(path.read_bytes()[:9])
-    assert hits_of_a_process(tmp_path) == [0, 0], "what is broken is compiled anew"
+    command = [sys.executable, "-W", "ignore", "-c", READ]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "[1, 1]"
+    broken, _ = indexes.values()
+    broken.write_bytes(broken.read_bytes()[:9])
+    assert sum(hits(GEOMETRIES)) == 1, "what is broken is compiled anew"

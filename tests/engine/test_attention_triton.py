@@ -1,6 +1,5 @@
 """The Triton kernels: their answers, in Triton's interpreter, and that they compile for GPUs."""
 
-import inspect
 import json
 import os
 import subprocess
@@ -11,13 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from tandem.engine.attention_torch import TorchAttention
 from tandem.engine.attention_triton import TritonAttention, prompt_tiles
-from tandem.engine.triton_kernels import add_noise
 from tests.attention_cases import CASES, PROMPTS, Case, make, tolerance
 from tests.engine.triton_compiled import Geometry, compile_kernel
 from tests.engine.triton_interpreted import KV_DTYPES, generate
@@ -79,16 +74,6 @@ def test_the_kernels_compile_and_fit_into_shared_memory(geometry, capability):
     for name in KERNELS:
         # 99 KiB: what a block may have on GPUs of 2020's consumer line and later; others have more.
         assert compile_kernel(name, geometry, capability).metadata.shared <= 99 << 10, name
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("capability", [80, 90])
-def test_the_kernel_of_noise_compiles(capability):
-    types = ("*fp32", "*fp32", "*fp32", "*i64", "*i64", "i32", "constexpr")
-    names = inspect.signature(add_noise.fn).parameters
-    source = ASTSource(add_noise, dict(zip(names, types, strict=True)), {"num_blocks": 128})
-    triton.compile(source, target=GPUTarget("cuda", capability, 32))
 
 
 def test_tiles_cover_every_row_of_every_prompt_once_and_the_longest_come_first():

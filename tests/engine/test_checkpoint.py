@@ -15,8 +15,10 @@ from tandem.engine.checkpoint import read_config
 from tandem.engine.config import EngineConfig
 from tandem.engine.model import load_model
 from tandem.wire.errors import ConfigInvalid
+from tests.sample import sampled
 from tests.tiny_models import SIZES
 
+METHODS = sorted(AUTO_QUANTIZER_MAPPING)
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -82,7 +84,7 @@ def test_a_tensor_of_another_shape_is_refused_with_both(model_dir):
     assert "[64, 96]" in said
 
 
-@pytest.mark.parametrize(("num_layers", "says"), [(4, "lack 9"), (2, "more layers"), (0, "more")])
+@pytest.mark.parametrize(("num_layers", "says"), [(4, "lack 9"), (2, "more layers")])
 def test_files_and_config_have_to_agree_on_the_number_of_layers(model_dir, num_layers, says):
     change_config(model_dir, num_hidden_layers=num_layers)
     said = refused_by_both(model_dir)
@@ -115,11 +117,6 @@ def test_tied_weights_are_in_the_files_once_and_nothing_is_missing(tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_head_that_is_not_tied_has_to_be_in_the_files(model_dir):
-    change_weights(model_dir, lambda weights: weights.pop("lm_head.weight"))
-    assert "lm_head.weight" in refused_by_both(model_dir)
-
-
 def test_a_tensor_that_the_model_has_no_place_for_is_told_to_operators(model_dir):
     change_weights(model_dir, lambda weights: weights.update({"visual.proj": torch.ones(2)}))
     with capture_logs() as logs:
@@ -143,7 +140,7 @@ def test_weights_that_are_too_large_for_the_type_asked_for_are_refused(model_dir
     assert "infinite" in refusal(model_dir, dtype="float16")
 
 
-@pytest.mark.parametrize("size", [0, 10, 1000, -1])
+@pytest.mark.parametrize("size", sampled([0, 10, 1000, -1], 0, -1))
 def test_an_archive_of_weights_that_was_not_copied_whole_is_refused(model_dir, size):
     weights = load_file(model_dir / "model.safetensors")
     (model_dir / "model.safetensors").unlink()
@@ -201,12 +198,6 @@ def test_code_of_the_models_own_is_refused_with_the_flag_of_ours_that_allows_it(
     assert "trust_remote_code=True" not in said
 
 
-def test_code_of_the_models_own_that_is_broken_is_refused(model_dir):
-    change_config(model_dir, model_type="llama9", auto_map={"AutoConfig": "configuration.Llama9"})
-    (model_dir / "configuration.py").write_text("raise NameError('no such name')")
-    assert "no such name" in refusal(model_dir, trust_remote_code=True)
-
-
 # ── quantized weights ────────────────────────────────────────────────────────────────────────────
 
 
@@ -230,7 +221,10 @@ def test_a_quantized_model_is_refused_with_what_it_takes(model_dir, quantization
     assert says in said
 
 
-@pytest.mark.parametrize("method", sorted(AUTO_QUANTIZER_MAPPING))
+# Those two are loaded, in seconds.
+@pytest.mark.parametrize(
+    "method", sampled(METHODS, *(each for each in METHODS if each not in {"bitnet", "gemma"}))
+)
 def test_no_quantization_that_transformers_knows_ends_a_node_with_a_traceback(model_dir, method):
     """Some are loaded: they are plain on a CPU."""
     change_config(model_dir, quantization_config={"quant_method": method})
@@ -282,7 +276,7 @@ def test_8_bit_floats_become_plain_weights_on_a_cpu_and_operators_are_told(model
     assert (weight - plain[DOWN]).abs().max() < plain[DOWN].abs().max() / 16
     assert [(line["event"], line["method"]) for line in logs] == [("checkpoint.dequantized", "fp8")]
     # What they take is what plain ones take, and not what the files have.
-    assert outline(settings(model_dir)).weight_bytes == sum(each.nbytes for each in plain.values())
+    assert outline(settings(model_dir))[1] == sum(each.nbytes for each in plain.values())
 
 
 def test_8_bit_floats_without_their_scales_are_refused(model_dir):

@@ -9,7 +9,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from tandem.engine.model import compile_layers
 from tandem.engine.runner import ModelRunner
 from tandem.wire.errors import ConfigInvalid
-from tests.engine.test_core import ask, make_engine, prompts, run
+from tests.engine.test_core import make_engine, prompts
+from tests.one_engine import ask, run
 
 HAS_COMPILER = bool(shutil.which("g++") or shutil.which("clang++"))
 
@@ -50,10 +51,4 @@ def test_one_compilation_serves_all_layers_and_batches(tiny_model):
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
     monkeypatch.setattr("tandem.engine.model.which", lambda _name: None)
     with pytest.raises(ConfigInvalid, match="leave the flag out"):
-        compile_layers(torch.nn.Linear(1, 1), "cpu")
-
-
-def test_a_model_without_known_layers_is_named(monkeypatch):
-    monkeypatch.setattr("tandem.engine.model.which", lambda _name: "/usr/bin/g++")
-    with pytest.raises(ConfigInvalid, match="Linear"):
         compile_layers(torch.nn.Linear(1, 1), "cpu")

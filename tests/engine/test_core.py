@@ -10,16 +10,13 @@ from transformers import AutoModelForCausalLM
 from tandem.engine.config import EngineConfig
 from tandem.engine.core import Engine
 from tandem.engine.model import load_model
-from tandem.engine.request import ActiveRequest, Stage
 from tandem.wire.errors import InvalidRequest, OutOfPages, Overloaded
 from tandem.wire.generation import (
     Finish,
-    GenerateRequest,
     LogprobsWanted,
-    RequestId,
-    SamplingParams,
 )
 from tests import one_engine
+from tests.one_engine import ask, ask_remote, run
 from tests.tiny_models import CONFIGS, CONTEXT_LENGTH, VOCAB_SIZE
 
 PAGE = 8
@@ -34,33 +31,6 @@ def make_engine(path, num_pages=200, **settings) -> Engine:
         **{"dtype": "float32", "chunked_prefill_size": 32, **settings},
     )
     return one_engine.make_engine(config, *load_model(config), num_pages)
-
-
-def ask(prompt, request_id="r", num_prior=0, **sampling) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=RequestId(request_id),
-        prompt_ids=list(prompt),
-        num_prior_tokens=num_prior,
-        sampling=SamplingParams(**{"temperature": 0, "ignore_eos": True, **sampling}),
-    )
-
-
-def reserve(engine: Engine, request: GenerateRequest) -> ActiveRequest:
-    """Queue a request whose prompt another node computes, and have pages granted for it."""
-    active = engine.check(request, is_remote=True)
-    engine.queue(active)
-    engine.admit()
-    assert active.stage is Stage.RESERVED
-    return active
-
-
-def run(engine: Engine) -> dict[str, list[int]]:
-    out: dict[str, list[int]] = {}
-    while engine.has_work:
-        for token in engine.step().tokens:
-            out.setdefault(token.request.request.request_id, []).append(token.token)
-        engine.cache.check_integrity()
-    return out
 
 
 def prompts(num: int) -> list[list[int]]:
@@ -161,7 +131,7 @@ def test_a_hand_off_continues_with_the_tokens_of_one_engine(tiny_model):
         for pages in result.pages:
             assert pages.first_page == len(complete)
             complete += pages.page_ids
-    rest = reserve(decode, request)
+    rest = ask_remote(decode, request)
     source, target = (each._launcher._runner.pool.pages for each in (prefill, decode))
     target[rest.granted_pages] = source[complete]
     prefill.release(half)
@@ -172,47 +142,13 @@ def test_a_hand_off_continues_with_the_tokens_of_one_engine(tiny_model):
         assert counts.free + counts.cached == counts.total
 
 
-def test_only_what_decode_lacks_is_granted(tiny_model):
-    decode = make_engine(tiny_model("llama"))
-    prompt = prompts(9)[8]
-    decode.submit(ask(prompt, max_new_tokens=2))
-    run(decode)
-    active = reserve(decode, ask(prompt, max_new_tokens=2))
-    assert active.num_computed == 96
-    assert len(active.granted_pages) == 1
-
-
 def test_a_withdrawn_grant_frees_everything_but_the_granted_pages(tiny_model):
     decode = make_engine(tiny_model("llama"), num_pages=20)
-    active = reserve(decode, ask(prompts(9)[8], max_new_tokens=20))
+    active = ask_remote(decode, ask(prompts(9)[8], max_new_tokens=20))
     decode.quarantine(active)
     assert (decode.counts().quarantined, decode.counts().held) == (13, 0)
     decode.reclaim(active)
     assert decode.counts().free == 20
-
-
-def test_a_pool_that_is_full_makes_the_next_request_wait_and_nobody_starves(tiny_model):
-    engine = make_engine(tiny_model("llama"), num_pages=8, is_prefix_cache_enabled=False)
-    for i in range(5):
-        engine.submit(ask(range(3, 35), str(i), max_new_tokens=16))
-    assert {name: len(tokens) for name, tokens in run(engine).items()} == {
-        str(i): 16 for i in range(5)
-    }
-    assert engine.counts().free == 8
-
-
-@pytest.mark.parametrize("num_steps", range(6))
-def test_a_cancel_at_any_step_returns_every_page(tiny_model, num_steps):
-    engine = make_engine(tiny_model("llama"))
-    active = engine.submit(ask(prompts(9)[8], max_new_tokens=5))
-    for _ in range(num_steps):
-        engine.step()
-    engine.cancel(active)
-    engine.cancel(active)
-    assert active.stage is Stage.ENDED
-    counts = engine.counts()
-    assert counts.free + counts.cached == counts.total
-    assert not engine.has_work
 
 
 @pytest.mark.parametrize("is_overlapped", [True, False])

@@ -5,18 +5,18 @@ import pytest
 import torch
 
 from tandem.engine.attention import PagedBatch
-from tandem.engine.attention_backends import choose_backend
 from tandem.engine.attention_torch import TorchAttention
 from tandem.engine.config import EngineConfig
 from tandem.engine.core import Engine
-from tandem.engine.cuda_graphs import GraphRunner, batch_sizes, is_recording, make_runner
+from tandem.engine.cuda_graphs import GraphRunner, batch_sizes, is_recording
 from tandem.engine.forward import ForwardInputs
 from tandem.engine.kv_pool import KVPool, make_pool
 from tandem.engine.launcher import ModelLauncher
 from tandem.engine.model import load_model
 from tandem.engine.runner import ModelRunner
 from tandem.wire.errors import ConfigInvalid
-from tests.engine.test_core import PAGE, ask, prompts, run
+from tests.engine.test_core import PAGE, prompts
+from tests.one_engine import ask, run
 
 NUM_PAGES = 60
 
@@ -193,13 +193,3 @@ def test_graphs_are_for_gpus_that_were_not_told_otherwise_and_backends_that_can(
     assert not is_recording(config(device="cuda:0", is_eager=True), RecordableTorch())
     assert not is_recording(config(device="cuda:0"), TorchAttention())
     assert not is_recording(config(), RecordableTorch())
-
-
-def test_a_cpu_has_the_plain_runner(tiny_model):
-    config = EngineConfig(model_dir=str(tiny_model("llama")), dtype="float32", page_size=PAGE)
-    model, shape = load_model(config)
-    pool = make_pool(shape, NUM_PAGES, PAGE, "cpu")
-    runner = make_runner(
-        model, pool, choose_backend(config, shape), config, shape, num_pages=NUM_PAGES
-    )
-    assert isinstance(runner, ModelRunner)

@@ -7,8 +7,8 @@ from tandem.engine.config import EngineConfig, config_of_rank
 from tandem.engine.device import device_errors, use_device
 from tandem.engine.errors import DeviceLost
 from tandem.wire.errors import ConfigInvalid
-from tests.engine.test_core import ask
 from tests.engine.toy_runner import ToyRunner, toy_engine
+from tests.one_engine import ask
 
 
 class Machine:
@@ -52,16 +52,6 @@ def test_each_rank_computes_on_a_gpu_of_its_own():
 def test_a_gpu_that_is_not_there_is_refused(device, num_gpus, words):
     with pytest.raises(ConfigInvalid, match=words):
         use_device(EngineConfig(model_dir="", device=device), Machine(num_gpus))
-
-
-def test_more_ranks_than_gpus_are_refused():
-    config = EngineConfig(model_dir="", tp_size=3, device="cuda:0")
-    with pytest.raises(ConfigInvalid, match="--tp 3 needs as many GPUs; there are 2"):
-        use_device(config, Machine(2))
-
-
-def test_a_cpu_needs_no_gpu():
-    use_device(EngineConfig(model_dir="", device="cpu"), Machine(0))
 
 
 GPU = torch.device("cuda:1")

@@ -10,7 +10,8 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.core import Engine
 from tandem.engine.model import load_model
 from tests.attention_cases import CASES, FP8, clear_nan, make
-from tests.engine.test_core import PAGE, ask, make_engine, prompts, run
+from tests.engine.test_core import PAGE, make_engine, prompts
+from tests.one_engine import ask, run
 
 
 @pytest.mark.parametrize("name", ["decodes at page borders", "prompts with cached prefixes"])

@@ -9,7 +9,7 @@ import torch
 import xgrammar
 
 from tandem.engine.errors import GrammarViolated
-from tandem.engine.grammar import GrammarMasks, GrammarState, apply_masks, leaves_only
+from tandem.engine.grammar import GrammarMasks, GrammarState
 from tandem.engine.grammar_compiler import GrammarCompiler, compile_text
 from tandem.wire.errors import EngineFailed, InvalidRequest, Overloaded
 from tandem.wire.generation import Grammar
@@ -86,9 +86,7 @@ def masks_of():
         pending = made[0].begin(states)
         return None if pending is None else pending.result()
 
-    yield fill
-    for maker in made:
-        maker.close()
+    return fill
 
 
 def allowed_ids(state: GrammarState, vocab_size: int = VOCAB_SIZE) -> list[int]:
@@ -290,39 +288,10 @@ def test_a_batch_has_the_masks_of_its_rows(compiler, masks_of):
     assert masks.shape == (4, -(-VOCAB_SIZE // 32))
     assert masks.dtype == torch.int32
     logits = torch.zeros(4, VOCAB_SIZE)
-    apply_masks(logits, masks)
+    xgrammar.apply_token_bitmask_inplace(logits, masks)
     for row, state in enumerate(states):
         expected = list(range(VOCAB_SIZE)) if state is None else allowed_ids(state)
         assert logits[row].isfinite().nonzero().flatten().tolist() == expected
-
-
-@pytest.mark.parametrize("vocab_size", [32, 33, 63, 95])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masks_keep_allowed_logits_as_they_are(vocab_size, dtype):
-    wanted = torch.rand(3, vocab_size) < 0.5
-    wanted[:, vocab_size - 1] = True
-    bits = torch.zeros(3, -(-vocab_size // 32) * 32, dtype=torch.int64)
-    bits[:, :vocab_size] = wanted
-    words = (bits.view(3, -1, 32) << torch.arange(32)).sum(-1)
-    logits = torch.randn(3, vocab_size).to(dtype)
-    masked = logits.clone()
-    apply_masks(masked, words.to(torch.int32))
-    assert torch.equal(masked, logits.masked_fill(~wanted, float("-inf")))
-
-
-def test_it_is_told_where_only_ends_are_left(byte_library, masks_of):
-    compiled = compile_text(byte_library, regex("ab?"))
-    starts = [
-        None,
-        GrammarState(compiled),
-        GrammarState(compiled, b"a"),
-        GrammarState(compiled, b"ab"),
-    ]
-    masks = masks_of(starts, BYTES_VOCAB_SIZE)
-    banned = {BYTES_EOS, -1, 10**6}
-    assert [leaves_only(masks, row, banned) for row in range(4)] == [False, False, False, True]
-    assert leaves_only(masks, 2, {BYTES_EOS, ord("b")})
-    assert leaves_only(masks, 0, range(BYTES_VOCAB_SIZE))
 
 
 # ── compilation ──────────────────────────────────────────────────────────────────────────────────

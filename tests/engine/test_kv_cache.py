@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem.engine.kv_cache import KVCache, PageState, PageStateError
+from tandem.engine.kv_cache import KVCache, PageStateError
 from tandem.wire.prefixes import BLOCK_TOKENS, PageSpace, block_names, page_keys
 
 PAGE = 4
@@ -43,52 +43,7 @@ def test_a_quarantined_page_is_not_handed_out_until_its_writer_is_cut_off():
     assert sorted(pool.allocate(2)) == [0, 1]
 
 
-def test_a_landed_page_cannot_be_landed_twice():
-    pool = KVCache(1, PAGE)
-    pages = pool.grant(1)
-    pool.land(pages)
-    with pytest.raises(PageStateError):
-        pool.land(pages)
-
-
-def test_a_page_with_two_readers_is_free_after_the_second_lets_go():
-    pool = KVCache(1, PAGE)
-    pages = pool.allocate(1)
-    pool.hold(pages)
-    pool.release(pages)
-    assert pool.state(0) is PageState.HELD
-    pool.release(pages)
-    assert pool.state(0) is PageState.FREE
-
-
-def test_too_few_pages_take_none():
-    pool = KVCache(3, PAGE)
-    assert pool.allocate(4) is None
-    assert pool.counts().free == 3
-
-
-def test_integrity_names_a_page_whose_state_and_readers_disagree():
-    pool = KVCache(2, PAGE)
-    pool.allocate(1)
-    pool._readers[0] = 0
-    with pytest.raises(PageStateError, match="page 0 is held with 0 readers"):
-        pool.check_integrity()
-
-
 # ── the prefix cache ─────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_match_covers_whole_pages_only():
-    cache = KVCache(8, PAGE)
-    pages = put(cache, list(range(10)))
-    match = cache.match([*range(9), 99])
-    assert (match.page_ids, match.num_tokens) == (pages[:2], 8)
-
-
-def test_the_last_partial_page_goes_free_when_its_request_ends():
-    cache = KVCache(8, PAGE)
-    put(cache, list(range(10)))
-    assert (cache.counts().cached, cache.counts().free) == (2, 6)
 
 
 def test_another_salt_shares_nothing():
@@ -96,12 +51,6 @@ def test_another_salt_shares_nothing():
     put(cache, list(range(8)), salt="tenant a")
     assert cache.match(list(range(8)), "tenant b").page_ids == []
     assert cache.match(list(range(8)), "tenant a").num_tokens == 8
-
-
-def test_the_same_page_after_another_prefix_is_another_page():
-    cache = KVCache(8, PAGE)
-    put(cache, [1] * PAGE + [5] * PAGE)
-    assert cache.match([2] * PAGE + [5] * PAGE).page_ids == []
 
 
 def test_the_least_recently_used_prefix_is_evicted_first_and_from_its_end():
@@ -112,13 +61,6 @@ def test_the_least_recently_used_prefix_is_evicted_first_and_from_its_end():
     assert cache.allocate(1) is not None
     assert cache.match([1] * 8).num_tokens == 8
     assert cache.match([2] * 8).num_tokens == 4
-
-
-def test_a_prefix_in_use_is_not_evicted():
-    cache = KVCache(2, PAGE)
-    put(cache, [1] * 8)
-    cache.match([1] * 8)
-    assert cache.allocate(1) is None
 
 
 def test_flushing_frees_all_that_nobody_reads():
@@ -244,24 +186,6 @@ def test_saving_a_page_does_not_move_its_place_in_eviction():
     assert cache.allocate(2) is not None
     assert cache.match([1] * 8).num_tokens == 0
     assert cache.match([2] * 8).num_tokens == 4
-
-
-def test_an_adopted_prefix_is_found_as_if_it_had_been_computed_here():
-    cache = tiered(8)
-    put(cache, list(range(8)))
-    matched = cache.match(list(range(8))).page_ids
-    placed = cache.allocate(2)
-    cache.adopt(list(range(16)), matched, placed, is_saved=True)
-    assert cache.match(list(range(16))).page_ids == matched + placed
-    assert set(cache.begin_save(8, only_unused=False)) == set(matched)
-
-
-def test_without_a_space_nothing_is_offered_to_be_saved():
-    cache = KVCache(4, PAGE)
-    put(cache, [1] * 16)
-    assert cache.num_unsaved == 0
-    with pytest.raises(AssertionError):
-        cache.missing([1] * 16)
 
 
 # ── all of it ────────────────────────────────────────────────────────────────────────────────────

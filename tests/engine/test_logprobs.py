@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from tandem.engine.core import Engine
 from tandem.wire.generation import LogprobsWanted
-from tests.engine.test_core import ask, make_engine, prompts
+from tests.engine.test_core import make_engine, prompts
+from tests.one_engine import ask
 
 
 def run_with_logprobs(engine: Engine, request):
@@ -25,13 +26,6 @@ def run_with_logprobs(engine: Engine, request):
     return tokens, told, of_prompt
 
 
-def wanted(request, **logprobs):
-    return type(request)(
-        **{name: getattr(request, name) for name in request.__struct_fields__}
-        | {"logprobs": LogprobsWanted(**logprobs)}
-    )
-
-
 def scores(path, token_ids: list[int]) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.inference_mode():
@@ -43,7 +37,9 @@ def scores(path, token_ids: list[int]) -> torch.Tensor:
 def test_those_of_an_answer_are_the_models_own(tiny_model, is_overlapped, penalty):
     path, prompt = tiny_model("llama"), prompts(9)[7]
     engine = make_engine(path, is_overlapped=is_overlapped)
-    request = wanted(ask(prompt, max_new_tokens=6, frequency_penalty=penalty), num_top=3)
+    request = ask(
+        prompt, max_new_tokens=6, frequency_penalty=penalty, logprobs=LogprobsWanted(num_top=3)
+    )
     tokens, told, of_prompt = run_with_logprobs(engine, request)
     expected = scores(path, prompt + tokens)
     assert not of_prompt
@@ -64,7 +60,8 @@ def test_those_of_a_prompt_are_told_once_in_chunks_and_with_a_warm_cache(
     engine = make_engine(path)  # chunks of 32
     if is_cached:
         run_with_logprobs(engine, ask(prompt, max_new_tokens=1))
-    request = wanted(ask(prompt, max_new_tokens=2), num_top=2, prompt_start=prompt_start)
+    wanted = LogprobsWanted(num_top=2, prompt_start=prompt_start)
+    request = ask(prompt, max_new_tokens=2, logprobs=wanted)
     _, _, of_prompt = run_with_logprobs(engine, request)
     assert sorted(of_prompt) == list(range(prompt_start, len(prompt)))
     expected = scores(path, prompt)
@@ -79,6 +76,8 @@ def test_those_of_a_prompt_are_told_once_in_chunks_and_with_a_warm_cache(
 
 def test_a_prompt_of_one_token_tells_its_one_position(tiny_model):
     engine = make_engine(tiny_model("llama"))
-    _, _, of_prompt = run_with_logprobs(engine, wanted(ask([5], max_new_tokens=2), prompt_start=0))
+    _, _, of_prompt = run_with_logprobs(
+        engine, ask([5], max_new_tokens=2, logprobs=LogprobsWanted(prompt_start=0))
+    )
     assert list(of_prompt) == [0]
     assert of_prompt[0].logprob is None

@@ -8,8 +8,6 @@ from tandem.engine.attention import (
     NAME,
     AttentionNotServed,
     PagedModel,
-    PagedPast,
-    _Forward,
     paged_attention,
     register,
 )
@@ -95,28 +93,3 @@ def test_an_argument_that_is_not_understood_is_never_ignored(brings):
     PagedModel(attention)
     with pytest.raises(AttentionNotServed):
         attention()
-
-
-def test_an_argument_that_is_off_is_no_reason_to_refuse():
-    attention = Attention(position_bias=None, output_attentions=False, dropout=0.0)
-    paged = PagedModel(attention)
-    paged._forward = _Forward(lambda layer: layer.value, PagedPast(torch.arange(3)), None)
-    attended, weights = attention()
-    assert attended.shape == (1, 3, 2, 8)
-    assert weights is None
-
-
-def test_a_cache_answers_row_by_row_and_has_nothing_but_k_and_v():
-    past = PagedPast(torch.tensor([7, 0, 1, 2, 9]))
-    assert (torch.arange(5) + past.get_seq_length()).tolist() == [7, 0, 1, 2, 9]
-    with pytest.raises(AttributeError, match="not K and V"):
-        past.update_conv_state(torch.ones(1))
-    assert not hasattr(past, "is_compileable")
-
-
-def test_modules_whose_weights_are_read_are_not_among_the_called():
-    found = observed("hunyuan_v1_moe")
-    routers = {n: m for n, m in found.model.module.named_modules() if n.endswith(".wg")}
-    assert routers
-    assert not found.called & routers.keys()
-    assert {type(each) for each in routers.values()} == {nn.Linear}

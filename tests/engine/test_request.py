@@ -31,6 +31,8 @@ def test_what_edge_workers_ask_for_is_let_in():
         sampling(temperature=float("nan")),
         sampling(temperature=-1),
         sampling(min_p=1e308),
+        sampling(min_p=1.5),
+        sampling(min_p=-0.1),
         sampling(repetition_penalty=0),
         sampling(frequency_penalty=float("-inf")),
         sampling(logit_bias={3: float("inf")}),

@@ -7,7 +7,8 @@ import structlog
 import torch
 
 from tandem.engine.runner import LayerEvents
-from tests.engine.test_core import PAGE, ask, make_engine
+from tests.engine.test_core import PAGE, make_engine
+from tests.one_engine import ask
 from tests.patience import PATIENCE_S
 from tests.tiny_models import SIZES
 

@@ -205,18 +205,3 @@ def test_noise_is_finite_whatever_the_random_word():
     assert np.isfinite(noise).all()
     assert (np.diff(noise) <= 0).all()
     assert noise[0] > 22
-
-
-def test_noise_is_spread_as_gumbels_distribution_is():
-    noise = np.concatenate([gumbels(seed, seed % 7, 50_000) for seed in range(20)]).astype(float)
-    assert abs(noise.mean() - EULER) < 0.005
-    assert abs(noise.std() - np.pi / 6**0.5) < 0.005
-    below = [(noise < bound).mean() for bound in (-1, 0, 1, 3, 6)]
-    assert np.allclose(below, np.exp(-np.exp([1, 0, -1, -3, -6])), atol=0.002)
-
-
-def test_noise_of_neighbours_is_independent():
-    noise = np.stack([gumbels(seed, 5, 10_000) for seed in range(20)])
-    pairs = [(noise[:, 1:], noise[:, :-1]), (noise[1:], noise[:-1]), (noise[:, 8:], noise[:, :-8])]
-    for first, second in pairs:
-        assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.01

@@ -19,37 +19,9 @@ from tandem.wire.generation import (
     SamplingParams,
 )
 from tests.engine.toy_runner import EOS, toy_answer, toy_engine
+from tests.one_engine import ask, ask_remote, run
 
 OVERLAP = pytest.mark.parametrize("is_overlapped", [False, True])
-
-
-def ask(prompt, name="r", *, priority=0, salt="", num_prior=0, **sampling) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=RequestId(name),
-        prompt_ids=list(prompt),
-        sampling=SamplingParams(**{"temperature": 0, **sampling}),
-        priority=priority,
-        cache_salt=salt,
-        num_prior_tokens=num_prior,
-    )
-
-
-def remote(engine: Engine, request: GenerateRequest) -> ActiveRequest:
-    """Queue a request whose prompt another node computes."""
-    active = engine.check(request, is_remote=True)
-    engine.queue(active)
-    return active
-
-
-def drain(engine: Engine, out: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
-    out = {} if out is None else out
-    while engine.has_work:
-        for token in engine.step().tokens:
-            tokens = out.setdefault(token.request.request.request_id, [])
-            assert token.index == len(tokens) + token.request.request.num_prior_tokens
-            tokens.append(token.token)
-        engine.cache.check_integrity()
-    return out
 
 
 def assert_all_returned(engine: Engine) -> None:
@@ -110,7 +82,7 @@ def test_whatever_comes_when_every_answer_is_right_and_every_page_returns(
         for token in engine.step().tokens:
             out.setdefault(token.request.request.request_id, []).append(token.token)
         engine.cache.check_integrity()
-    drain(engine, out)
+    run(engine, out)
     for i, (length, seed, num_new, _, begin, end) in enumerate(asked):
         expected = toy_answer(prompt_of(length, seed), num_new)
         got = out.get(str(i), [])
@@ -125,7 +97,7 @@ def test_a_retracted_request_goes_on_with_the_tokens_it_would_have_had(is_overla
     engine._scheduler.growth_share = 0.0
     for i in range(4):
         engine.submit(ask(prompt_of(8, i), str(i), max_new_tokens=30))
-    answers = drain(engine)
+    answers = run(engine)
     assert engine.num_retracted > 0
     assert answers == {str(i): toy_answer(prompt_of(8, i), 30) for i in range(4)}
     assert_all_returned(engine)
@@ -175,35 +147,7 @@ def test_a_pool_filled_to_its_last_page_serves_to_the_end(is_overlapped):
     engine, _ = toy_engine(5, is_overlapped=is_overlapped)
     active = engine.submit(ask(prompt_of(10), max_new_tokens=100))
     assert active.max_tokens == 20
-    assert drain(engine)["r"] == toy_answer(prompt_of(10), 10)
-    assert_all_returned(engine)
-
-
-def test_two_thousand_requests_in_line_are_all_answered():
-    engine, _ = toy_engine(200, max_running_requests=64, chunked_prefill_size=256)
-    for i in range(2000):
-        engine.submit(ask(prompt_of(5, i), str(i), max_new_tokens=3))
-    answers: dict[str, list[int]] = {}
-    while engine.has_work:
-        for token in engine.step().tokens:
-            answers.setdefault(token.request.request.request_id, []).append(token.token)
-    assert answers == {str(i): toy_answer(prompt_of(5, i), 3) for i in range(2000)}
-    assert_all_returned(engine)
-
-
-@OVERLAP
-def test_a_prompt_of_a_hundred_thousand_tokens_fits_a_pool_just_large_enough(is_overlapped):
-    prompt = prompt_of(100_000)
-    engine, runner = toy_engine(
-        6251, page_size=16, chunked_prefill_size=4096, is_overlapped=is_overlapped
-    )
-    short = ask(prompt_of(5), "short", max_new_tokens=40)
-    engine.submit(short)
-    engine.submit(ask(prompt, "long", max_new_tokens=4))
-    answers = drain(engine)
-    assert answers["short"] == toy_answer(prompt_of(5), 40)
-    assert answers["long"] == toy_answer(prompt, 4)
-    assert runner.largest <= 4097
+    assert run(engine)["r"] == toy_answer(prompt_of(10), 10)
     assert_all_returned(engine)
 
 
@@ -212,7 +156,7 @@ def test_one_prompt_asked_many_times_at_once_is_computed_once(is_overlapped):
     engine, runner = toy_engine(100, is_overlapped=is_overlapped)
     prompt = prompt_of(41)
     made = [engine.submit(ask(prompt, str(i), max_new_tokens=5)) for i in range(8)]
-    answers = drain(engine)
+    answers = run(engine)
     assert answers == {str(i): toy_answer(prompt, 5) for i in range(8)}
     assert [active.num_cached for active in made] == [0] + [40] * 7
     assert runner.num_rows <= 41 + 7 * 1 + 8 * 5
@@ -223,9 +167,9 @@ def test_whoever_waits_for_anothers_prompt_computes_it_when_that_is_cancelled():
     engine, _ = toy_engine(100, chunked_prefill_size=8)
     first, second = (engine.submit(ask(prompt_of(41), name, max_new_tokens=2)) for name in "ab")
     engine.step()
-    assert second.is_held
+    assert second.waits_for in engine._scheduler._computing
     engine.cancel(first)
-    assert drain(engine)["b"] == toy_answer(prompt_of(41), 2)
+    assert run(engine)["b"] == toy_answer(prompt_of(41), 2)
     assert_all_returned(engine)
 
 
@@ -234,16 +178,17 @@ def test_prompts_of_different_salts_share_nothing():
     made = [
         engine.submit(ask(prompt_of(41), salt, salt=salt, max_new_tokens=2)) for salt in ("x", "y")
     ]
-    drain(engine)
+    run(engine)
     assert [active.num_cached for active in made] == [0, 0]
 
 
 def test_on_decode_one_prompt_asked_many_times_is_granted_once():
     engine, _ = toy_engine(100)
-    first, second = (remote(engine, ask(prompt_of(41), name, max_new_tokens=2)) for name in "ab")
-    engine.admit()
+    first, second = (
+        ask_remote(engine, ask(prompt_of(41), name, max_new_tokens=2)) for name in "ab"
+    )
     assert (first.stage, second.stage) == (Stage.RESERVED, Stage.WAITING)
-    assert second.is_held
+    assert second.waits_for in engine._scheduler._computing
     engine.land(first, first_token=5, seed=0)
     engine.admit()
     assert second.stage is Stage.RESERVED
@@ -256,7 +201,7 @@ def test_an_answer_that_ends_while_the_next_forward_runs_takes_nothing_back():
     answer = toy_answer(prompt_of(7), 3)
     assert len(set(answer)) == 3
     engine.submit(ask(prompt_of(7), max_new_tokens=50, stop_token_ids=[answer[2]]))
-    assert drain(engine)["r"] == answer
+    assert run(engine)["r"] == answer
     assert runner.num_rows == 7 + 3  # the third was under way when the stop was read
     assert_all_returned(engine)
 
@@ -265,18 +210,20 @@ def test_an_answer_that_ends_while_the_next_forward_runs_takes_nothing_back():
 def test_penalties_see_the_token_before(is_overlapped):
     plain, _ = toy_engine(40)
     plain.submit(ask(prompt_of(6), max_new_tokens=12, frequency_penalty=2.0))
-    expected = drain(plain)["r"]
+    expected = run(plain)["r"]
     engine, _ = toy_engine(40, is_overlapped=is_overlapped)
     engine.submit(ask(prompt_of(6), max_new_tokens=12, frequency_penalty=2.0))
     engine.submit(ask(prompt_of(7), "other", max_new_tokens=12))
-    assert drain(engine)["r"] == expected
+    assert run(engine)["r"] == expected
 
 
 def test_an_end_of_sequence_is_not_chosen_before_the_minimum_and_then_ends_it():
     engine, _ = toy_engine(40)
     bias = {EOS: 100.0}
-    engine.submit(ask(prompt_of(6), max_new_tokens=9, min_new_tokens=3, logit_bias=bias))
-    answer = drain(engine)["r"]
+    engine.submit(
+        ask(prompt_of(6), max_new_tokens=9, min_new_tokens=3, logit_bias=bias, ignore_eos=False)
+    )
+    answer = run(engine)["r"]
     assert answer == [*toy_answer(prompt_of(6), 3), EOS]
 
 
@@ -292,7 +239,7 @@ def test_new_prompts_are_computed_in_small_chunks_while_others_are_answered(is_o
     assert runner.largest == 32
     runner.largest = 0
     engine.submit(ask(prompt_of(30), "second", max_new_tokens=2, ignore_eos=True))
-    drain(engine, out)
+    run(engine, out)
     assert runner.largest == 6
     assert out["second"] == toy_answer(prompt_of(30), 2)
 
@@ -313,7 +260,7 @@ def test_turns_that_end_beside_a_page_border_have_the_tokens_of_an_engine_withou
         is_clear = has_stop_id and answer.index(answer[-1]) == len(answer) - 1
         stop = {"max_new_tokens": 99, "stop_token_ids": [answer[-1]]} if is_clear else {}
         engine.submit(ask(tokens, **{"max_new_tokens": len(answer), **stop}))
-        assert drain(engine)["r"] == answer
+        assert run(engine)["r"] == answer
         # The KV of the last token was never computed.
         tokens += answer
         match = engine.cache.match(tokens)
@@ -384,11 +331,11 @@ def test_no_newcomer_passes_a_retracted_request():
 
 def test_no_newcomer_is_granted_pages_before_a_retracted_request_has_some():
     engine, retracted = full_engine()
-    new = remote(engine, ask(prompt_of(2), "new", max_new_tokens=2))
+    new = ask_remote(engine, ask(prompt_of(2), "new", max_new_tokens=2))
+    assert new.stage is Stage.WAITING
     while new.stage is Stage.WAITING:
-        engine.admit()
-        assert new.stage is Stage.WAITING or retracted.stage is not Stage.WAITING
         engine.step()
+        assert new.stage is Stage.WAITING or retracted.stage is not Stage.WAITING
     assert new.stage is Stage.RESERVED
 
 

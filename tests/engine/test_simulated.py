@@ -2,8 +2,8 @@
 
 import json
 import shutil
-import tracemalloc
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,13 +25,12 @@ from tandem.engine.simulated import (
 )
 from tandem.wire.errors import ConfigInvalid, InvalidRequest
 from tandem.wire.generation import (
-    GenerateRequest,
     Grammar,
     LogprobsWanted,
-    RequestId,
-    SamplingParams,
 )
+from tests import one_engine
 from tests.engine.toy_runner import toy_shape
+from tests.one_engine import ask_remote, run
 from tests.tiny_models import CONFIGS, CONTEXT_LENGTH, SIZES
 
 PAGE = 4
@@ -61,28 +60,12 @@ def make_engine(num_pages=200, profile=None, time=None, ordinary=ORDINARY, **set
     return Engine(launcher, shape, config, num_pages)
 
 
-def ask(prompt, name="r", num_prior=0, logprobs=None, **sampling) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=RequestId(name),
-        prompt_ids=list(prompt),
-        num_prior_tokens=num_prior,
-        sampling=SamplingParams(**{"temperature": 0, "max_new_tokens": 12, **sampling}),
-        logprobs=logprobs,
-    )
+ask = partial(one_engine.ask, max_new_tokens=12, ignore_eos=False)
 
 
 def answer(prompt, num_new=12, seed=0, first=0) -> list[int]:
     keys = np.full(num_new, answer_key(prompt, seed), np.uint64)
     return tokens_at(keys, np.arange(first, first + num_new), ORDINARY).tolist()
-
-
-def run(engine: Engine) -> dict[str, list[int]]:
-    out: dict[str, list[int]] = {}
-    while engine.has_work:
-        for token in engine.step().tokens:
-            out.setdefault(token.request.request.request_id, []).append(token.token)
-    engine.cache.check_integrity()
-    return out
 
 
 @pytest.mark.parametrize("is_overlapped", [None, False])
@@ -94,14 +77,6 @@ def test_an_answer_is_ordinary_tokens_up_to_its_length(is_overlapped):
     assert answers == {str(i): answer(prompt) for i, prompt in enumerate(PROMPTS)}
     assert {token for tokens in answers.values() for token in tokens} <= set(ORDINARY.tolist())
     assert len({tuple(tokens) for tokens in answers.values()}) == len(PROMPTS)
-
-
-def test_requests_that_are_retracted_go_on_with_the_same_tokens():
-    engine = make_engine(num_pages=24)
-    for i, prompt in enumerate(PROMPTS):
-        engine.submit(ask(prompt, str(i), max_new_tokens=30))
-    assert run(engine) == {str(i): answer(prompt, 30) for i, prompt in enumerate(PROMPTS)}
-    assert engine.num_retracted > 0
 
 
 def test_a_seed_changes_what_is_sampled_and_nothing_greedy():
@@ -122,9 +97,7 @@ def test_prefill_and_decode_choose_what_one_engine_does(sampling):
     prefill, decode = make_engine(), make_engine()
     prompt_only = prefill.submit(request, is_prompt_only=True)
     tokens = run(prefill)["r"]
-    half = decode.check(request, is_remote=True)
-    decode.queue(half)
-    decode.admit()
+    half = ask_remote(decode, request)
     decode.land(half, tokens[0], prompt_only.seed)
     assert tokens + run(decode)["r"] == answer(PROMPTS[3], seed=sampling.get("seed", 0))
 
@@ -136,13 +109,6 @@ def test_another_attempt_continues_where_the_first_was_lost(num_sent):
     prompt = PROMPTS[2] + whole[:num_sent]
     engine.submit(ask(prompt, num_prior=num_sent, temperature=1.0, seed=9))
     assert run(engine)["r"] == whole[num_sent:]
-
-
-def test_a_stop_id_that_is_drawn_ends_the_answer():
-    stop = answer(PROMPTS[2])[4]
-    engine = make_engine()
-    engine.submit(ask(PROMPTS[2], stop_token_ids=[stop]))
-    assert run(engine)["r"] == answer(PROMPTS[2])[:5]
 
 
 @pytest.mark.parametrize(
@@ -181,17 +147,6 @@ def test_a_step_takes_the_time_of_its_profile_and_no_more():
     assert time.now_s - begin_s == pytest.approx(chunks_s + decodes_s)
 
 
-def test_a_device_that_was_idle_begins_when_it_is_given_work():
-    time = FakeTime()
-    engine = make_engine(profile=Profile(prefill=PrefillTimes(base_ms=500)), time=time)
-    for _ in range(2):
-        time.now_s += 60
-        begin_s = time.now_s
-        engine.submit(ask([3], max_new_tokens=1))
-        run(engine)
-        assert time.now_s - begin_s == pytest.approx(0.5)
-
-
 def test_layers_are_told_of_one_by_one_while_time_passes():
     time = FakeTime()
     engine = make_engine(profile=Profile(prefill=PrefillTimes(base_ms=1000)), time=time)
@@ -207,34 +162,14 @@ def test_layers_are_told_of_one_by_one_while_time_passes():
     assert told == [(i, pytest.approx(0.25 * (i + 1))) for i in range(4)]
 
 
-def test_a_large_batch_needs_no_memory_of_the_vocabularys_size():
-    num_requests, ordinary = 4096, np.arange(2, 150_000)
-    engine = make_engine(
-        num_pages=4 * num_requests,
-        ordinary=ordinary,
-        max_running_requests=num_requests,
-        chunked_prefill_size=1 << 20,
-    )
-    for i in range(num_requests):
-        engine.submit(ask([i + 2], str(i), max_new_tokens=4))
-    engine.step()
-    tracemalloc.start()
-    try:
-        assert len(engine.step().tokens) == num_requests
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 16 << 20  # logits would take 2.4 GB
-
-
 def test_a_forward_marks_the_pages_it_fills_and_no_others():
     memory = np.zeros(6 * 2 * 32, np.uint8)
     pages = SimulatedPages(memory, num_pages=6, page_size=PAGE, num_slabs=2)
     request = ActiveRequest(ask([3] * 11), 0, 20, 0, page_ids=[5, 0, 3])
-    pages.fill(Chunk(request, 4, is_last=False))
+    pages.fill(Chunk.next_of(request, 4))
     request.num_computed = 4
     first = memory.copy()
-    pages.fill(Chunk(request, 7, is_last=True))
+    pages.fill(Chunk.next_of(request, 7))
     by_page = memory.reshape(6, 2, 32)
     assert (by_page[5] == first.reshape(6, 2, 32)[5]).all(), "it may be pushed by now"
     assert by_page[[0, 3], :, :8].any(axis=2).all()
@@ -300,11 +235,6 @@ def test_answers_are_made_of_what_the_tokenizer_calls_words(embedded_model):
     shape, ordinary = read_model(config_of(embedded_model), "real")
     assert set(ordinary.tolist()) == set(range(shape.vocab_size)) - marks
     assert shape.eos_token_ids <= marks
-
-
-def test_without_a_tokenizer_all_but_the_end_is_a_word(tiny_model):
-    shape, ordinary = read_model(config_of(tiny_model("llama")), "real")
-    assert set(ordinary.tolist()) == set(range(shape.vocab_size)) - {2}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """A model over two processes computes what it computes in one. The other process is `follower.py`."""
 
-import os
-import subprocess
-import sys
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -18,8 +15,10 @@ from tandem.engine.forward import ForwardInputs
 from tandem.engine.launcher import ModelLauncher
 from tandem.engine.tensor_parallel import ShardedRunner, join
 from tandem.wire.errors import ConfigInvalid
-from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
+from tandem.wire.generation import SamplingParams
 from tests.engine.follower import NUM_PAGES, load_shard
+from tests.fork_server import Forked
+from tests.one_engine import run_together
 from tests.patience import PATIENCE_S
 from tests.tiny_models import CONFIGS
 
@@ -33,11 +32,7 @@ class OtherRank:
 
     def __init__(self, store: Path) -> None:
         self.link, theirs = Pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.follower", str(store), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
+        self.process = Forked(["tests.engine.follower", str(store)], stdin=theirs.fileno())
         theirs.close()
         self.is_abandoned = False
 
@@ -60,15 +55,16 @@ def other(tmp_path_factory):
     # Beside GPUs it is no test of anything: transformers would shard over them.
     if torch.cuda.is_available():
         pytest.skip("hide the GPUs with CUDA_VISIBLE_DEVICES=")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     store = tmp_path_factory.mktemp("ranks") / "store"
-    made = OtherRank(store)
-    join(EngineConfig(model_dir="", tp_size=2, tp_rank=0), store)
-    yield made
-    made.close()
-    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        made = OtherRank(store)
+        join(EngineConfig(model_dir="", tp_size=2, tp_rank=0), store)
+        yield made
+        made.close()
+        dist.destroy_process_group()
     torch.set_num_threads(num_threads)
 
 
@@ -94,14 +90,8 @@ def generate(runner, shape, config, **sampling) -> list[list[int]]:
     params = SamplingParams(
         **{"temperature": 0, "max_new_tokens": 6, "ignore_eos": True, **sampling}
     )
-    tokens = {}
-    for prompt in PROMPTS:
-        request_id = RequestId(str(len(prompt)))
-        engine.submit(GenerateRequest(request_id=request_id, prompt_ids=prompt, sampling=params))
-    while engine.has_work:
-        for token in engine.step().tokens:
-            tokens.setdefault(token.request.request.request_id, []).append(token.token)
-    return [tokens[str(len(prompt))] for prompt in PROMPTS]
+    answers = run_together(engine, PROMPTS, [params] * len(PROMPTS))
+    return [[token.token for token in answer] for answer in answers]
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

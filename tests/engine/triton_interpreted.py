@@ -21,8 +21,9 @@ from tandem.engine.model import load_model
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sampler import gumbels, with_noise
 from tandem.telemetry import log as logs
-from tests.attention_cases import CASES, PROMPTS, Case, error, error_behind
-from tests.engine.test_core import PAGE, ask, prompts, run
+from tests.attention_cases import CASES, PROMPTS, Case, error
+from tests.engine.test_core import PAGE, prompts
+from tests.one_engine import ask, run
 
 # So few that short contexts are split too.
 NUM_PROCESSORS = 8
@@ -40,7 +41,7 @@ def generate(path: str, kv_cache_dtype: str, backend: AttentionBackend) -> dict[
     launcher = ModelLauncher(ModelRunner(model, pool, backend), shape, config.page_size)
     engine = Engine(launcher, shape, config, NUM_PAGES)
     for i, prompt in enumerate(prompts(5)):
-        engine.submit(ask(prompt, str(i), max_new_tokens=4))
+        engine.submit(ask(prompt, str(i), max_new_tokens=2))
     return run(engine)
 
 
@@ -62,10 +63,10 @@ def main() -> None:
     backend = TritonAttention(NUM_PROCESSORS)
     found = {
         "errors": {name: error(case, backend) for name, case in CASES.items()},
-        "behind": error_behind(
-            Case(PROMPTS, num_heads=8, num_kv_heads=4),
+        "behind": error(
             Case(PROMPTS, num_heads=8, num_kv_heads=1, head_dim=64),
             backend,
+            behind=Case(PROMPTS, num_heads=8, num_kv_heads=4),
         ),
         "noise_error": noise_error(),
         "tokens": {name: generate(sys.argv[1], name, backend) for name in KV_DTYPES},

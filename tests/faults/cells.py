@@ -22,9 +22,9 @@ LASTS_S = {
 DELAY_MS, LOSS = 100.0, 0.05
 
 # Why a cell is empty.
-_SHARES_NETWORK = "it is on the same host, and has no link of its own"
-_SHARES_DISK = "it writes to the same disk"
-_NO_PAGES = "it has no pages of its own"
+_SHARES_NETWORK = "same host, no link of its own"
+_SHARES_DISK = "same disk"
+_NO_PAGES = "no pages of its own"
 EMPTY = {
     **{(target, fault): f"{_SHARES_NETWORK}: see {whose}"
        for target, whose in (("edge worker", "router"), ("engine process", "prefill and decode"),
@@ -35,8 +35,8 @@ EMPTY = {
     ("TP rank", "disk full"): f"{_SHARES_DISK}: see prefill and decode",
     ("edge worker", "out of pages"): _NO_PAGES,
     ("router", "out of pages"): _NO_PAGES,
-    ("engine process", "out of pages"): "its pages are its node's: see prefill and decode",
-    ("TP rank", "out of pages"): "its pages are its node's: see prefill and decode",
+    ("engine process", "out of pages"): "its node's pages: see prefill and decode",
+    ("TP rank", "out of pages"): "its node's pages: see prefill and decode",
 }  # fmt: skip
 
 

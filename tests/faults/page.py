@@ -3,6 +3,7 @@
 import datetime as dt
 import os
 import platform
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,37 +21,39 @@ from tests.faults.cells import (
 
 INTRODUCTION = """# The fault matrix
 
-What clients and operators see when a process of a cluster is hurt while requests are at a given stage.
-Written by `python -m tests.faults.matrix --write docs/fault-matrix.md` from real processes: two prefill and
-two decode nodes (simulated engines, real KV bytes over TCP, checked), a router with two edge workers and
-a second router, each on a network and a disk of its own. Six requests run in each cell, sixteen in those
-of *waiting*: greedy, sampled with a seed, and ended by a stop id; every token is compared with the one that is right.
-The rows of *TP rank* run a tiny model with two ranks a decode node, on loopback.
+What clients and operators see when a process fails while requests are at a given stage. Every token is compared with the
+right one. `make faults` runs the matrix and writes this page: as root, for networks and disks of its own. It resumes after an interruption.
+`tests/faults/test_matrix.py` runs cells of every row and column.
 
-`make faults` runs all of it and writes this page: as root, for the networks and the disks; a run that was cut off goes on
-where it was. Some cells of every row and column are in the tests (`tests/faults/test_matrix.py`). `make soak` serves
-thousands of requests for half an hour while every 10 s somebody is killed, frozen, ended or taken out, and
-compares every token, memory, descriptors, pages and what is left behind (`tests/faults/soak.py`).
+The cluster: two prefill and two decode nodes (simulated engines, real KV bytes over TCP, checked), a router with two edge
+workers, and a second router. Each cell sends six requests, *waiting* sixteen: greedy, sampled with a seed, and ended by a stop id.
+*TP rank* is a tiny model with two ranks a decode node, on loopback.
 """
 
 LEGEND = f"""## Legend
 
-- **Cells**: `6/6` are requests with exactly the right tokens, of all. `gap` is the longest pause of any client, in ms, beyond the
-  longest pause of an undisturbed run; `seen` is when another process first logged that something is wrong, in ms;
-  `pages` is how long after the last answer all pages of the nodes that were not hurt were free or cached again.
-  `broken` counts connections that ended with the process that held them: their clients come again. Errors are
-  named as clients were told. **Bold** is a cell in which something was lost.
-- **Stages**, of the first request to reach one (`tests/faults/stages.py` has the exact words): *idle*: there is none, and all
-  begin after the fault; *waiting*: in line for pages; *prefilling*: the prompt is computed; *pushing*: it is, and its KV
-  is on its way; *landed*: decode has the KV and has not made more than a step; *decoding*: answers are generated, and
-  their clients wait for the whole; *streaming*: clients have at least ten tokens of a stream.
-- **Who**: a killed or frozen node or router is all of its processes, as when its container is; SIGTERM goes to the first. An
-  *engine process* is that of a prefill node for *prefilling* and *pushing*, else that of a decode node.
-- **How**: SIGSTOP for {LASTS_S["SIGSTOP"]:g} s, then SIGCONT; *network cut* for {LASTS_S["network cut"]:g} s: every packet to and from the host is
-  dropped in silence; *delay and loss* for {LASTS_S["delay and loss"]:g} s: {DELAY_MS:g} ms each way and {LOSS:.0%} of all packets; *disk full* for
-  {LASTS_S["disk full"]:g} s: no byte left where it writes its log, its scratch files and, a router, its metrics; *out of pages* for
-  {LASTS_S["out of pages"]:g} s: other requests hold nearly all pages of the node; *memory limit*: the process may have hardly more memory than it
-  has, and is sent requests that take megabytes to read, until the kernel ends it.
+A cell has two lines, `right/all` and `gap/seen/pages`:
+
+- **right/all** requests got exactly the right tokens. The connections of the others ended with the process that held them. It is
+  left out where all were right. **Bold**: a token was lost, repeated or wrong, a client got an error, or pages leaked; the cell names it.
+- **gap**: the longest pause of a client, in ms, beyond the longest pause of an undisturbed run.
+- **seen**: when another process first logged the failure, in ms; `-`: none did.
+- **pages**: how long after the last answer all pages of the other nodes were free or cached, in ms.
+
+The stage is that of the first request to reach it (`tests/faults/stages.py`). At *idle* all requests begin after the fault; *pushing*: the prompt is
+computed and its KV is moving; *landed*: decode has the KV and has made at most one step; *decoding*: clients wait for the whole answer;
+*streaming*: each has ten tokens.
+
+SIGKILL and SIGSTOP hit all processes of a node or router, SIGTERM the first. *Engine process* is a prefill's at *prefilling* and *pushing*, else a decode's.
+
+| fault | means |
+|---|---|
+| SIGSTOP | for {LASTS_S["SIGSTOP"]:g} s, then SIGCONT |
+| network cut | all packets of the host are dropped for {LASTS_S["network cut"]:g} s |
+| delay and loss | {DELAY_MS:g} ms each way and {LOSS:.0%} of all packets, for {LASTS_S["delay and loss"]:g} s |
+| disk full | no byte left for log, scratch files and metrics, for {LASTS_S["disk full"]:g} s |
+| out of pages | other requests hold nearly all pages of the node for {LASTS_S["out of pages"]:g} s |
+| memory limit | large requests until the kernel ends the process |
 """
 
 
@@ -58,7 +61,7 @@ def write_page(path: Path, results: Mapping[Cell, Mapping]) -> None:
     """Write it."""
     parts = [INTRODUCTION, _machine(), _totals(results), LEGEND]
     parts += [_table(target, results) for target in TARGETS]
-    parts += [_operators(results), _empty(results)]
+    parts += [_operators(results), _not_run(results)]
     path.write_text("\n".join(parts).rstrip() + "\n")
 
 
@@ -88,25 +91,23 @@ def _table(target: str, results: Mapping[Cell, Mapping]) -> str:
     head = f"## {target}\n\n| | " + " | ".join(STAGES) + " |\n|---|" + "---|" * len(STAGES)
     rows = []
     for fault in FAULTS:
-        cells = [_shown(Cell(target, fault, stage), results) for stage in STAGES]
-        rows.append(f"| **{fault}** | " + " | ".join(cells) + " |")
+        why = EMPTY.get((target, fault))
+        cells = [_shown(results.get(Cell(target, fault, stage))) for stage in STAGES]
+        rows.append(f"| **{fault}** | " + (why or " | ".join(cells)) + " |")
     return "\n".join([head, *rows, ""])
 
 
-def _shown(cell: Cell, results: Mapping[Cell, Mapping]) -> str:
-    if cell.why_empty:
-        return "-"
-    one = results.get(cell)
+def _shown(one: Mapping | None) -> str:
     if one is None or one["not_run"]:
         return "not run"
-    parts = [f"{one['num_right']}/{one['num_requests']}"]
-    parts += [f"broken {one['broken']}"] if one["broken"] else []
+    right = f"{one['num_right']}/{one['num_requests']}"
+    parts = [right] if one["num_right"] < one["num_requests"] else []
     parts += [f"{name} {one[name]}" for name in ("lost", "repeated", "wrong") if one[name]]
     parts += [f"{count} {name}" for name, count in one["errors"].items()]
-    parts.append(f"gap {one['gap_ms']:.0f}")
-    parts.append("seen -" if one["noticed_ms"] is None else f"seen {one['noticed_ms']:.0f}")
     left = one["pages_left"]
-    parts.append(f"pages left {left}" if left else f"pages {one['pages_ms']:.0f}")
+    parts += [f"pages left {left}"] if left else []
+    seen = "-" if one["noticed_ms"] is None else f"{one['noticed_ms']:.0f}"
+    parts.append(f"{one['gap_ms']:.0f}/{seen}/{'-' if left else format(one['pages_ms'], '.0f')}")
     text = "<br>".join(parts)
     is_bad = one["lost"] or one["repeated"] or one["wrong"] or one["errors"] or left
     return f"**{text}**" if is_bad else text
@@ -114,11 +115,10 @@ def _shown(cell: Cell, results: Mapping[Cell, Mapping]) -> str:
 
 def _operators(results: Mapping[Cell, Mapping]) -> str:
     lines = [
-        *("## What operators see", ""),
-        *(
-            "| who | how | log events | /health of a router, where it changed |",
-            "|---|---|---|---|",
-        ),
+        "## What operators see\n",
+        "Log events, and what `/health` of a router reported if it changed: nodes that served, and the reason of the other one.\n",
+        "| process | fault | log events | `/health` |",
+        "|---|---|---|---|",
     ]
     for target in TARGETS:
         for fault in FAULTS:
@@ -127,22 +127,23 @@ def _operators(results: Mapping[Cell, Mapping]) -> str:
             for one in of:
                 events.update(one["operator"].keys())
             if any(not one["not_run"] for one in of):
-                told = ", ".join(f"`{name}`" for name, _ in events.most_common(6)) or "-"
+                names = ", ".join(f"`{name}`" for name, _ in events.most_common(6)) or "-"
                 health = max((one["health"] for one in of), key=len, default="")
-                lines.append(f"| {target} | {fault} | {told} | {_plain(health) or '-'} |")
+                lines.append(f"| {target} | {fault} | {names} | {_brief(health) or '-'} |")
     return "\n".join([*lines, ""])
 
 
-def _plain(text: str) -> str:
-    return " ".join(text.replace("|", "/").split())[:200]
+def _brief(health: str) -> str:
+    """Shorten the sentence of /health: counts of both roles, then reasons without URLs."""
+    text = " ".join(health.replace("|", "/").split())[:200]
+    text = re.sub(r"(\d+) of (\d+) (prefill|decode) nodes(?: and | serve)", r"\3 \1/\2, ", text)
+    return re.sub(r" ?; (?:prefill|decode) https?://\S+", "", text).strip(" ,")
 
 
-def _empty(results: Mapping[Cell, Mapping]) -> str:
-    lines = ["## Cells that are empty, and cells that were not run", ""]
-    lines += [f"- {target}, {fault}: {why}." for (target, fault), why in EMPTY.items()]
-    lines += [
-        f"- {c.target}, {c.fault}, {c.stage}: not run: {r['not_run']}."
+def _not_run(results: Mapping[Cell, Mapping]) -> str:
+    lines = [
+        f"- {c.target}, {c.fault}, {c.stage}: {r['not_run']}."
         for c, r in results.items()
         if r["not_run"]
     ]
-    return "\n".join([*lines, ""])
+    return "\n".join(["## Cells that were not run", "", *lines, ""]) if lines else ""

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tandem.frontend.options import FrontendOptions, HttpOptions
-from tandem.frontend.tokenizer_files import tokenizer_files, tokenizer_hash
+from tandem.frontend.tokenizer import tokenizer_files, tokenizer_hash
 from tandem.telemetry import log as logs
 from tandem.wire.errors import MessageInvalid, NoNodeAvailable, Overloaded
 from tests.frontend.conftest import serve

@@ -1,6 +1,8 @@
-"""Clients that send too much, too slowly, or what is no HTTP, while others are served."""
+"""Clients that send too much, too slowly or no HTTP, that go away, read slowly, or do not read at all."""
 
 import asyncio
+import gzip
+import io
 import itertools
 import json
 import select
@@ -9,9 +11,11 @@ import socket
 import pytest
 
 from tandem.frontend.options import FrontendOptions, HttpOptions
+from tandem.frontend.server import listen
+from tandem.wire.errors import ConfigInvalid
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import FakeBackend, length, say
-from tests.frontend.helpers import post
+from tests.frontend.helpers import ROUTES, post, post_large
 from tests.frontend.raw import chunk, connected, head, request
 from tests.patience import PATIENCE_S
 
@@ -92,26 +96,6 @@ async def test_a_client_that_waits_for_100_is_told_to_go_on(client):
         assert (await careful.reply()).status == 200
 
 
-@pytest.mark.parametrize(
-    ("lines", "status"),
-    [
-        (("Content-Length: 1001", "Expect: 100-continue"), 413),
-        (("Content-Length: 9", "Expect: 100-continue", "Content-Encoding: gzip"), 415),
-        (("Content-Length: 9", "Expect: miracles"), 417),
-    ],
-)
-async def test_a_client_that_waits_in_vain_is_told_why(backend, lines, status):
-    async with (
-        asyncio.timeout(PATIENCE_S),
-        serve(backend, SMALL) as client,
-        connected(client) as bad,
-    ):
-        await bad.send(head("POST", "/generate", *lines))
-        reply = await bad.reply()
-    assert reply.status == status
-    assert reply.json()["error"]["message"]
-
-
 async def test_a_client_that_shut_its_sending_side_does_not_keep_a_generation_running(
     client, backend
 ):
@@ -168,3 +152,216 @@ async def test_a_head_that_never_ends_is_cut_off(backend):
             async with connected(client, request("/generate", GOOD)) as other:
                 assert (await other.reply()).status == 200
         assert await closed
+
+
+MESSAGE = [{"role": "user", "content": "a"}]
+SLOW_BODY = FrontendOptions(body_timeout_s=0.3)
+
+
+@pytest.mark.parametrize("line", ["Content-Length: 100", CHUNKED])
+async def test_a_body_that_never_ends_is_answered_with_408_and_generates_nothing(backend, line):
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        serve(backend, SLOW_BODY) as client,
+        connected(client) as slow,
+    ):
+        await slow.send(head("POST", "/generate", line) + b"2\r\n{")
+        assert await is_served(client)
+        reply = await slow.reply()
+        assert (reply.status, reply.headers["connection"]) == (408, "close")
+        assert reply.json()["error"]["code"] == "body_timeout"
+    assert len(backend.requests) == 1
+
+
+async def test_a_body_over_the_limit_is_refused_before_it_is_sent(backend):
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        serve(backend, SMALL) as client,
+        connected(client) as big,
+    ):
+        await big.send(head("POST", "/generate", "Content-Length: 1001"))
+        assert (await big.reply()).status == 413
+
+
+async def test_a_body_of_chunks_is_refused_once_it_passes_the_limit(backend):
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        serve(backend, SMALL) as client,
+        connected(client) as big,
+    ):
+        await big.send(head("POST", "/generate", CHUNKED) + chunk(b"[" * 600))
+        await big.send(chunk(b"[" * 600))  # and no last chunk
+        assert (await big.reply()).status == 413
+
+
+async def test_a_compressed_body_is_refused_and_never_inflated(client):
+    bomb = gzip.compress(b" " * 50 * MILLION)
+    lines = (f"Content-Length: {len(bomb)}", "Content-Encoding: gzip")
+    async with asyncio.timeout(PATIENCE_S), connected(client) as bad:
+        await bad.send(head("POST", "/generate", *lines) + bomb)
+        reply = await bad.reply()
+        assert (reply.status, reply.json()["error"]["code"]) == (415, "unsupported_encoding")
+        await bad.send(head("GET", "/health"))
+        assert (await bad.reply()).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sentence"),
+    [
+        ("/generate", GOOD | {"stop": ["a"] * MILLION}, "stop: must have at most 64"),
+        ("/generate", GOOD | {"stop": [1] * MILLION}, "stop.0: must be a string"),
+        ("/generate", GOOD | {"logit_bias": dict.fromkeys(range(100_000), 1.0)}, "at most 1024"),
+        ("/generate", GOOD | {str(key): 1 for key in range(100_000)}, "at most 1000 may be"),
+        ("/generate", GOOD | {"n": 10**400}, "n: must be"),
+        ("/generate", GOOD | {"rid": ["a"] * MILLION}, "rid: must be a string"),
+        ("/generate", {"input_ids": [[1]] * 100_000}, "100000 prompts were sent; at most 1024"),
+        ("/generate", {"input_ids": [10**400]}, "outside the vocabulary"),
+        ("/v1/completions", {"prompt": ["a"] * 100_000}, "at most 1024"),
+        ("/v1/chat/completions", {"messages": MESSAGE * 100_000}, "messages: must have at most"),
+        ("/v1/chat/completions", {"messages": ["a"] * MILLION}, "messages.0: must be an object"),
+        ("/v1/chat/completions", {"messages": MESSAGE, "tools": [1] * MILLION}, "tools.0: must be"),
+        ("/abort_request", {"rid": "a" * MILLION}, "rid: must have at most 512"),
+    ],
+)
+async def test_lists_and_numbers_without_measure_are_refused(client, backend, path, body, sentence):
+    status, answer = await post_large(client, path, body)
+    assert (status, backend.requests) == (400, [])
+    assert sentence in answer["error"]["message"]
+
+
+async def test_an_error_does_not_quote_a_megabyte(client):
+    status, answer = await post_large(
+        client, "/v1/completions", {"prompt": "a", "model": "m" * MILLION}
+    )
+    assert status == 404
+    assert len(answer["error"]["message"]) == 2000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"text":' * 100_000,
+        b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"n": ' + b"9" * 100_000 + b"}",
+    ],
+)
+async def test_json_nested_or_long_without_end_is_refused(client, data):
+    async with client.post("/generate", data=data) as response:
+        assert response.status == 400
+        assert "not valid JSON" in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("part", [b"[],", b'{"a":1},', b'"a",:'])
+async def test_a_body_of_too_many_parts_is_not_even_parsed(client, part):
+    data = b'{"text": [' + part * MILLION
+    async with client.post("/generate", data=io.BytesIO(data)) as response:
+        assert response.status == 400
+        assert "more than 500000" in (await response.json())["error"]["message"]
+
+
+def _conversation(num_calls: int) -> dict:
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    calls = [{"id": f"c{i}", "type": "function", "function": function} for i in range(num_calls)]
+    return {"messages": [*MESSAGE, {"role": "assistant", "tool_calls": calls}, *MESSAGE]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", _conversation(40_000)),
+        ("/v1/chat/completions", {"messages": MESSAGE * 8000}),
+        ("/v1/completions", {"prompt": [7] * 10 * MILLION}),
+        ("/generate", {"input_ids": [7] * 10 * MILLION}),
+        ("/generate", {"text": "so it goes on " * (2 * MILLION)}),
+        ("/abort_request", {"rid": "a", "beside": [7] * 10 * MILLION}),
+    ],
+    ids=["calls", "messages", "prompt", "ids", "text", "abort"],
+)
+async def test_a_body_of_megabytes_is_read_beside_the_loop(client, path, body):
+    # That nothing else waits for it, `tests/loop_watch.py` sees.
+    assert (await post_large(client, path, body))[0] in {200, 400}
+
+
+STREAM = {"input_ids": [5], "stream": True}
+END = [length(6)]
+BUFFER_BYTES = 4096  # the receive buffer of a client that reads slowly
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_client_that_goes_away_before_the_first_token_cancels(
+    client, backend, path, n, is_stream
+):
+    backend.script = say(asyncio.Event())
+    body = ROUTES[path] | {"n": n, "stream": is_stream}
+    async with asyncio.timeout(PATIENCE_S):
+        async with connected(client, request(path, body)):
+            await backend.until(lambda: len(backend.aborts) == n)
+        await backend.until(lambda: len(backend.cancelled) == n)
+
+
+async def test_a_client_that_goes_away_in_a_stream_cancels(client, backend):
+    backend.script = say([5], asyncio.Event())
+    async with asyncio.timeout(PATIENCE_S):
+        async with connected(client, request("/generate", STREAM)) as leaving:
+            await leaving.reader.readuntil(b"data: ")
+        await backend.until(lambda: backend.cancelled)
+
+
+async def test_a_client_that_does_not_read_is_cut_off_and_others_are_served(backend):
+    backend.script = lambda asked: itertools.repeat([5]) if asked.prompt_ids == [5] else END
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        serve(backend, FrontendOptions(stall_timeout_s=0.3)) as client,
+        connected(client, request("/generate", STREAM), BUFFER_BYTES),
+    ):
+        await backend.until(lambda: backend.num_yielded > 100)
+        assert (await post(client, "/generate", {"input_ids": [6]}))[0] == 200
+        await backend.until(lambda: backend.cancelled)
+        # What is held for it: the kernel's buffers (256 KiB asked for, doubled) and aiohttp's.
+        size_bytes = sum(250 + 4 * index for index in range(backend.num_yielded))
+        assert size_bytes < 3 * 1024 * 1024
+
+
+async def test_a_client_that_reads_again_gets_everything(backend):
+    count = 3000
+    backend.script = lambda _: itertools.chain(itertools.repeat([5], count), END)
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        serve(backend, FrontendOptions(incremental_streaming_output=True)) as client,
+        connected(client, request("/generate", STREAM), BUFFER_BYTES) as slow,
+    ):
+        await backend.until(lambda: backend.num_yielded > 1000)
+        seen = (await slow.reply()).body
+    assert seen.endswith(b"data: [DONE]\n\n")
+    assert seen.count(b'"output_ids":[5]') == count
+
+
+@pytest.mark.usefixtures("logs")
+async def test_a_bug_in_a_stream_cuts_the_connection(client, backend):
+    backend.script = say([81], "no step at all")
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        connected(client, request("/generate", STREAM)) as cut,
+    ):
+        await cut.reader.readuntil(b"data: ")
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await cut.reader.readuntil(b"[DONE]")
+
+
+async def test_a_port_in_use_is_named():
+    with listen("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        with pytest.raises(ConfigInvalid, match=f"port {port} on 127.0.0.1 is in use"):
+            listen("127.0.0.1", port)
+
+
+def test_an_address_of_another_machine_is_named():
+    with pytest.raises(ConfigInvalid, match=r"cannot listen on 192\.0\.2\.1"):
+        listen("192.0.2.1", 0)
+
+
+def test_ipv6_addresses_are_listened_on():
+    with listen("::1", 0) as sock:
+        assert sock.family == socket.AF_INET6

@@ -1,13 +1,16 @@
-import asyncio
-import hashlib
-import math
+"""What a request brings beside its prompt: who sent it, how long they wait, sampling parameters."""
 
+import asyncio
+import dataclasses
+import hashlib
+
+import msgspec
 import pytest
 
 from tandem.frontend.body import session_of
-from tandem.frontend.caller import wait_of
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.wire.errors import Overloaded
+from tandem.wire.generation import SamplingDefaults
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say
 from tests.frontend.helpers import ROUTES, LoopClock, events, post
@@ -55,20 +58,6 @@ async def test_a_refusal_says_when_to_come_back(client, backend):
     backend.script = say(Overloaded("the line is full", retry_after_s=17))
     async with client.post("/generate", json=GENERATE) as response:
         assert (response.status, response.headers["Retry-After"]) == (429, "17")
-
-
-@pytest.mark.parametrize(
-    ("headers", "wait_s"),
-    [
-        ({}, None),
-        ({"X-Stainless-Read-Timeout": "600", "X-Stainless-Timeout": "NOT_GIVEN"}, 600.0),
-        ({"X-Envoy-Expected-Rq-Timeout-Ms": "15000"}, 15.0),
-        ({"X-Stainless-Timeout": "20", "X-Request-Timeout-Ms": "1500"}, 1.5),
-    ],
-)
-def test_what_clients_say_of_themselves_is_read_and_the_least_counts(headers, wait_s):
-    found = wait_of(headers)
-    assert found == wait_s or math.isclose(found, wait_s)
 
 
 # Below what aiohttp's client waits for, 300 s of the same clock.
@@ -153,3 +142,67 @@ async def test_every_route_tells_the_backend_the_session(client, backend, path):
     await (await client.post(path, json=ROUTES[path], headers={"x-session-id": "s"})).read()
     await (await client.post(path, json=ROUTES[path] | {"user": "u"})).read()
     assert [request.session for request in backend.requests] == ["s", "u"]
+
+
+OF_MODEL = SamplingDefaults(
+    temperature=0.25, top_p=0.5, top_k=7, min_p=0.125, repetition_penalty=1.5
+)
+NAMES = OF_MODEL.__struct_fields__
+
+
+@pytest.fixture
+def model(backend):
+    """A model that comes with defaults of its own."""
+    backend.script = say(length(5))
+    backend.served = dataclasses.replace(backend.served, default_sampling=OF_MODEL)
+
+
+async def sampling_of(client, backend, path: str, body: dict) -> SamplingDefaults:
+    """Return what the engine is asked for."""
+    backend.requests.clear()
+    status, answer = await post(client, path, ROUTES[path] | body)
+    assert status == 200, answer
+    [request] = backend.requests
+    return SamplingDefaults(**{name: getattr(request.sampling, name) for name in NAMES})
+
+
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize("path", ROUTES)
+async def test_what_a_request_leaves_out_is_as_the_model_has_it(client, backend, path):
+    assert await sampling_of(client, backend, path, {}) == OF_MODEL
+    assert await sampling_of(client, backend, path, dict.fromkeys(NAMES)) == OF_MODEL
+
+
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", 0), ("top_p", 1), ("top_k", -1), ("min_p", 0), ("repetition_penalty", 1)],
+)
+async def test_what_a_request_sets_wins(client, backend, path, name, value):
+    asked = await sampling_of(client, backend, path, {name: value})
+    assert asked == msgspec.structs.replace(OF_MODEL, **{name: value})
+
+
+@pytest.mark.usefixtures("model")
+async def test_what_stands_in_sampling_params_wins(client, backend):
+    for part, expected in (({"top_k": 3}, 3), ({"top_k": None}, 7), ({}, 5)):
+        body = {"top_k": 5, "sampling_params": part}
+        assert (await sampling_of(client, backend, "/generate", body)).top_k == expected
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_model_without_defaults_leaves_those_of_the_api(client, backend, path):
+    backend.script = say(length(5))
+    assert await sampling_of(client, backend, path, {}) == SamplingDefaults()
+    plain = SamplingDefaults(
+        temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0
+    )
+    assert SamplingDefaults() == plain
+
+
+@pytest.mark.usefixtures("model")
+async def test_the_defaults_in_force_are_shown(client):
+    async with client.get("/model_info") as response:
+        info = await response.json()
+    assert info["default_sampling_params"] == msgspec.to_builtins(OF_MODEL)

@@ -1,15 +1,30 @@
+"""What the edge measures: threads that read bodies, tokens, times, outcomes."""
+
 import asyncio
 import json
 import threading
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 
+from tandem.frontend import transcript
+from tandem.frontend.answering import Answer
 from tandem.frontend.app import create_app
+from tandem.frontend.detokenizer import NoText
 from tandem.frontend.edge import EDGE, INLINE_BYTES, MAX_READERS
-from tandem.wire.errors import NoNodeAvailable
+from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.sampling import TextRules
+from tandem.frontend.timings import Timings
+from tandem.frontend.transcript import Transcript
+from tandem.wire.errors import NoNodeAvailable, Overloaded
+from tandem.wire.generation import Phase
+from tandem.wire.messages import TokenDelta
 from tests.frontend.conftest import serve_app
 from tests.frontend.fakes import FakeBackend, length, say
+from tests.frontend.helpers import post
 from tests.patience import PATIENCE_S
 
 LARGE = b'{"text": "' + b"a" * INLINE_BYTES + b'"}'
@@ -72,3 +87,238 @@ async def test_every_generation_is_reported_with_its_outcome(backend, steps, out
     assert first["meta_info"]["cached_tokens"] == report.num_cached_tokens == 1
     assert report.outcome == outcome
     assert report.num_output_tokens == (2 if outcome == "finished" else 1)
+
+
+def gaps(metrics) -> dict[str, float]:
+    name = "tandem_edge_inter_token_latency_seconds"
+    (family,) = [
+        family for family in text_string_to_metric_families(metrics.render()) if family.name == name
+    ]
+    return {
+        sample.labels.get("le", sample.name.removeprefix(name)): sample.value
+        for sample in family.samples
+    }
+
+
+def reading(metrics):
+    """Return a function that has so many tokens come together, in one generation."""
+    reader = Transcript(TextRules(), NoText(), Answer(), metrics.gaps)
+    reader.has_room = True
+    return lambda num_tokens: reader.take_ordinary([5] * num_tokens)
+
+
+def test_tokens_that_come_together_each_have_their_share(monkeypatch):
+    now = iter((100.0, 100.25, 101.0))
+    monkeypatch.setattr(transcript, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    metrics = FrontendMetrics()
+    come = reading(metrics)
+    for num_tokens in (1, 1, 3):
+        come(num_tokens)
+    assert gaps(metrics)["_count"] == 4
+    assert gaps(metrics)["+Inf"] == 4
+    assert gaps(metrics)["0.3"] - gaps(metrics)["0.2"] == 4
+    assert gaps(metrics)["_sum"] == 1.0
+
+
+def test_the_first_tokens_of_a_generation_have_no_gap_before_them():
+    metrics = FrontendMetrics()
+    reading(metrics)(1)
+    assert gaps(metrics)["_count"] == 0
+    reading(metrics)(3)
+    assert gaps(metrics)["_count"] == gaps(metrics)["0.001"] == 2
+    assert gaps(metrics)["_sum"] == 0
+
+
+def test_prometheus_is_told_of_each_gap_once():
+    metrics = FrontendMetrics()
+    come = reading(metrics)
+    for _ in range(5):
+        come(1)
+        metrics.gather()
+    assert gaps(metrics)["_count"] == 4
+    buckets = [value for le, value in gaps(metrics).items() if le[0].isdigit()]
+    assert buckets == sorted(buckets), "cumulative"
+
+
+async def told(client) -> dict[str, float]:
+    """Return what the edge counted of a single route, by name, and of its answers by status."""
+    async with client.get("/metrics") as response:
+        families = text_string_to_metric_families(await response.text())
+        samples = [sample for family in families for sample in family.samples]
+    return {
+        sample.labels.get("status", sample.name): sample.value
+        for sample in samples
+        if sample.labels.get("route", "/generate") == "/generate"
+    }
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_client_that_leaves_is_counted_with_the_tokens_it_was_given(
+    client, backend, is_stream
+):
+    backend.script = say([5], [6, 7], asyncio.Event())
+    body = {"input_ids": [1, 2, 3], "stream": is_stream}
+    asking = asyncio.ensure_future(client.post("/generate", json=body))
+    async with asyncio.timeout(PATIENCE_S):
+        await backend.until(lambda: backend.num_yielded == 2)
+        if is_stream:
+            (await asking).close()
+        asking.cancel()
+        await backend.until(lambda: backend.cancelled)
+        while "499" not in (counted := await told(client)):  # noqa: ASYNC110 - over HTTP
+            await asyncio.sleep(0)
+    assert counted["499"] == 1
+    assert counted["tandem_edge_prompt_tokens_total"] == 3
+    assert counted["tandem_edge_output_tokens_total"] == 3
+    assert counted["tandem_edge_generations_running"] == 0
+
+
+async def test_the_prompt_of_a_refused_request_is_not_taken_in(client, backend):
+    backend.script = say(Overloaded("the queue is full"))
+    assert (await post(client, "/generate", {"input_ids": [1, 2, 3]}))[0] == 429
+    assert (await told(client))["tandem_edge_prompt_tokens_total"] == 0
+    backend.script = say([5], Overloaded("lost"))
+    await post(client, "/generate", {"input_ids": [1, 2, 3]})
+    counted = await told(client)
+    assert counted["tandem_edge_prompt_tokens_total"] == 3
+    assert counted["tandem_edge_output_tokens_total"] == 1
+
+
+async def test_a_prompt_without_an_answer_is_taken_in(client):
+    body = {"prompt": [1, 2, 3], "max_tokens": 0, "echo": True, "logprobs": 1}
+    assert (await post(client, "/v1/completions", body))[0] == 200
+    assert (await told(client))["tandem_edge_prompt_tokens_total"] == 3
+
+
+ROW = ["tokenize", "queue", "pair", "reserve", "prefill_queue", "prefill"]
+
+
+class Clock:
+    def __init__(self):
+        self.now = 50.0
+
+    def __call__(self):
+        return self.now
+
+
+def delta(*phases, token_ids=(), cached=0, by_tier=None):
+    return TokenDelta(
+        request_id="r",
+        attempt=0,
+        index=0,
+        token_ids=list(token_ids),
+        cached_tokens=cached,
+        cached_by_tier=by_tier or {},
+        phases=list(phases),
+    )
+
+
+def durations(report):
+    return {phase["name"]: phase["duration_s"] for phase in report.phases}
+
+
+def started(clock):
+    timings = Timings(50.0, clock=clock)
+    clock.now = 51.0
+    timings.sent()
+    return timings
+
+
+def test_phases_up_to_the_first_token_add_up_to_its_time():
+    clock = Clock()
+    timings = started(clock)
+    clock.now = 58.0
+    timings.came(
+        delta(
+            Phase("queue", 0.0, 1.0),
+            Phase("pair", 1.0, 0.5, "http://d"),
+            Phase("reserve", 1.5, 0.5, "http://p"),
+            Phase("prefill_queue", 2.0, 0.25, "http://p"),
+            Phase("prefill", 2.25, 3.0, "http://p"),
+            Phase("prefill_chunk", 2.25, 3.0, "http://p"),
+            token_ids=[7],
+            cached=3,
+            by_tier={"host": 2},
+        )
+    )
+    clock.now = 58.5
+    assert timings.token_read() == 8.5
+    clock.now = 60.0
+    timings.came(delta(Phase("landed", 2.0, 4.5, "http://d")))
+    timings.num_output_tokens = 9
+    report = timings.report("r", 12)
+    assert durations(report) == {
+        "tokenize": 1.0,
+        "queue": 1.0,
+        "pair": 0.5,
+        "reserve": 0.5,
+        "prefill_queue": 0.25,
+        "prefill": 3.0,
+        "link": 1.75,
+        "detokenize": 0.5,
+        "stream": 1.5,
+    }
+    assert [phase["name"] for phase in report.beside] == ["prefill_chunk", "landed"]
+    assert report.beside[1]["start_s"] == 3.0
+    assert (report.ttft_s, report.e2e_s, report.num_attempts) == (8.5, 10.0, 1)
+    assert (report.prefill, report.decode) == ("http://p", "http://d")
+    assert (report.num_prompt_tokens, report.num_cached_tokens) == (12, 3)
+    assert report.cached_by_tier == {"host": 2}
+    assert report.num_output_tokens == 9
+
+
+def test_a_request_is_over_with_its_last_token_however_late_it_is_reported():
+    clock = Clock()
+    timings = started(clock)
+    timings.came(delta(token_ids=[1]))
+    timings.token_read()
+    clock.now = 53.0
+    assert timings.ended() == 3.0
+    clock.now = 60.0  # another choice of the same answer took so long
+    report = timings.report("r", 1)
+    assert (report.e2e_s, durations(report)["stream"]) == (3.0, 2.0)
+
+
+def test_attempts_after_the_first_token_stand_beside_the_phases():
+    clock = Clock()
+    timings = started(clock)
+    clock.now = 52.0
+    timings.came(delta(Phase("pair", 0.0, 0.5, "d1"), token_ids=[1]))
+    timings.token_read()
+    clock.now = 56.0
+    timings.came(delta(Phase("lost_attempt", 0.5, 2.0), Phase("pair", 2.5, 0.5, "d2")))
+    report = timings.report("r", 1)
+    assert [phase["name"] for phase in report.beside] == ["lost_attempt", "pair"]
+    assert (report.num_attempts, report.decode) == (2, "d2")
+    assert durations(report)["stream"] == 4.0
+
+
+times = st.floats(0, 5, allow_nan=False)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(ROW[1:]), times, times), max_size=8),
+    times,
+    times,
+    times,
+    times,
+)
+def test_whatever_nodes_tell_the_sums_hold(told, sent, first, read, rest):
+    clock = Clock()
+    timings = Timings(50.0, clock=clock)
+    clock.now += sent
+    timings.sent()
+    clock.now += first
+    timings.came(delta(*(Phase(*each) for each in told), token_ids=[1]))
+    clock.now += read
+    timings.token_read()
+    clock.now += rest
+    report = timings.report("r", 1)
+    assert all(phase["duration_s"] >= 0 for phase in report.phases)
+    until_first = sum(phase["duration_s"] for phase in report.phases[:-1])
+    assert report.phases[-1]["name"] == "stream"
+    assert until_first == pytest.approx(report.ttft_s, abs=1e-4)
+    assert until_first + report.phases[-1]["duration_s"] == pytest.approx(report.e2e_s, abs=1e-4)
+    ends = [phase["start_s"] + phase["duration_s"] for phase in report.phases]
+    starts = [phase["start_s"] for phase in report.phases[1:]]
+    assert starts == pytest.approx(ends[:-1], abs=1e-4)

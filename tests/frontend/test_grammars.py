@@ -40,6 +40,7 @@ def test_all_apis_take_the_native_fields(fields, grammar):
     [
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
+        ({"response_format": {"type": "json_object", "json_schema": {}}}, ANY_OBJECT),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
             OF_SCHEMA,
@@ -90,7 +91,7 @@ LONG = "a" * (MAX_GRAMMAR_BYTES + 1)
         ({"regex": "a", "guided_regex": "b"}, "regex and guided_regex: only one"),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-            "structured_outputs.regex and response_format: only one",
+            "structured_outputs and response_format: only one",
         ),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "only one of these"),
         ({"structured_outputs": "a"}, "structured_outputs: must be an object"),
@@ -110,13 +111,13 @@ LONG = "a" * (MAX_GRAMMAR_BYTES + 1)
         ({"guided_choice": ["a", ""]}, "guided_choice: must be a list of strings"),
         ({"guided_choice": ["é" * 1000] * 40}, "guided_choice: has 80041 bytes"),
         ({"response_format": "json_object"}, "response_format: must be an object"),
-        ({"response_format": {}}, "response_format.type: must be 'text'"),
+        ({"response_format": {}}, "response_format.type: is missing"),
         ({"response_format": {"type": ["x"]}}, "response_format.type: must be 'text'"),
-        ({"response_format": {"type": "structural_tag"}}, "not 'structural_tag'"),
-        ({"response_format": {"type": "json_schema"}}, "json_schema: must be an object"),
+        ({"response_format": {"type": "structural_tag"}}, "type: must be 'text'"),
+        ({"response_format": {"type": "json_schema"}}, "needs a json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-            "response_format.json_schema.schema: is missing",
+            "response_format: type json_schema needs a json_schema with a schema",
         ),
     ],
 )

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SERVE = """
 import asyncio, sys
 from pathlib import Path
@@ -53,3 +55,20 @@ def test_no_request_imports_a_module(tokenizer_dir):
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import tandem.frontend.app, tandem.frontend.server", "torch transformers numpy"),
+        ("from tandem.frontend.reply_parser import reply_formats", "transformers"),
+        (
+            "from tandem.frontend.reply_parser import reply_formats\n"
+            "reply_formats('hermes', 'think').reply('', [{}])().push('a')",
+            "torch",
+        ),
+    ],
+)
+def test_large_libraries_are_imported_only_where_they_are_needed(code, absent):
+    code += f"\nimport sys; assert not {set(absent.split())} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -56,7 +56,7 @@ def test_the_result_does_not_depend_on_how_the_text_was_cut(text, stops, keep, p
     assert (shown, watch.matched) == reference_of_strings(text, stops, keep)
 
 
-@settings(max_examples=500, derandomize=False)
+@settings(max_examples=500)
 @given(overlapping(), st.booleans(), st.lists(st.integers(0, 20)))
 def test_of_overlapping_stops_the_first_to_end_wins_and_then_the_longest(drawn, keep, places):
     text, stops = drawn
@@ -64,13 +64,6 @@ def test_of_overlapping_stops_the_first_to_end_wins_and_then_the_longest(drawn, 
         for watch in (StopStrings(stops, keep), StopPatterns([any_of(stops)], keep)):
             shown = "".join([watch.push(piece) for piece in pieces]) + watch.finish()
             assert (shown, watch.matched) == reference_of_strings(text, stops, keep)
-
-
-def test_the_first_end_counts_and_not_the_first_start():
-    watch = StopStrings(["abcd", "bc"])
-    assert (watch.push("xabcd"), watch.matched) == ("xa", "bc")
-    watch = StopStrings(["c", "bc"])
-    assert (watch.push("abc"), watch.matched) == ("a", "bc")
 
 
 @given(SMALL, STOPS)

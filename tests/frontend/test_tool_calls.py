@@ -1,13 +1,21 @@
-"""Calls that a client forces: the grammar they follow, and the answer read back."""
+"""Calls of tools: forced ones with their grammar, and as the `openai` client sees them."""
 
 import json
+from contextlib import asynccontextmanager
 
+import openai
 import pytest
 import xgrammar
 from xgrammar.testing import _is_grammar_accept_string as accepts
 
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.reply_parser import reply_formats
 from tandem.frontend.tool_calls import message, read_choice
 from tandem.wire.errors import InvalidRequest
+from tandem.wire.generation import Grammar
+from tests.frontend.conftest import serve
+from tests.frontend.fakes import say, stop
+from tests.frontend.helpers import each
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
 SHARED = {
@@ -92,7 +100,9 @@ def test_calls_that_are_not_parallel_are_one():
 
 def test_required_calls_that_are_cut_short_are_content():
     choice = read_choice(TOOLS, "required", is_parallel=True)
-    assert reads(choice, '[{"na')["content"] == '[{"na'
+    reply = choice.reply(None)
+    assert message([*reply.push('[{"na'), *reply.finish()])["content"] == '[{"na'
+    assert reply.finish_reason == "stop"  # not `tool_calls`: there are none
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
@@ -129,3 +139,150 @@ def test_a_choice_that_cannot_be_is_refused(name):
 def test_definitions_that_are_no_object_are_refused(place, defs):
     with pytest.raises(InvalidRequest, match="must be an object of schemas"):
         read_choice([tool("go", {"type": "object", place: defs})], "required", is_parallel=True)
+
+
+CHAT = [{"role": "user", "content": "Weather in Rome?"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+ARGUMENTS = '{"city": "Rome"}'
+SAID = f'<think>Hm.</think>I look.\n<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+FORMATS = FrontendOptions(reply_formats=reply_formats("hermes", "qwen3"))
+
+
+@asynccontextmanager
+async def client_of(backend, options: FrontendOptions | None = None):
+    async with serve(backend, options) as server:
+        base = str(server._base_url / "v1")
+        async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as sdk:
+            yield sdk
+
+
+def speak(backend, text: str) -> None:
+    backend.script = say(*each(backend.served.tokenizer, text), stop(2))
+
+
+async def ask(sdk, **fields):
+    """Return the message and the finish reason, whole and as streaming adds them up."""
+    answer = await sdk.chat.completions.create(model="smol", messages=CHAT, **fields)
+    async with sdk.chat.completions.stream(model="smol", messages=CHAT, **fields) as stream:
+        streamed = await stream.get_final_completion()
+    seen = []
+    for choice in (answer.choices[0], streamed.choices[0]):
+        said = choice.message.model_dump(exclude_none=True)
+        calls = said.pop("tool_calls", [])
+        functions = [call["function"] for call in calls]
+        told = [(function["name"], function["arguments"]) for function in functions]
+        kept = {name: said[name] for name in ("content", "reasoning_content") if said.get(name)}
+        seen.append((kept, told, choice.finish_reason))
+    assert seen[0] == seen[1]
+    return seen[0]
+
+
+async def test_calls_and_thoughts_are_told_apart(backend):
+    speak(backend, SAID)
+    async with client_of(backend, FORMATS) as sdk:
+        said, calls, reason = await ask(sdk, tools=WEATHER)
+    assert said == {"content": "I look.", "reasoning_content": "Hm."}
+    assert (calls, reason) == ([("weather", ARGUMENTS)], "tool_calls")
+
+
+async def test_without_formats_all_is_content(backend):
+    speak(backend, SAID)
+    async with client_of(backend) as sdk:
+        assert await ask(sdk, tools=WEATHER) == ({"content": SAID}, [], "stop")
+
+
+async def test_a_named_tool_is_called_by_its_schema(backend):
+    speak(backend, ARGUMENTS)
+    choice = {"type": "function", "function": {"name": "weather"}}
+    async with client_of(backend) as sdk:
+        said, calls, reason = await ask(sdk, tools=WEATHER, tool_choice=choice)
+    assert (said, calls, reason) == ({}, [("weather", ARGUMENTS)], "stop")
+    text = json.dumps(SCHEMA, separators=(",", ":"))
+    assert backend.requests[0].sampling.grammar == Grammar(kind="json_schema", text=text)
+
+
+async def test_calls_that_are_not_parallel_are_the_first_one(backend):
+    call = SAID.partition("I look.\n")[2]
+    other = call.replace("Rome", "Oslo")
+    speak(backend, f"I look.\n{call}\n{other}")
+    async with client_of(backend, FORMATS) as sdk:
+        said, calls, reason = await ask(sdk, tools=WEATHER, parallel_tool_calls=False)
+        _, both, _ = await ask(sdk, tools=WEATHER)
+    assert (said, reason) == ({"content": "I look."}, "tool_calls")
+    assert calls == [("weather", ARGUMENTS)] == both[:1]
+    assert len(both) == 2
+
+
+KIMI_CALL = "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+FORCED = f'{{"name": "weather", "parameters": {ARGUMENTS}}}'
+# What a model is made to write, by the choice of tools, and how many calls that is.
+KIMI = {
+    "auto": (None, f"<|tool_calls_section_begin|>{KIMI_CALL * 2}<|tool_calls_section_end|>", 2),
+    "required": ("required", f"[{FORCED}, {FORCED}]", 2),
+    "named": ({"type": "function", "function": {"name": "weather"}}, ARGUMENTS, 1),
+}
+
+
+def asked_before(*numbers: int) -> list[dict]:
+    """A conversation with so many calls in each of its turns."""
+    turns = []
+    for number in numbers:
+        calls = [{"id": f"c{i}", "function": {"name": "f", "arguments": ""}} for i in range(number)]
+        results = [{"role": "tool", "tool_call_id": f"c{i}", "content": ""} for i in range(number)]
+        turns += [*CHAT, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    return [*turns, *CHAT]
+
+
+async def call_ids(sdk, messages, **fields) -> list[str]:
+    """Return the ids of the calls of an answer, which a stream has as well."""
+    fields |= {"model": "smol", "messages": messages, "tools": WEATHER}
+    whole = await sdk.chat.completions.create(**fields)
+    async with sdk.chat.completions.stream(**fields) as stream:
+        streamed = await stream.get_final_completion()
+    told, streamed_ids = [
+        [call.id for call in answer.choices[0].message.tool_calls] for answer in (whole, streamed)
+    ]
+    assert told == streamed_ids
+    return told
+
+
+@pytest.mark.parametrize("name", KIMI)
+async def test_calls_of_kimi_k2_are_numbered_over_the_conversation(backend, name):
+    choice, text, count = KIMI[name]
+    fields = {} if choice is None else {"tool_choice": choice}
+    speak(backend, text)
+    async with client_of(
+        backend, FrontendOptions(reply_formats=reply_formats("kimi_k2", ""))
+    ) as sdk:
+        for before in ([], [1], [2, 1]):
+            first = sum(before)
+            expected = [f"functions.weather:{first + i}" for i in range(count)]
+            assert await call_ids(sdk, asked_before(*before), **fields) == expected
+
+
+async def test_log_probabilities_stay_beside_a_call(backend):
+    speak(backend, SAID)
+    async with client_of(backend, FORMATS) as sdk:
+        chunks = await sdk.chat.completions.create(
+            model="smol", messages=CHAT, tools=WEATHER, logprobs=True, stream=True
+        )
+        told = [chunk.choices[0].logprobs async for chunk in chunks]
+    tokens = [token.token for part in told if part is not None for token in part.content]
+    assert "".join(tokens).removesuffix("<|im_end|>") == SAID
+
+
+async def test_a_forced_call_beside_another_grammar_is_refused(backend):
+    async with client_of(backend) as sdk:
+        with pytest.raises(openai.BadRequestError, match="cannot be forced beside"):
+            await ask(
+                sdk, tools=WEATHER, tool_choice="required", response_format={"type": "json_object"}
+            )
+
+
+async def test_a_kept_stop_token_is_no_part_of_a_forced_call(backend):
+    speak(backend, f"[{FORCED}]")
+    kept = {"include_stop_str_in_output": True}
+    async with client_of(backend) as sdk:
+        said, calls, reason = await ask(sdk, tools=WEATHER, tool_choice="required", extra_body=kept)
+    assert (said, calls, reason) == ({}, [("weather", ARGUMENTS)], "tool_calls")

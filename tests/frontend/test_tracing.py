@@ -12,8 +12,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 from tandem.frontend import tracing
-from tandem.frontend.options import FrontendOptions, HttpOptions
-from tandem.frontend.tracing import Tracing, checked_endpoint
+from tandem.frontend.options import FrontendOptions, HttpOptions, checked_endpoint
+from tandem.frontend.tracing import Tracing
 from tandem.wire.errors import ConfigInvalid, NoNodeAvailable
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import say
@@ -72,13 +72,12 @@ async def test_a_request_is_one_trace_below_the_callers_span(backend, collector)
     async with serve(backend, options(collector)) as client:
         body = {"text": "Hello", "max_new_tokens": 3}
         async with client.post("/generate", json=body, headers={"traceparent": TRACEPARENT}) as got:
-            answer, told = await got.json(), got.headers["traceparent"]
+            answer = await got.json()
     # The app has ended: all of it was sent.
     (root,) = collector.named("POST /generate")
     (generation,) = collector.named("generation")
     assert {span.trace_id.hex() for span in collector.spans} == {TRACE_ID}
     assert root.parent_span_id.hex() == PARENT
-    assert told == f"00-{TRACE_ID}-{root.span_id.hex()}-01"
     assert generation.parent_span_id == root.span_id
     phases = [span for span in collector.spans if span.parent_span_id == generation.span_id]
     names = [span.name for span in sorted(phases, key=lambda span: span.start_time_unix_nano)]
@@ -97,9 +96,7 @@ async def test_a_trace_that_its_caller_does_not_record_is_not_sent(backend, coll
         headers = {"traceparent": TRACEPARENT[:-1] + "0"}
         body = {"text": "Hello", "max_new_tokens": 1}
         async with client.post("/generate", json=body, headers=headers) as got:
-            assert got.headers["traceparent"].endswith("-00")
-        async with client.get("/health") as got:
-            assert "traceparent" not in got.headers
+            assert got.status == 200
     assert collector.spans == []
 
 

@@ -12,7 +12,8 @@ from tandem.engine.cuda_graphs import GraphRunner, is_recording, make_runner
 from tandem.engine.kv_pool import make_pool
 from tandem.engine.launcher import ModelLauncher
 from tandem.engine.model import load_model
-from tests.engine.test_core import PAGE, ask, make_engine, prompts, run
+from tests.engine.test_core import PAGE, make_engine, prompts
+from tests.one_engine import ask, run
 from tests.tiny_models import CONFIGS
 
 pytestmark = pytest.mark.gpu

@@ -3,11 +3,11 @@
 import itertools
 import select
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from tandem.kvtier.memory import Loan
-from tandem.kvtier.stack import TierStack
+from tandem.kvtier.stack import TierEvent, TierStack
 from tandem.kvtier.tier import NEVER_S, TierFailed
 from tandem.wire.channel import Waker
 from tandem.wire.messages import TierLoad
@@ -141,15 +141,23 @@ class Rig:
 
     def __init__(self, *tiers: FakeTier, timeout_s: float = PATIENCE_S, max_pages: int = 64):
         self.pool, self.waker = FakePool(), Waker()
+        self._reported = deque[TierEvent]()
         self.stack = TierStack(
             tiers,
             self.pool,
-            self.waker,
+            self._report,
             timeout_s=timeout_s,
             max_staged_bytes=2 * max_pages * PAGE_BYTES,
             page_size=PAGE_SIZE,
         )
-        self._told = []
+
+    def _report(self, event: TierEvent) -> None:
+        self._reported.append(event)
+        self.waker.wake()
+
+    def events(self) -> list[TierEvent]:
+        """Return what was reported since the last look."""
+        return [self._reported.popleft() for _ in range(len(self._reported))]
 
     def __enter__(self):
         return self
@@ -160,15 +168,13 @@ class Rig:
 
     def next(self):
         """Return the next event, as soon as the waker says there is one."""
-        while not self._told:
-            assert select.select([self.waker], [], [], PATIENCE_S)[0], "nothing was told"
+        while not self._reported:
+            assert select.select([self.waker], [], [], PATIENCE_S)[0], "nothing was reported"
             self.waker.clear()
-            self._told += self.stack.events()
-        return self._told.pop(0)
+        return self._reported.popleft()
 
     def has_more(self) -> bool:
-        self._told += self.stack.events()
-        return bool(self._told)
+        return bool(self._reported)
 
     def fetch(self, of: Sequence[PageKey], number: int = 1):
         self.stack.fetch(number, of)

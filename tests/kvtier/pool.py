@@ -1,27 +1,19 @@
-"""A pool's pages as a tier is given them, and keys and bytes for tests."""
+"""Pages as large as a store keeps them, and their keys."""
 
 import random
-from collections.abc import Sequence
 
 from tandem.wire.prefixes import PageKey, PageSpace, page_keys
+from tests.kvtier.fakes import FakePool
 
 PAGE_BYTES = 64 << 10
 SPACE = PageSpace("model", "float32", 128)
 
 
-class SmallPool:
-    """Knows how large a page is and gives memory; what it holds is nobody's matter here."""
+class SmallPool(FakePool):
+    """A pool whose pages no store reads or writes."""
 
-    page_bytes = PAGE_BYTES
-
-    def host_memory(self, num_bytes: int) -> memoryview:
-        return memoryview(bytearray(num_bytes))
-
-    def read(self, page_ids: Sequence[int], into: Sequence[memoryview]) -> None:
-        raise AssertionError("no tier reads the pool")
-
-    def write(self, page_ids: Sequence[int], pages: Sequence[memoryview]) -> None:
-        raise AssertionError("no tier writes the pool")
+    def __init__(self) -> None:
+        super().__init__(0, PAGE_BYTES)
 
 
 def some_keys(num_pages: int, salt: str = "") -> list[PageKey]:

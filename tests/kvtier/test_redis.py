@@ -117,6 +117,27 @@ def test_what_is_there_is_not_written_again(server, tier_at):
     assert b"calls=9," in server.ask("INFO", "commandstats").partition(b"cmdstat_set:")[2]
 
 
+def test_memory_that_cannot_be_had_in_the_middle_of_a_get_loses_no_piece(
+    server, tier_at, monkeypatch
+):
+    tier, keys, pages = tier_at(server.url), some_keys(4), some_pages(4)
+    tier.put(keys, pages)
+    left, take = [1, 1], tier._memory.take
+
+    def scarce():
+        if not left:
+            raise RuntimeError("the device pins no more memory")
+        left.pop()
+        return take()
+
+    monkeypatch.setattr(tier._memory, "take", scarce)
+    with pytest.raises(RuntimeError):
+        tier.get(keys)
+    assert not tier._memory.num_lent
+    monkeypatch.undo()
+    assert got(tier, keys) == pages
+
+
 def test_many_threads_may_call_it_at_once(server, tier_at):
     tier = tier_at(server.url)
     runs = [(some_keys(20, str(seed)), some_pages(20, seed)) for seed in range(8)]

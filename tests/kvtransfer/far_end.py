@@ -1,7 +1,7 @@
 """A decode pool in a process of its own, for tests that kill or stop it, or its writer.
 
-`python far_end.py listen NAME` prints its offer and permits page 0 ... 7 to room 1.
-`python far_end.py write NAME` reads an offer and writes to it for ever, page after page.
+`far_end listen NAME` prints its offer and permits page 0 ... 7 to room 1.
+`far_end write NAME` reads an offer and writes to it for ever, page after page.
 """
 
 import os

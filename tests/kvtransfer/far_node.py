@@ -1,7 +1,7 @@
 """A prefill or a decode node without a model, in a process of its own: tests kill it, stop it, cut it off.
 
-`python far_node.py prefill|decode TRANSPORT HOST DIRECTORY calm|alert DESCRIPTOR` takes dicts from the connection with
-this descriptor: `do` names a method below, the rest are its arguments. It sends dicts: what its agent reports to its
+`far_node prefill|decode TRANSPORT HOST DIRECTORY calm|alert` takes dicts from the connection that is its standard
+input: `do` names a method below, the rest are its arguments. It sends dicts: what its agent reports to its
 role, and answers. It owns its pages as a role does, in a `KVCache`. A calm node takes no silence for a loss: it
 stays linked to whoever is alive on a machine that is slow. An alert one is as nodes are by default.
 """
@@ -209,8 +209,8 @@ class DecodeNode(Node):
         return {"is_untouched": bool((self.memory[sorted(self.marked)] == MARK).all())}
 
 
-def main(kind, transport, host, directory, mood, descriptor):
-    link = Connection(int(descriptor))
+def main(kind, transport, host, directory, mood):
+    link = Connection(sys.stdin.fileno())
     allowed = all_transports(transport, TransportConfig(host=host, directory=directory))
     heartbeat = {"calm": CALM, "alert": DEFAULT_HEARTBEAT}[mood]
     node = {"prefill": PrefillNode, "decode": DecodeNode}[kind](link, allowed, host, heartbeat)

@@ -1,14 +1,12 @@
 """Nodes in processes and namespaces of their own, and the words a test says to them."""
 
-import os
-import subprocess
-import sys
 from multiprocessing import Pipe
 from pathlib import Path
 
-FAR_NODE = Path(__file__).with_name("far_node.py")
-# Only a guard against a hang: nothing waits this long in a run that is well. Three nodes that import torch
-# for NCCL at once, on a machine that has more to do, were seen to take 20 s.
+from tests.fork_server import Forked
+
+FAR_NODE = "tests.kvtransfer.far_node"
+# Only a guard against a hang: nothing waits this long in a run that is well.
 GUARD_S = 120.0
 LOCAL = "127.0.0.1"
 
@@ -17,20 +15,15 @@ class FarNode:
     """A process of `far_node.py`.
 
     Args:
-        prefix: What begins its command, to run on another host.
+        namespace: A file of the network namespace that it runs in; empty for ours.
         mood: `alert` where a test is about silence.
     """
 
-    def __init__(self, kind, transport, directory, host=LOCAL, prefix=(), mood="calm"):
+    def __init__(self, kind, transport, directory, host=LOCAL, namespace="", mood="calm"):
         self._link, theirs = Pipe()
-        node = [FAR_NODE, kind, transport, host, directory, mood, theirs.fileno()]
         self.kind, self.host, self.port, self.region = kind, host, 0, ""
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, *map(str, node)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": "src:."},
-        )
+        argv = [FAR_NODE, kind, transport, host, str(directory), mood]
+        self.process = Forked(argv, stdin=theirs.fileno(), namespace=namespace)
         theirs.close()
         self._lines = []
 

@@ -116,7 +116,7 @@ if has_network():
             nodes.start(
                 kind,
                 host=network.addresses[kind],
-                prefix=("nsenter", f"--net={network.namespace(kind)}"),
+                namespace=network.namespace(kind),
                 mood=mood,
             )[0]
             for kind in ("prefill", "decode")

@@ -138,7 +138,7 @@ def test_a_room_granted_twice_costs_the_link_since_writes_of_the_first_go_on(lia
     liar.prefill.wait_until(lambda now: now.num_links == 0)
 
 
-@pytest.mark.parametrize("room", [Room(5), Room(-HUGE)])
+@pytest.mark.parametrize("room", [Room(5), Room(HUGE)])
 def test_a_withdraw_of_a_room_of_nobody_is_answered_and_the_link_stays(liar, room):
     liar.hello()
     liar.say(hand_off.Withdraw(epoch=Epoch(2), room=room))

@@ -1,5 +1,8 @@
+import contextlib
+import io
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ from safetensors.torch import load_file
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.profile import Profile, Simulation
+from tandem.node import checkpoint
 from tandem.node.checkpoint import EMBEDDED_NAME, model_name, resolve_model, sampling_defaults
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import SamplingDefaults
@@ -22,6 +26,18 @@ size 12345
 @pytest.fixture
 def model_dir(tiny_model, tmp_path):
     return shutil.copytree(tiny_model("llama"), tmp_path / "model")
+
+
+@pytest.fixture
+def converts_here(monkeypatch):
+    """Convert GGUF files in this process: one of its own imports transformers first, for seconds."""
+
+    def run(command, **_how):
+        with contextlib.redirect_stderr(io.StringIO()) as told:
+            status = checkpoint.main(*command[-3:])
+        return subprocess.CompletedProcess(command, status, stderr=told.getvalue())
+
+    monkeypatch.setattr(checkpoint.subprocess, "run", run)
 
 
 def refusal(path) -> str:
@@ -146,7 +162,10 @@ def test_what_is_no_gguf_in_spite_of_its_name_is_refused_at_once(tmp_path, data)
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_broken_gguf_leaves_nothing_behind_that_would_be_taken_for_a_model(tmp_path):
+@pytest.mark.filterwarnings("ignore")  # of transformers, about the file
+def test_a_broken_gguf_leaves_nothing_behind_that_would_be_taken_for_a_model(
+    converts_here, tmp_path
+):
     whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
     for data in (b"GGUF but not really", whole[: len(whole) // 2]):
         (tmp_path / "broken.gguf").write_bytes(data)
@@ -154,13 +173,17 @@ def test_a_broken_gguf_leaves_nothing_behind_that_would_be_taken_for_a_model(tmp
     assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == []
 
 
+@pytest.mark.slow
 def test_a_gguf_that_lacks_a_tensor_is_refused_by_its_name(tmp_path):
     lacking = write_gguf(tmp_path / "lacking.gguf", without="blk.1.ffn_down.weight")
     assert "model.layers.1.mlp.down_proj.weight" in refusal(lacking)
     assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == []
 
 
-def test_weights_of_a_gguf_are_rounded_to_no_smaller_type_than_was_asked_for(tmp_path):
+@pytest.mark.filterwarnings("ignore")
+def test_weights_of_a_gguf_are_rounded_to_no_smaller_type_than_was_asked_for(
+    converts_here, tmp_path
+):
     path = write_gguf(tmp_path / "model.gguf")
     exact = torch.from_numpy(tensors()["token_embd.weight"])
 

@@ -32,14 +32,14 @@ def test_familiar_flags_set_what_they_name(argv, field, value):
 
 
 def test_the_flags_of_sglangs_disaggregation_are_understood():
-    config, args = read(
+    config, meaningless = read(
         *["--model-path", "/m", "--served-model-name", "n", "--disaggregation-mode", "prefill"],
         *["--disaggregation-transfer-backend", "tcp", "--disaggregation-bootstrap-port", "5"],
         *["--disaggregation-ib-device", "mlx5_0", "--enable-metrics", "--tp", "1"],
     )
     assert (config.transfer.backend, config.transfer.bootstrap_port) == ("tcp", 5)
     assert config.served_model_name == "n"
-    assert args.meaningless == ["--disaggregation-ib-device", "--enable-metrics"]
+    assert meaningless == ["--disaggregation-ib-device", "--enable-metrics"]
 
 
 def test_a_node_on_a_gpu_takes_transports_that_reach_its_memory():

@@ -77,13 +77,7 @@ def test_a_node_with_requests_is_turned_only_when_it_is_drained():
     assert life.turn("prefill", num_left=0)
     assert (life.state, life.role) == (State.TURNING, "prefill")
     assert "turning into prefill" in life.describe()
-
-
-def test_an_idle_node_is_turned_at_once_and_to_what_it_is_not_at_all():
-    life = lived(Event.LOADED)
-    assert not life.turn("decode", num_left=5)
-    assert life.state is State.SERVING
-    assert life.turn("prefill", num_left=0)
+    assert not life.turn("prefill", num_left=5)
 
 
 def test_a_node_that_could_not_become_the_other_says_why_and_can_be_turned_back():
@@ -102,15 +96,6 @@ def test_a_node_with_both_roles_turns_into_neither():
         lived(Event.LOADED, role="colocated").turn("decode", num_left=0)
 
 
-def test_nothing_is_handed_over_before_the_deadline_and_once_after_it():
-    drain = Drain()
-    assert not drain.take_hand_over(100.0)
-    drain.begin(1, 30.0, 100.0)
-    assert not drain.take_hand_over(129.9)
-    assert drain.take_hand_over(130.0)
-    assert not drain.take_hand_over(131.0)
-
-
 def test_a_later_order_moves_the_deadline_and_is_answered_for_itself():
     drain = Drain()
     drain.begin(1, 30.0, 100.0)
@@ -120,15 +105,6 @@ def test_a_later_order_moves_the_deadline_and_is_answered_for_itself():
     assert drain.take_end(3, 101.0, is_read=True) is None
     assert drain.take_end(0, 101.0, is_read=True) == 2
     assert drain.take_end(0, 101.0, is_read=True) is None
-
-
-def test_one_that_was_ended_hands_nothing_over_and_says_nothing():
-    drain = Drain()
-    drain.begin(1, 0.0, 100.0)
-    drain.end()
-    assert not drain.is_on
-    assert not drain.take_hand_over(200.0)
-    assert drain.take_end(0, 200.0, is_read=True) is None
 
 
 def test_it_is_over_when_the_last_answers_were_read_or_had_their_time():

@@ -7,7 +7,7 @@ import pytest
 from tandem.engine.errors import DeviceLost
 from tandem.node.answers import Answers, Ticket
 from tandem.node.engine_process import Drain, Resume
-from tandem.node.loop import IDLE_WAIT_S, PROBE_INTERVAL_S, EngineLoop
+from tandem.node.loop import PROBE_INTERVAL_S, EngineLoop
 from tandem.node.metrics import Measures
 from tandem.wire.channel import DEFAULT_HEARTBEAT, Inbox, Link, Peer, Waker, wait
 from tandem.wire.errors import EngineFailed, InvalidRequest, Overloaded, PeerBehind, PeerLost
@@ -115,8 +115,6 @@ class Rig:
         self.journal = PrefixJournal()
         self.tiers = {"host": PrefixJournal(), "disk": PrefixJournal()}
         answers = Answers(self.inbox, EPOCH, self.journal, self.tiers)
-        self.waits: list[float] = []
-        self.turns = 0
         self.measures = Measures()
         self.role = RecordingRole(answers)
         self.drained: list[int] = []
@@ -128,19 +126,8 @@ class Rig:
             clock=lambda: self.now,
             measures=self.measures,
             on_drained=self.drained.append,
-            wait_s=self._wait_s,
-            turned=self._turned,
         )
         self.link: Link[FromEngine] = Link(self.inbox.address, FromEngine)
-
-    def _turned(self) -> None:
-        self.turns += 1
-        self.loop.stop()
-
-    def _wait_s(self, at_most_s: float) -> float:
-        self.waits.append(at_most_s)
-        self.loop.stop()
-        return 0.0
 
     def send(self, message) -> None:
         for _ in patiently():
@@ -217,13 +204,6 @@ def start(name: str) -> StartColocated:
     return StartColocated(request=request)
 
 
-def test_all_tokens_of_a_step_travel_in_one_message(rig):
-    rig.begin("a", "b")
-    while len(batch := rig.answer().deltas) < 2:
-        assert isinstance(batch, list)
-    assert [delta.request_id for delta in batch] == ["a", "b"]
-
-
 class Told:
     """An inbox that keeps what it is given to send."""
 
@@ -273,49 +253,22 @@ def test_ordinary_tokens_are_columns_and_what_follows_a_delta_is_one():
     assert (second.streams, second.indexes, second.token_ids, second.deltas) == ([1], [6], [60], [])
 
 
-def test_an_edge_worker_that_gave_no_number_gets_deltas_only():
-    inbox = Told()
-    answers = Answers(inbox, EPOCH)
-    answers.token(Ticket(Peer(b"edge"), RequestId("a"), 0), 3, [30])
-    answers.flush()
-    assert [d.token_ids for d in inbox.sent[0].deltas] == [[30]]
-    assert inbox.sent[0].streams == []
-
-
-def test_a_ping_is_answered_with_the_load_and_the_epoch(rig):
-    rig.send(Ping())
-    rig.pass_until(lambda: rig.link.socket.poll(0))
-    assert rig.answer() == Pong(epoch=EPOCH, load=NodeLoad())
-
-
-def test_an_edge_that_follows_the_prefix_cache_is_told_what_changed_since_it_asked(rig):
+def test_a_ping_is_answered_with_the_load_and_with_what_changed_in_caches_since_it_asked(rig):
     rig.journal.add(7)
-    rig.send(Ping(prefix_position=0))
-    rig.pass_until(lambda: rig.link.socket.poll(0))
-    assert isinstance(rig.answer(), Pong)
-    whole = CacheReport(epoch=EPOCH, position=1, added=pack_names([7]))
-    assert rig.answer() == whole
-    rig.send(Ping(prefix_position=1))
-    rig.send(Ping())
-    assert [type(answer) for answer in rig.answers(2)] == [Pong, Pong]
-
-
-def test_an_edge_that_follows_tiers_is_told_of_each_what_changed_since_it_asked(rig):
     rig.tiers["host"].add(7)
     rig.tiers["disk"].add(8)
     rig.tiers["disk"].add(9)
-    rig.send(Ping(tier_positions={"host": 0, "disk": 1, "gone": 0}))
-    rig.pass_until(lambda: rig.link.socket.poll(0))
-    assert isinstance(rig.answer(), Pong)
-    host = CacheReport(epoch=EPOCH, position=1, tier="host", added=pack_names([7]))
-    disk = CacheReport(epoch=EPOCH, position=2, tier="disk", added=pack_names([9]))
-    assert [rig.answer(), rig.answer()] == [host, disk]
-
-
-def test_a_loop_without_work_waits_as_long_as_it_is_told_to(rig):
-    rig.role.has_work = False
-    rig.loop.run()
-    assert rig.waits == [IDLE_WAIT_S]
+    rig.send(Ping(prefix_position=0, tier_positions={"host": 0, "disk": 1, "gone": 0}))
+    load, *reports = rig.answers(4)
+    assert load == Pong(epoch=EPOCH, load=NodeLoad())
+    assert reports == [
+        CacheReport(epoch=EPOCH, position=1, added=pack_names([7])),
+        CacheReport(epoch=EPOCH, position=1, tier="host", added=pack_names([7])),
+        CacheReport(epoch=EPOCH, position=2, tier="disk", added=pack_names([9])),
+    ]
+    rig.send(Ping(prefix_position=1))
+    rig.send(Ping())
+    assert [type(answer) for answer in rig.answers(2)] == [Pong, Pong]
 
 
 def test_a_second_start_of_one_id_takes_the_place_of_the_first(rig):
@@ -340,34 +293,20 @@ def test_a_cancel_reaches_the_role(rig):
     rig.pass_until(lambda: rig.role.cancelled)
 
 
-def test_a_loop_reports_each_pass_before_it(rig):
-    rig.loop.order(Resume())
-    rig.loop.run()
-    assert rig.turns == 1
-
-
-def test_the_requests_of_a_silent_edge_are_cancelled(rig):
+@pytest.mark.parametrize("is_talking", [True, False])
+def test_requests_of_an_edge_that_is_gone_are_cancelled_and_it_is_counted_once(rig, is_talking):
+    rig.role.is_talking = is_talking
     rig.begin("a")
-    rig.fall_silent()
-    assert [ticket.request_id for ticket in rig.role.cancelled] == ["a"]
-
-
-def test_requests_with_tokens_for_an_edge_that_is_gone_are_cancelled_at_the_next_pass(rig):
-    rig.begin("a")
+    rig.loop.order(Drain(number=1, timeout_s=60))
     rig.lose_edge()
-    rig.loop.run_once(0)
-    rig.loop.run_once(0)
-    assert [ticket.request_id for ticket in rig.role.cancelled] == ["a"]
-
-
-def test_an_edge_that_is_gone_is_counted_once(rig):
-    rig.begin("a")
-    rig.lose_edge()
+    rig.role.has_work = is_talking
     for _ in range(10):
         rig.now += PROBE_INTERVAL_S
         rig.loop.run_once(0)
-    assert rig.role.cancelled
+    assert [ticket.request_id for ticket in rig.role.cancelled] == ["a"]
     assert rig.measures.num_lost_edges == 1
+    rig.role.has_work = False
+    rig.pass_until(lambda: rig.drained)  # which waits for nobody
 
 
 def test_an_edge_that_stops_reading_is_counted_once_and_hears_of_its_failure_later(rig):
@@ -381,27 +320,10 @@ def test_an_edge_that_stops_reading_is_counted_once_and_hears_of_its_failure_lat
     assert failure(rig).error.code == PeerLost.code
 
 
-def test_requests_without_a_token_yet_are_cancelled_soon_after_their_edge_is_gone(rig):
-    rig.role.is_talking = False
-    rig.begin("a")
-    rig.lose_edge()
-    rig.now += PROBE_INTERVAL_S
-    rig.loop.run_once(0)
-    assert [ticket.request_id for ticket in rig.role.cancelled] == ["a"]
-
-
-def test_an_edge_that_is_there_keeps_its_requests_and_is_told_the_load(rig):
-    rig.role.is_talking = False
-    rig.begin("a")
-    rig.now += PROBE_INTERVAL_S
-    rig.loop.run_once(0)
-    assert rig.answer() == Pong(epoch=EPOCH, load=NodeLoad(num_running=1, num_edges=1, num_own=1))
-    assert not rig.role.cancelled
-
-
 def test_an_edge_that_was_only_slow_hears_that_its_request_ended(rig):
     rig.begin("a")
     rig.fall_silent()
+    assert [ticket.request_id for ticket in rig.role.cancelled] == ["a"]
     while isinstance(answer := rig.answer(), TokenBatch | Pong):
         pass
     assert (answer.request_id, answer.error.code) == ("a", "peer_lost")
@@ -416,13 +338,19 @@ def test_a_step_longer_than_the_limit_silences_nobody_who_pinged_meanwhile(rig):
     assert not rig.role.cancelled
 
 
-def test_a_bug_in_a_step_fails_its_requests_and_not_the_loop(rig):
-    rig.role.bug = ZeroDivisionError("a bug")
-    rig.loop.run_once(0)
-    rig.role.bug = None
-    assert isinstance(rig.role.failures[0], EngineFailed)
+def test_a_bug_in_a_pass_fails_its_requests_and_not_the_loop(rig):
+    rig.role.is_talking = False
     rig.begin("a")
-    assert isinstance(rig.answer(), TokenBatch)
+    rig.role.bug, rig.role.load = ZeroDivisionError("a bug"), bug
+    rig.now += PROBE_INTERVAL_S
+    rig.loop.run_once(0)
+    assert [type(error) for error in rig.role.failures] == [EngineFailed] * 2
+    rig.role.bug = None
+    del rig.role.load
+    rig.now += PROBE_INTERVAL_S
+    rig.loop.run_once(0)
+    assert rig.answer() == Pong(epoch=EPOCH, load=NodeLoad(num_running=1, num_edges=1, num_own=1))
+    assert not rig.role.cancelled
 
 
 def test_a_lost_device_ends_the_loop_and_fails_no_request(rig):
@@ -432,17 +360,6 @@ def test_a_lost_device_ends_the_loop_and_fails_no_request(rig):
     with pytest.raises(DeviceLost):
         rig.loop.run_once(0)
     assert rig.role.failures == []
-
-
-def test_a_bug_in_a_pass_outside_of_the_step_fails_its_requests_and_not_the_loop(rig):
-    rig.begin("a")
-    rig.role.load = bug
-    rig.now += PROBE_INTERVAL_S
-    rig.loop.run_once(0)
-    assert isinstance(rig.role.failures[0], EngineFailed)
-    del rig.role.load
-    rig.send(start("b"))
-    rig.pass_until(lambda: [ticket.request_id for ticket in rig.role.started] == ["a", "b"])
 
 
 def test_an_answer_that_is_too_large_for_a_message_ends_its_own_request_alone(rig):
@@ -507,15 +424,6 @@ def test_a_drain_refuses_what_comes_and_lets_what_is_in_finish(rig):
     rig.pass_until(lambda: rig.drained)
     rig.loop.run_once(0)
     assert rig.drained == [1]
-
-
-def test_an_edge_worker_that_is_gone_keeps_no_drain_from_being_over(rig):
-    rig.begin("a")
-    rig.loop.order(Drain(number=1, timeout_s=0))
-    rig.role.has_work = False
-    rig.lose_edge()
-    rig.now += PROBE_INTERVAL_S
-    rig.pass_until(lambda: rig.drained)
 
 
 def test_an_edge_worker_that_fell_silent_is_waited_for_by_no_drain(rig):

@@ -8,7 +8,6 @@ import pytest
 
 from tandem.engine.step import Outcome, StepCounts
 from tandem.node.metrics import Measures
-from tandem.wire.errors import Overloaded
 from tandem.wire.generation import Epoch
 
 
@@ -61,9 +60,3 @@ def test_the_forward_of_a_cpu_is_the_devices_time_and_not_the_hosts(steps, measu
     with measures.step():
         steps.collected(*forward(device_s=1.3, host_cpu_s=1.25))
     assert spreads(measures)["step_cpu_seconds"].total == 0.25
-
-
-def test_refusals_count_by_the_code_of_the_error(measures):
-    for _ in range(2):
-        measures.refused(Overloaded("no room"))
-    assert measures.report(Epoch(3)).refused == {"overloaded": 2}

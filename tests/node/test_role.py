@@ -4,14 +4,9 @@ import weakref
 
 import pytest
 
-from tandem.decode.role import DecodeRole
-from tandem.node.answers import Ticket
 from tandem.node.role import MAX_CHUNKS, Deadlines, Timeline
-from tandem.wire.channel import Peer
 from tandem.wire.errors import DeadlinePassed
-from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
-from tandem.wire.messages import StartColocated
-from tests.hand_off_rig import CollectedAnswers, Pair, prompt_of
+from tests.hand_off_rig import Pair, prompt_of
 
 # Of the 480 tokens that a pool of the rig holds: two do not fit.
 PROMPT, NEXT_PROMPT = prompt_of(300), prompt_of(290)[::-1]
@@ -101,29 +96,6 @@ def test_a_prompt_that_is_being_computed_is_not_dropped(pair, clock):
     pair.run_until(pair.all_pages_are_back)
 
 
-def test_a_colocated_node_does_not_start_what_nobody_waits_for(pair, clock):
-    answers = CollectedAnswers()
-    role = DecodeRole(pair.colocated, None, answers, 50, 100)
-    role._deadlines = Deadlines(clock)
-    for name, prompt in (("a", PROMPT), ("b", NEXT_PROMPT)):
-        request = GenerateRequest(
-            request_id=RequestId(name),
-            prompt_ids=prompt,
-            sampling=SamplingParams(max_new_tokens=8, ignore_eos=True),
-            deadline_s=5.0,
-        )
-        role.start(Ticket(Peer(b"edge"), RequestId(name), 0), StartColocated(request=request))
-    role.step()
-    clock.now += 5.0
-    while role.has_work:
-        role.poll()
-        role.step()
-    assert isinstance(answers.errors["b"], DeadlinePassed)
-    assert answers.finishes["a"] == ["length"]
-    assert role.tickets() == []
-    pair.colocated.cache.check_integrity()
-
-
 # ── phases ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -156,16 +128,6 @@ def test_a_step_that_began_before_the_grant_counts_from_the_grant(clock):
     clock.now = 103.0
     timeline.computed(began=101.0)
     assert [each[1:] for each in shown(timeline)] == [(0.0, 2.0), (2.0, 0.0), (2.0, 1.0)]
-
-
-def test_what_was_told_is_not_told_again(clock):
-    timeline = Timeline(clock)
-    timeline.end("reserve")
-    timeline.take()
-    clock.now = 102.0
-    timeline.beside("push", 0.5)
-    assert shown(timeline) == [("push", 0.5, 1.5)]
-    assert shown(timeline) == []
 
 
 def test_a_prompt_computed_again_after_its_first_token_waited_for_nothing(clock):

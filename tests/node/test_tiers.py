@@ -8,7 +8,7 @@ from hypothesis.stateful import precondition, rule
 from tandem.kvtier.stack import CLOSE_S
 from tandem.node import rank as rank_process
 from tandem.node.ranks import STOP_TIMEOUT_S
-from tandem.node.tiers import SAVE_WAIT_S, TierGroup, load_of_node
+from tandem.node.tiers import TierGroup, load_of_node
 from tandem.wire.messages import TierLoad
 from tests.engine.toy_runner import ShardedToyRunner
 from tests.node import test_tiering
@@ -26,8 +26,8 @@ class TwoRanks(Node):
         return [ScriptedStack(shard) for shard in runner.shards]
 
     def tiers(self):
-        self.rank = FakeRank(self.stacks[1], self.clock)
-        return TierGroup(self.stacks[0], [self.rank])
+        self.rank = FakeRank(self.stacks[1])
+        return TierGroup(self.stacks[0], self.stacks[0].reported, [self.rank])
 
     def tiers_work(self):
         self.rank.work()
@@ -48,13 +48,6 @@ def test_what_was_evicted_comes_back_with_the_pages_of_both_ranks(node):
     node.run()
     answers(node, "b", prompt)
     assert (node.told.cached["b"], node.told.by_tier["b"]) == (40, {"host": 40})
-
-
-def test_no_rank_knows_a_page_by_the_name_of_another(node):
-    node.compute(prompt_of(41))
-    own, other = (set(stack.content) for stack in node.stacks)
-    assert len(own) == len(other) == 10
-    assert not own & other
 
 
 def test_only_what_both_ranks_have_is_found(node):
@@ -144,28 +137,13 @@ def test_pages_are_held_until_both_ranks_have_copied_them(node):
     assert node.engine.counts().held == 0
 
 
-def test_a_rank_without_room_saves_as_soon_as_it_has_some(node):
-    node.stacks[1].is_full = True
-    node.start("a", prompt_of(20))
-    for _ in range(20):
-        node.turn()
-        node.tiers_work()
-    assert node.engine.counts().held
-    assert node.rank.tiers.has_to_retry
-    node.stacks[1].is_full = False
-    node.run()
-    assert not node.rank.tiers.has_to_retry
-    assert [len(stack.content) for stack in node.stacks] == [5, 5]
-
-
-def test_a_rank_that_saves_nothing_holds_pages_for_a_moment_only(node):
+def test_what_a_rank_could_not_save_is_a_miss_and_is_not_held(node):
     node.stacks[1].is_full = True
     prompt = prompt_of(20)
     node.start("a", prompt)
     for _ in range(20):
         node.turn()
         node.tiers_work()
-        node.clock.now += SAVE_WAIT_S / 2
     assert (node.engine.cache.num_unsaved, node.engine.counts().held) == (0, 0)
     assert [len(stack.content) for stack in node.stacks] == [5, 0]
     node.forget()
@@ -173,14 +151,6 @@ def test_a_rank_that_saves_nothing_holds_pages_for_a_moment_only(node):
     node.run()
     answers(node, "b", prompt)
     assert node.told.cached["b"] == 0
-
-
-def test_a_save_that_rank_0_cannot_begin_is_begun_nowhere(node):
-    node.stacks[0].is_full = True
-    node.start("a", prompt_of(20))
-    node.run()
-    assert [len(stack.content) for stack in node.stacks] == [0, 0]
-    assert node.engine.cache.num_unsaved == 5
 
 
 @pytest.mark.parametrize(("limit", "num_parts"), [(500, 2), (0, 1)])

@@ -41,7 +41,7 @@ class ScriptedStack:
     is_full: bool = False
     max_save_pages: int = 1000
     cost: TierCost = field(default_factory=lambda: TierCost(0.0, 0.0, 0))
-    _events: list[object] = field(default_factory=list)
+    reported: deque[object] = field(default_factory=deque)
 
     def fetch(self, number: int, keys: Sequence[PageKey]) -> None:
         assert not {number} & {*self.looking, *self.fetched}
@@ -55,19 +55,21 @@ class ScriptedStack:
         assert number not in self.placing, "abandoned while it is placed"
         self.looking.pop(number, None)
         self.fetched.pop(number, None)
-        self._events = [
-            e for e in self._events if not (isinstance(e, Fetched) and e.number == number)
-        ]
 
-    def save(self, number: int, keys: Sequence[PageKey], page_ids: Sequence[int]) -> bool:
+    def save(self, number: int, keys: Sequence[PageKey], page_ids: Sequence[int], wait_s=0) -> bool:
         assert len(keys) == len(page_ids) <= self.max_save_pages
         if not self.is_full:
             self.saving[number] = (list(keys), list(page_ids))
+        elif wait_s:
+            self.reported.append(Saved(number))  # it has waited in vain
         return not self.is_full
 
+    def close(self) -> None:
+        pass
+
     def events(self):
-        while self._events:
-            yield self._events.pop(0)
+        while self.reported:
+            yield self.reported.popleft()
 
     def loads(self) -> list[TierLoad]:
         return [TierLoad(name="host", num_pages=len(self.content))]
@@ -88,21 +90,21 @@ class ScriptedStack:
                 break
             pages.append(self.content[key.digest])
         self.fetched[number] = pages
-        self._events.append(Fetched(number, len(pages), {"host": len(pages)} if pages else {}))
+        self.reported.append(Fetched(number, len(pages), {"host": len(pages)} if pages else {}))
 
     def answer_place(self, number: int, *, is_whole: bool = True) -> None:
         """Copy into the pool, or spoil its pages."""
         pages = self.fetched.pop(number)
         for page, bytes_ in zip(self.placing.pop(number), pages, strict=False):
             self.pool[page] = bytes_ if is_whole else 0
-        self._events.append(Placed(number, is_whole))
+        self.reported.append(Placed(number, is_whole))
 
     def answer_save(self, number: int) -> None:
         """Copy off the pool."""
         keys, page_ids = self.saving.pop(number)
         for key, page in zip(keys, page_ids, strict=True):
             self.content[key.digest] = self.pool[page].copy()
-        self._events.append(Saved(number))
+        self.reported.append(Saved(number))
 
     def answer_all(self) -> None:
         """Answer everything that was asked, in order."""
@@ -116,14 +118,10 @@ class ScriptedStack:
 
 
 class FakeRank:
-    """Rank 1 with its tiers and no process: calls and events are pickled, and wait until `work`.
+    """Rank 1 with its tiers and no process: calls and events are pickled, and wait until `work`."""
 
-    Attributes:
-        tiers: At the rank.
-    """
-
-    def __init__(self, stack: ScriptedStack, clock: Clock) -> None:
-        self.tiers = RankTiers(stack, "1/2", clock=clock)
+    def __init__(self, stack: ScriptedStack) -> None:
+        self._stack, self._tiers = stack, RankTiers(stack, "1/2")
         self._calls: deque[bytes] = deque()
         self._events: deque[bytes] = deque()
 
@@ -140,9 +138,9 @@ class FakeRank:
         """Make passes of the rank's loop, over that many calls."""
         for _ in range(min(num_calls, len(self._calls))):
             method, arguments = pickle.loads(self._calls.popleft())
-            getattr(self.tiers, method)(*arguments)
+            getattr(self._tiers, method)(*arguments)
             self._report()
         self._report()
 
     def _report(self) -> None:
-        self._events += [pickle.dumps(event) for event in self.tiers.events()]
+        self._events += [pickle.dumps(event) for event in self._stack.events()]

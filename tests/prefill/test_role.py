@@ -2,6 +2,7 @@
 
 import pytest
 
+from tandem.kvtransfer.transports.loopback import Fault, LoopbackTransport
 from tandem.wire.errors import EngineFailed, InvalidRequest
 from tandem.wire.generation import GenerateRequest, LogprobsWanted, RequestId, SamplingParams
 from tandem.wire.messages import StartColocated
@@ -39,6 +40,22 @@ def test_a_request_can_be_cancelled_when_an_earlier_one_with_its_id_ends_late(pa
     pair.prefill.cancel(pair.ticket("a"))
     pair.decode.cancel(pair.ticket("a"))
     pair.run_until(pair.all_pages_are_back)
+
+
+def test_requests_whose_pages_are_under_way_do_not_wait(tiny_model):
+    transport = LoopbackTransport([Fault("hang")])
+    made = Pair(tiny_model("llama"), transport)
+    try:
+        made.prefill._max_waiting = 1
+        made.start("a", prompt_of(30), max_new_tokens=3)
+        made.run_until(lambda: made.prefill_answers.tokens["a"])
+        assert made.prefill.load().num_transferring == 1
+        made.start("b", prompt_of(20), max_new_tokens=3)
+        transport.release()
+        made.run_until(lambda: made.decode_answers.finishes["b"])
+        made.run_until(made.all_pages_are_back)
+    finally:
+        made.close()
 
 
 def test_a_failure_is_told_once_however_often_the_engine_fails(pair):

@@ -369,15 +369,23 @@ async def test_nodes_are_told_the_time_left_and_not_the_client():
 
 
 @in_virtual_time
-async def test_while_no_pair_can_serve_newcomers_start_and_queued_requests_wait_on():
+async def test_while_no_pair_can_serve_newcomers_start_but_overtake_no_queued_request():
     rig = Rig()
     async with requests() as send:
         await send(rig, "a")
+        rig.is_up = False
         await send(rig, "b")
+        assert rig.inside == ["a", "b"]
+        rig.is_up = True
+        await send(rig, "c")
         rig.is_up = False
         await asyncio.sleep(1.0)
-        await send(rig, "c")
-        assert rig.inside == ["a", "c"]
+        await send(rig, "d")
+        assert rig.inside == ["a", "b"]
+        rig.is_up = True
+        await rig.leave("a")
+        await rig.leave("b")
+        assert rig.inside == ["c"]
 
 
 @in_virtual_time

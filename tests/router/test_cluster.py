@@ -8,9 +8,8 @@ import pytest
 import structlog
 import tokenizers
 
-from tandem.frontend.options import HttpOptions, TlsFiles
-from tandem.frontend.tls import server_context
-from tandem.frontend.tokenizer_files import tokenizer_hash
+from tandem.frontend.options import HttpOptions, TlsFiles, server_context
+from tandem.frontend.tokenizer import tokenizer_hash
 from tandem.router.cluster import Cluster
 from tandem.router.config import PrefillTarget, RouterConfig
 from tandem.router.membership import Member, Members

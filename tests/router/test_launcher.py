@@ -1,6 +1,7 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -14,6 +15,7 @@ import pytest
 
 from tandem.wire.messages import Cancel, StartDecode, StartPrefill
 from tests.certificates import make_certificates
+from tests.fork_server import AsyncForked
 from tests.patience import PATIENCE_S
 from tests.router.fake_node import FakeNode, until
 
@@ -21,7 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = ("--prefill", "http://127.0.0.1:1", "8998", "--decode", "http://127.0.0.1:2")
 
 
-async def start(*flags: str, env=None) -> asyncio.subprocess.Process:
+async def start(*flags: str, env=None) -> AsyncForked | asyncio.subprocess.Process:
+    """Start a router: a fork, or a fresh process where it is to have an environment of its own."""
+    if env is None:
+        return await AsyncForked.start(["tandem.router", *flags])
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "tandem.router", *flags),
         cwd=ROOT,
@@ -152,6 +157,18 @@ async def test_a_worker_that_crashes_is_replaced():
         await next_event(process, "edge_worker.ready")
         assert workers_of(process) != [worker]
         assert (await get_health(url))[0] == 503
+
+
+async def test_a_worker_that_cannot_be_started_again_ends_no_other_and_is_started_later():
+    async with router(*NOWHERE, "--detokenizers", "2") as (process, url):
+        first, _ = workers_of(process)
+        _, hard = limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, hard))
+        os.kill(first, signal.SIGKILL)
+        await next_event(process, "edge_worker.not_started")
+        assert (await get_health(url))[0] == 503
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
+        await until(lambda: len(workers_of(process)) == 2)
 
 
 async def test_a_signal_between_two_lives_of_a_worker_ends_the_router():

@@ -1,7 +1,9 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.router.membership import MAX_LOOK_S, REMOVAL_KEPT_S, Announcement, Member, Membership
+from tandem.wire.errors import InvalidRequest
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
@@ -95,6 +97,16 @@ def test_a_removal_holds_against_every_source_until_the_node_is_announced_again(
     assert heard.membership.members().handing_over == [B]
     heard.announce(A, ttl_s=10.0)
     assert urls(heard.membership) == [A]
+
+
+def test_a_node_can_be_removed_when_no_more_can_be_announced(monkeypatch):
+    monkeypatch.setattr("tandem.router.membership.MAX_ANNOUNCED", 1)
+    heard = Heard(Member(A))
+    heard.announce(B)
+    with pytest.raises(InvalidRequest, match="limit"):
+        heard.announce(C)
+    heard.announce(A, is_removed=True)
+    assert urls(heard.membership) == [B]
 
 
 def test_a_removal_is_forgotten_when_no_source_names_the_node_any_more():

@@ -101,7 +101,7 @@ async def test_a_node_that_nobody_knows_cannot_be_removed():
         ({"url": 7}, "url: must be a string"),
         ({"url": "10.0.0.1:7000"}, "url: '10.0.0.1:7000' is not a node's URL"),
         ({"url": "http://10.0.0.1:7000?x=1"}, "is not a node's URL"),
-        ({"url": URL, "role": "router"}, "role: Input should be 'prefill' or 'decode'"),
+        ({"url": URL, "role": "router"}, "role: must be 'prefill' or 'decode'"),
         ({"url": URL, "bootstrap_port": 70000}, "bootstrap_port: must be less than 65536"),
         ({"url": URL, "ttl_s": 0}, "ttl_s: must be more than 0"),
         ({"url": URL, "ttl_s": 1e9}, "ttl_s: must be at most 86400"),

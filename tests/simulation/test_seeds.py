@@ -9,6 +9,7 @@ import asyncio
 import pytest
 import zmq
 
+from tests.sample import sampled
 from tests.simulation.ground import simulated
 from tests.simulation.mutants import LATE, MUTANTS, OF_STOPPED_WRITERS, WASTEFUL
 from tests.simulation.scenarios import (
@@ -35,8 +36,18 @@ def test_every_request_ends_right_and_nothing_is_left(first):
     assert sum(world.num_local for world in worlds) > 10
 
 
+# Some take hundreds of seeds.
+CAUGHT_LATE = {
+    "decode waits for ever after a Landed that crossed",
+    "prefill does not stop its writes when the link is lost",
+    "a silent prefill is not noticed",
+    "an answer that began ends with its deadline",
+}
+WRONG = [(rest, name) for rest, mutants in MUTANTS.items() for name in mutants]
+
+
 @pytest.mark.parametrize(
-    ("rest", "name"), [(rest, name) for rest, mutants in MUTANTS.items() for name in mutants]
+    ("rest", "name"), sampled(WRONG, *(each for each in WRONG if each[1] not in CAUGHT_LATE))
 )
 def test_a_product_that_is_wrong_in_one_place_is_caught(rest, name):
     with MUTANTS[rest][name], pytest.raises(Failure) as caught:

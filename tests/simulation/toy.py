@@ -9,7 +9,7 @@ import xxhash
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.core import Engine
-from tandem.engine.forward import forward_inputs, prompt_rows
+from tandem.engine.forward import forward_inputs
 from tandem.engine.shape import ModelShape
 from tandem.engine.step import Outcome
 from tandem.kvtransfer.layout import KVLayout
@@ -86,9 +86,7 @@ class ToyLauncher:
             if active.request.logprobs is not None
         }
         prompt_ids = [
-            chunk.request.token_ids[position]
-            for chunk in batch.chunks
-            for position in prompt_rows(chunk)
+            chunk.request.token_ids[position] for chunk in batch.chunks for position in chunk.told
         ]
         prompt_told = [
             logprob_after(tokens, token)

@@ -1,7 +1,10 @@
+import sys
+
 import pytest
+from rich.console import Console
 
 from tandem.router.arguments import parse
-from tandem.up import build_parser, free_ports, main, members
+from tandem.up import Cluster, Member, build_parser, free_ports, main, members
 from tests.certificates import make_certificates
 
 
@@ -38,6 +41,29 @@ def test_each_flag_goes_to_the_processes_that_it_is_of(tmp_path, monkeypatch):
         assert "--heartbeat-interval-ms=250" in node.argv
         assert node.argv[node.argv.index("--log-level") + 1] == "debug"
         assert not any("queued" in word or "admission" in word for word in node.argv)
+
+
+def test_secrets_that_are_on_no_command_line_are_put_on_none(tmp_path, monkeypatch):
+    path = tmp_path / "flags.yaml"
+    path.write_text("kv-tier: ['redis://:s3cret@10.0.0.1/0', host:1GiB]\n")
+    monkeypatch.setenv("TANDEM_API_KEY", "s3cret-1 's3cret 2'")
+    *nodes, router = cluster("--config", str(path))
+    assert router.secrets == {"TANDEM_API_KEY": "s3cret-1 's3cret 2'"}
+    for node in nodes:
+        assert node.secrets == {"TANDEM_KV_TIER": "redis://:s3cret@10.0.0.1/0 host:1GiB"}
+    for member in (*nodes, router):
+        assert "s3cret" not in " ".join(member.argv)
+
+
+async def test_a_log_line_of_any_length_does_not_end_the_cluster(capsys, monkeypatch):
+    command = (sys.executable, "-c", "import sys; print(sys.argv[1] * 200_000); sys.exit(3)")
+    monkeypatch.setattr("tandem.up.COMMAND", command)
+    member = Member("long", ["x"])
+    cluster = Cluster([member], Console(width=80))
+    await cluster._member(member, "cyan")
+    out, err = capsys.readouterr()
+    assert out.count("x") == 200_000
+    assert "long: ended with status 3" in err
 
 
 def test_a_misspelt_flag_of_a_node_is_answered_before_anything_starts(capsys):

@@ -1,12 +1,12 @@
 """A running cluster tells its secrets to nobody: not to `ps`, not to a log, not over HTTP."""
 
-import contextlib
 import json
 import secrets
 import socket
 import stat
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from tandem.wire.keys import ChannelKey, operator_key
 from tests.e2e.cluster import Process, eventually, running_cluster
 from tests.patience import PATIENCE_S
 
-SHM, TMP = Path("/dev/shm"), Path("/tmp")
+SHM = Path("/dev/shm")
 
 
 def ask(url: str, key: str = "", body: object = None) -> str:
@@ -51,14 +51,17 @@ def command_lines() -> str:
     return "\n".join(lines)
 
 
-def open_to_others(directory: Path, before: set[Path]) -> list[Path]:
-    """Return the files that a cluster made and that another user could look into."""
-    found = []
-    for path in set(directory.glob("tandem-*")) - before:
-        with contextlib.suppress(FileNotFoundError):  # of somebody else, and gone
-            if path.lstat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                found.append(path)
-    return found
+def open_to_others(files: Iterable[Path]) -> list[Path]:
+    """Return those that another user could look into."""
+    return [path for path in files if path.lstat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)]
+
+
+def shared_memory_of(pid: int) -> set[Path]:
+    """Return the files that a process and its children have mapped: other tests make files there, too."""
+    mapped = Path(f"/proc/{pid}/maps").read_text().split()
+    files = {Path(word) for word in mapped if word.startswith(f"{SHM}/tandem-")}
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return files.union(*(shared_memory_of(int(child)) for child in children))
 
 
 @pytest.mark.slow
@@ -66,15 +69,15 @@ def test_no_secret_is_in_a_log_an_answer_a_command_line_or_a_file_of_others(tiny
     secret, api_key = f"secret-{secrets.token_hex(16)}", f"key-{secrets.token_hex(16)}"
     channel = ChannelKey.from_secret(secret)
     derived = [channel.server_secret.decode(), channel.server_public.decode(), operator_key(secret)]
-    keys = tmp_path / "keys"
+    keys, temporary = tmp_path / "keys", tmp_path / "temporary"
+    temporary.mkdir()
     keys.write_text(api_key)
     keys.chmod(0o600)
     guarded = ("--api-key-file", str(keys), "--log-level", "debug")
     flags = ("--model", str(tiny_model("llama")), "--engine", "simulated", "--page-size", "8")
-    files = {directory: set(directory.glob("tandem-*")) for directory in (SHM, TMP)}
     with running_cluster(
         *(*flags, "--max-total-tokens", "4096", *guarded),
-        env={"TANDEM_CLUSTER_KEY": secret},
+        env={"TANDEM_CLUSTER_KEY": secret, "TMPDIR": str(temporary)},
         router_flags=(*guarded, "--detokenizers", "2"),
         is_fresh=True,  # a forked process shows the command line of its parent
     ) as cluster:
@@ -89,8 +92,11 @@ def test_no_secret_is_in_a_log_an_answer_a_command_line_or_a_file_of_others(tiny
         assert "output_ids" in served, served
         shown = command_lines()
         assert str(keys) in shown, "the cluster's own command lines were looked at"
-        for directory, before in files.items():
-            assert not open_to_others(directory, before)
+        assert list(temporary.iterdir())
+        assert not open_to_others(temporary.iterdir())
+        pools = set().union(*(shared_memory_of(each.pid) for each in cluster.processes))
+        assert pools
+        assert not open_to_others(pools)
         logs = [process.output() for process in cluster.processes]
     assert all("debug" in log for log in logs)
     for hidden in (secret, api_key, *derived):

@@ -91,6 +91,21 @@ def test_an_empty_variable_is_not_set(tmp_path):
     assert (read.router, read.page_size) == (["http://a"], 16)
 
 
+def test_the_last_file_counts_as_the_last_flag_does(tmp_path):
+    paths = [tmp_path / name for name in ("one.yaml", "two.yaml")]
+    for number, path in enumerate(paths, 1):
+        path.write_text(f"page-size: {number}\n")
+    read = parser().parse_args([f"--config={paths[0]}", "--config", str(paths[1])])
+    assert read.page_size == 2
+
+
+def test_a_wrong_file_keeps_neither_help_nor_commands_without_flags_from_working():
+    environment = {"TANDEM_CONFIG": "/nowhere"}
+    with pytest.raises(SystemExit, match="0"):
+        parser(environment).parse_args(["--help"])
+    Parser("tandem bare", environment=environment).parse_args([])
+
+
 def test_help_shows_the_flags_that_matter_and_help_all_the_rest(capsys):
     with pytest.raises(SystemExit) as stopped:
         parser().parse_args(["--help"])

@@ -1,12 +1,14 @@
 """A config's fields as flags."""
 
 import argparse
+from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
 import pytest
 
 from tandem.wire.errors import ConfigInvalid
+from tandem.wire.hosts import bare_host
 from tandem.wire.options import Flag, add_flags, options_of, read_flags
 
 
@@ -29,6 +31,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     kind: Annotated[Literal["a", "b"], Flag("--kind", help="a or b", synonyms={"beta": "b"})] = "a"
     is_cached: Annotated[bool, Flag("--no-cache", help="cache nothing")] = True
     is_fast: Annotated[bool, Flag("--fast", help="hurry")] = False
+    name: Annotated[str, Flag("--name", help="a name", parse=partial(bare_host, "--name"))] = ""
+    host: Annotated[
+        str, Flag("--listen", help="an address", parse=partial(bare_host, "--host"))
+    ] = "127.0.0.1"
     urls: Annotated[
         tuple[str, ...],
         Flag("--url", help="a URL", aliases={"--host": lambda name: f"http://{name}"}),
@@ -89,6 +95,12 @@ def test_a_value_beyond_its_bounds_is_refused_by_the_flag(argv, sentence):
         read(*argv.split())
 
 
+def test_an_empty_value_is_checked_where_nothing_is_no_default():
+    assert read("--name", "").name == ""
+    with pytest.raises(ConfigInvalid, match="--host : give an address"):
+        read("--listen", "")
+
+
 def test_a_command_may_have_other_defaults_and_fewer_flags():
     assert read(defaults={"page_size": 64}).page_size == 64
     with pytest.raises(SystemExit):
@@ -99,4 +111,4 @@ def test_a_command_may_have_other_defaults_and_fewer_flags():
 
 def test_every_option_is_named_once():
     names = [name for option in options_of(Config) for name in option.flag.names]
-    assert len(names) == len(set(names)) == 10
+    assert len(names) == len(set(names)) == 12

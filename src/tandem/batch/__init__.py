@@ -1,7 +1,7 @@
 """Send many requests to a cluster or to any OpenAI server: `tandem batch`, and the same from code.
 
 ```
- input file ─▶ command.py ─▶ client.py: retries, and how many requests at once ─▶ server
+ input file ─▶ command.py ─▶ client.py: retries ─▶ server
  output file ◀─ command.py ◀─ results, in the order in which they end
 ```
 
@@ -10,9 +10,9 @@ From code, without files:
 ```python
 from tandem.batch import BatchClient, BatchRequest
 
-async with BatchClient("http://127.0.0.1:8000") as client:
-    async for result in client.run(BatchRequest(name, body) for name, body in bodies):
-        print(result.custom_id, result.text)
+client = BatchClient("http://127.0.0.1:8000")
+async for result in client.run(BatchRequest(name, body) for name, body in bodies):
+    print(result.custom_id, result.text)
 ```
 """
 

@@ -1,14 +1,10 @@
 """Sends requests and yields their results as they end. Writes no file: `command.py` does.
 
-```
- waiting for a place ─▶ sent ─▶ 2xx, 4xx ─────────────────────────────────────────────▶ result
-      ▲                  │      408, 5xx, broken, timeout ─▶ pause ─▶ after `max_attempts`: result
-      │                  │      429, 503 ─▶ half as many at once ─▶ after `patience_s`: result
-      └──────────────────┴───── no connection ─▶ pause; costs no attempt
-```
-
-How many requests the server gets at once starts at `FIRST_LIMIT` and doubles with every round of answers. The
-first rejection halves it, and so does every other; from then on it grows by one a round.
+| outcome | what follows |
+|---|---|
+| 2xx, 4xx | the result |
+| 408, 5xx, a broken connection, a timeout | sent again after a pause, `max_attempts` times in all |
+| 429, 503, no connection | all requests pause; sent again until nothing was answered for `patience_s` |
 """
 
 import asyncio
@@ -17,10 +13,9 @@ import email.utils
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
-from types import TracebackType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import aiohttp
 import msgspec
@@ -32,15 +27,14 @@ from tandem.wire.hosts import checked_url, reason_of
 from tandem.wire.options import Flag
 
 CONNECT_TIMEOUT_S = 10.0
-FIRST_LIMIT = 16
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 # A longer Retry-After is a mistake of the server.
 MAX_RETRY_AFTER_S = 300.0
 # Of a body that is no JSON: enough to see what it is.
 MAX_SHOWN_BYTES = 2000
 
-Requests = Iterable[BatchRequest] | AsyncIterable[BatchRequest]
 Kind = Literal["answered", "broke", "full", "away"]
+NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError)
 
 
 class BatchStopped(Exception):
@@ -88,7 +82,7 @@ class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
             ge=1,
             help="maximum number of requests at once",
         ),
-    ] = 1024
+    ] = 256
     max_attempts: Annotated[
         int,
         Flag(
@@ -108,8 +102,7 @@ class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
             "--patience-s",
             metavar="S",
             ge=0,
-            help="how long to retry a request after 429 and 503, and how long to wait while the server does not "
-            "answer",
+            help="how long to retry after 429, 503 and without a connection while the server answers nothing",
         ),
     ] = 900.0
 
@@ -121,15 +114,14 @@ class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchClient:
-    """An asynchronous context manager over a server; one `run` at a time.
+    """A client of one server, for one `run`.
 
     Args:
         url: A router, or any server with OpenAI's API.
 
     Attributes:
-        in_flight: Requests at the server now.
-        limit: Maximum number of requests there; grows in fractions.
-        problem: Why the last request failed; empty after an answer.
+        num_at_server: Requests at the server now.
+        problem: Why the last request was rejected; empty after an answer.
 
     Raises:
         ConfigInvalid: The URL is malformed.
@@ -138,37 +130,18 @@ class BatchClient:
     def __init__(self, url: str, settings: BatchSettings | None = None) -> None:
         self._url = checked_url("--url", url.rstrip("/").removesuffix("/v1"))
         self._settings = settings or BatchSettings()
-        self.in_flight, self.limit, self.problem = 0, float(FIRST_LIMIT), ""
-        self._num_failures = 0
-        # Nothing is sent before `_retry_at`. `_answered_at` is None until the server was reached.
-        self._retry_at = self._failed_at = -math.inf
-        self._answered_at: float | None = None
-
-    async def __aenter__(self) -> Self:
-        key = self._settings.api_key
-        self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            connector=aiohttp.TCPConnector(limit=0),
-        )
-        # One request at a time waits for a place, the others in line behind it.
-        self._line = asyncio.Lock()
-        self._has_changed, self._is_stopping = asyncio.Event(), asyncio.Event()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._session.close()
+        self._stopping = asyncio.Event()
+        # Nothing is sent before `_retry_at`. Rejections of requests sent before the last one are of its round.
+        self._retry_at = self._answered_at = self._rejected_at = -math.inf
+        self._num_rounds = 0
+        self._was_reached = False
+        self.num_at_server, self.problem = 0, ""
 
     def stop(self) -> None:
         """Start nothing more: `run` ends when the requests at the server have ended."""
-        self._is_stopping.set()
-        self._has_changed.set()
+        self._stopping.set()
 
-    async def run(self, requests: Requests) -> AsyncGenerator[BatchResult, None]:
+    async def run(self, requests: Iterable[BatchRequest]) -> AsyncGenerator[BatchResult, None]:
         """Send requests and yield their results as they end.
 
         Requests are taken when there is room for them, so there may be any number. To leave before the
@@ -179,25 +152,22 @@ class BatchClient:
             KeyRefused: The server requires another API key.
         """
         results: asyncio.Queue[BatchResult | None] = asyncio.Queue()
-        # Also bounds memory: requests that pause and results that nobody took yet count.
+        # Results that nobody took yet count, too: so memory is bounded.
         places = asyncio.Semaphore(self._settings.max_concurrency)
 
-        async def carry(request: BatchRequest) -> None:
-            try:
-                results.put_nowait(await self._carry(request))
-            except _Stopping:
-                places.release()
+        async def work(session: aiohttp.ClientSession) -> None:
+            with contextlib.suppress(_Stopping):
+                await places.acquire()
+                for request in shared:
+                    results.put_nowait(await self._carry(session, request))
+                    await places.acquire()
 
         async def send_all() -> None:
-            async with asyncio.TaskGroup() as tasks, contextlib.aclosing(_each(requests)) as each:
-                async for request in each:
-                    await places.acquire()
-                    if self._is_stopping.is_set():
-                        return
-                    tasks.create_task(carry(request))
+            async with self._session() as session, asyncio.TaskGroup() as tasks:
+                for _ in range(self._settings.max_concurrency):
+                    tasks.create_task(work(session))
 
-        if self._answered_at is not None:
-            self._answered_at = time.monotonic()
+        shared = iter(requests)  # each worker takes the next one
         sending = asyncio.create_task(send_all())
         sending.add_done_callback(lambda _: results.put_nowait(None))
         try:
@@ -211,159 +181,141 @@ class BatchClient:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
 
-    async def _carry(self, request: BatchRequest) -> BatchResult:
+    def _session(self) -> aiohttp.ClientSession:
+        headers = {"Content-Type": "application/json"}
+        if key := self._settings.api_key:
+            headers["Authorization"] = f"Bearer {key}"
+        return aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+
+    async def _carry(self, session: aiohttp.ClientSession, request: BatchRequest) -> BatchResult:
         """Send a request until it has a result.
 
         Raises:
             _Stopping: `stop` was called before.
             BatchStopped: No request can have a result.
         """
-        began_at, num_attempts, num_broken = time.monotonic(), 0, 0
+        num_broken, rejected_at, retry_at = 0, math.inf, -math.inf
         while True:
-            await self._take_place()
+            await self._wait_until(retry_at)
             sent_at = time.monotonic()
+            self.num_at_server += 1
             try:
-                kind, result, retry_after = await self._send(request)
-                self._count(kind, result, sent_at, retry_after)
+                kind, result, after_s = await self._send(session, request)
             finally:
-                self.in_flight -= 1
-                self._has_changed.set()
-            num_attempts += kind != "away"
-            num_broken += kind == "broke"
-            is_late = time.monotonic() - began_at > self._settings.patience_s
-            # If nothing was answered since, the server rejects all requests, not this one.
-            is_alone = is_late and (self._answered_at or 0.0) > began_at
-            if (
-                kind == "answered"
-                or (kind == "broke" and num_broken >= self._settings.max_attempts)
-                or (kind == "full" and is_alone)
-            ):
-                return replace(result, num_attempts=num_attempts)
+                self.num_at_server -= 1
+            now = time.monotonic()
+            self._was_reached |= kind != "away"
+            if result.status_code == 401:
+                raise KeyRefused(f"{self._url} requires an API key, or another one: give --api-key")
+            if kind == "answered":
+                self.problem, self._answered_at, self._num_rounds = "", now, 0
+                return result
             if kind == "broke":
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._is_stopping.wait(), pause_s(num_broken))
+                num_broken += 1
+                if num_broken >= self._settings.max_attempts:
+                    return result
+                retry_at, rejected_at = now + pause_s(num_broken), math.inf
+                continue
+            rejected_at = min(rejected_at, now)
+            if self._is_last_word(kind, result, rejected_at):
+                return result
+            if sent_at >= self._rejected_at:
+                self._rejected_at, self._num_rounds = now, self._num_rounds + 1
+            pause = min(after_s, MAX_RETRY_AFTER_S) or pause_s(self._num_rounds)
+            self._retry_at = max(self._retry_at, now + pause)
 
-    async def _take_place(self) -> None:
-        """Wait until the server may get one more request."""
-        async with self._line:
-            while not self._is_stopping.is_set():
-                wait_s = self._retry_at - time.monotonic()
-                if self.in_flight < int(self.limit) and wait_s <= 0:
-                    self.in_flight += 1
-                    return
-                self._has_changed.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._has_changed.wait(), wait_s if wait_s > 0 else None)
-            raise _Stopping
+    async def _wait_until(self, retry_at: float) -> None:
+        """Wait until a request may be sent; `_retry_at` may grow meanwhile."""
+        while not self._stopping.is_set():
+            wait_s = max(retry_at, self._retry_at) - time.monotonic()
+            if wait_s <= 0:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), wait_s)
+        raise _Stopping
 
-    def _count(self, kind: Kind, result: BatchResult, sent_at: float, retry_after: str) -> None:
-        """Let an attempt change the pace.
+    def _is_last_word(self, kind: Kind, result: BatchResult, rejected_at: float) -> bool:
+        """Whether the server answered all others, and then nothing: it rejects this request alone.
+
+        Args:
+            rejected_at: When the request was rejected first.
 
         Raises:
-            KeyRefused: The server requires another key.
-            ServerAway: It has not answered for too long.
+            ServerAway: The server was never there, or has answered no request for too long.
         """
-        now, was_reached = time.monotonic(), self._answered_at is not None
-        if result.status_code == 401:
-            raise KeyRefused(f"{self._url} requires an API key, or another one: give --api-key")
-        if result.status_code and not was_reached:
-            self._answered_at = now
-        if kind == "answered":
-            self.problem, self._num_failures, self._answered_at = "", 0, now
-            self.limit += 1 if self._failed_at < 0 else 1 / self.limit
-            self.limit = min(self.limit, self._settings.max_concurrency)
-        elif kind in ("full", "away"):
-            why = f"does not answer ({result.error.message})" if result.error else "has no room"
-            self.problem = why
-            self._slow_down(sent_at, retry_after_s(retry_after))
-            if self._answered_at is None:
-                raise ServerAway(f"{self._url} {why}: start a server, or give another --url")
-            if now - self._answered_at > self._settings.patience_s:
-                silent = f"has answered nothing for {now - self._answered_at:.0f} s"
-                raise ServerAway(f"{self._url} {silent}: it {why}")
+        self.problem = (
+            f"does not answer ({result.error.message})" if result.error else "has no room"
+        )
+        if not self._was_reached:
+            raise ServerAway(f"{self._url} {self.problem}: start a server, or give another --url")
+        silent_s = time.monotonic() - max(rejected_at, self._answered_at)
+        if silent_s <= self._settings.patience_s:
+            return False
+        if kind == "full" and self._answered_at > rejected_at:
+            return True
+        raise ServerAway(
+            f"{self._url} has answered nothing for {silent_s:.0f} s: it {self.problem}"
+        )
 
-    def _slow_down(self, sent_at: float, after_s: float) -> None:
-        """Halve the limit and pause; requests sent before the last failure belong to that one."""
-        now = time.monotonic()
-        if sent_at >= self._failed_at:
-            self._failed_at = now
-            self._num_failures += 1
-            self.limit = max(min(self.limit, self.in_flight) / 2, 1.0)
-            self._retry_at = now + pause_s(self._num_failures)
-        self._retry_at = max(self._retry_at, now + min(after_s, MAX_RETRY_AFTER_S))
-
-    async def _send(self, request: BatchRequest) -> tuple[Kind, BatchResult, str]:
-        """Send a request once; return the outcome and the server's Retry-After."""
+    async def _send(
+        self, session: aiohttp.ClientSession, request: BatchRequest
+    ) -> tuple[Kind, BatchResult, float]:
+        """Send a request once; return the outcome and the seconds of the server's Retry-After."""
         timeout = aiohttp.ClientTimeout(self._settings.timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        data = request.payload(self._settings.extra_body)
         try:
-            async with self._session.post(
-                self._url + request.url,
-                data=request.payload(self._settings.extra_body),
-                headers={"Content-Type": "application/json"},
-                timeout=timeout,
+            async with session.post(
+                self._url + request.url, data=data, timeout=timeout
             ) as response:
                 result = _read(request, response, await response.read())
-        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
-            kind, reason = _explain(error)
-            return kind, BatchResult(request, error=reason), ""
+        except (aiohttp.ClientError, TimeoutError, *NOT_JSON) as error:
+            kind, code, reason = _explain(error)
+            return kind, BatchResult(request, error=BatchError(code, reason)), 0.0
         if response.status in (429, 503):
-            return "full", result, response.headers.get("Retry-After", "")
+            return "full", result, retry_after_s(response.headers.get("Retry-After", ""))
         is_broken = response.status == 408 or response.status >= 500
-        return ("broke" if is_broken else "answered"), result, ""
+        return ("broke" if is_broken else "answered"), result, 0.0
 
 
-def _explain(error: Exception) -> tuple[Kind, BatchError]:
+def _explain(error: Exception) -> tuple[Kind, str, str]:
+    """Return what follows a request without an answer, its code, and the reason."""
     match error:
         case aiohttp.ConnectionTimeoutError():
-            reason = f"no connection within {CONNECT_TIMEOUT_S:g} s"
-            return "away", BatchError("no_connection", reason)
+            return "away", "no_connection", f"no connection within {CONNECT_TIMEOUT_S:g} s"
         case aiohttp.ClientSSLError():
-            return "away", BatchError("no_connection", str(error))
+            return "away", "no_connection", str(error)
         case aiohttp.ClientConnectorError():
-            return "away", BatchError("no_connection", reason_of(error.os_error))
+            return "away", "no_connection", reason_of(error.os_error)
         case TimeoutError():
-            return "broke", BatchError("timeout", "no complete answer in time")
-        case msgspec.MsgspecError():
-            return "broke", BatchError("bad_answer", f"status 2xx without a JSON object: {error}")
+            return "broke", "timeout", "no complete answer in time"
+        case msgspec.MsgspecError() | UnicodeDecodeError():
+            return "broke", "bad_answer", f"status 2xx without a JSON object: {error}"
         case _:
-            return "broke", BatchError("connection_broken", str(error) or "the connection broke")
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = 0
-    completion_tokens: int | None = 0
+            return "broke", "connection_broken", str(error) or "the connection broke"
 
 
 class _Answer(msgspec.Struct):
     id: str | None = None
-    usage: _Usage | None = None
 
 
 def _read(request: BatchRequest, response: aiohttp.ClientResponse, body: bytes) -> BatchResult:
     """Return a response as a result.
 
     Raises:
-        msgspec.MsgspecError: The status is 2xx, and the body no JSON object.
+        MsgspecError, UnicodeDecodeError: The status is 2xx, and the body no JSON object.
     """
     answer = _Answer()
     try:
         answer = msgspec.json.decode(body, type=_Answer)
         # A body on one line stays as it is; in others, numbers keep their digits.
         content = msgspec.json.format(body, indent=-1) if b"\n" in body or b"\r" in body else body
-    except msgspec.MsgspecError:
+    except NOT_JSON:
         if response.ok:
             raise
         shown = body[:MAX_SHOWN_BYTES].decode(errors="replace")
         content = msgspec.json.encode({"error": {"message": shown}})
-    usage = answer.usage or _Usage()
-    return BatchResult(
-        request,
-        response.status,
-        response.headers.get("x-request-id") or answer.id or "",
-        content,
-        prompt_tokens=usage.prompt_tokens or 0,
-        output_tokens=usage.completion_tokens or 0,
-    )
+    request_id = response.headers.get("x-request-id") or answer.id or ""
+    return BatchResult(request, response.status, request_id, content)
 
 
 def retry_after_s(value: str) -> float:
@@ -381,15 +333,6 @@ def pause_s(num_failures: int) -> float:
     return most_s * (0.5 + 0.5 * random.random())
 
 
-async def _each(requests: Requests) -> AsyncGenerator[BatchRequest, None]:
-    if isinstance(requests, AsyncIterable):
-        async for request in requests:
-            yield request
-    else:
-        for request in requests:
-            yield request
-
-
 def run_batch(
     requests: Iterable[BatchRequest], url: str, settings: BatchSettings | None = None
 ) -> list[BatchResult]:
@@ -402,7 +345,6 @@ def run_batch(
     places = {id(request): place for place, request in enumerate(given)}
 
     async def run() -> list[BatchResult]:
-        async with BatchClient(url, settings) as client:
-            return [result async for result in client.run(given)]
+        return [result async for result in BatchClient(url, settings).run(given)]
 
     return sorted(asyncio.run(run()), key=lambda result: places[id(result.request)])

@@ -21,7 +21,7 @@ from tandem.batch.client import BatchClient, BatchSettings, BatchStopped
 from tandem.batch.lines import BatchError, BatchRequest, LineInvalid, failure_of, read_request
 from tandem.long_work import counted
 from tandem.wire.channel import allow_descriptors
-from tandem.wire.command_line import HelpFormatter, Parser
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.options import Flag, add_flags, read_flags
 
@@ -43,10 +43,9 @@ exit status: 0 all succeeded; 1 some failed; 2 the job could not run, or not to 
 
 More: tandem docs batch
 """
-SOME_FAILED, COULD_NOT_RUN = 1, 2
+SOME_FAILED = 1
 STOPPED = 130  # what shells report of a command that Ctrl-C ended
 RESUME = "give the same command again to go on"
-NUM_SHOWN = 20
 # Every line of an output begins so: a torn line that does not is somebody else's.
 PREFIX = b'{"id":"batch_req_'
 
@@ -92,7 +91,6 @@ def build_parser() -> Parser:
         description="Send a file of requests to a cluster, or to any OpenAI server, and write the answers to a "
         "file. After a crash the same command resumes.",
         epilog=EXAMPLES,
-        formatter_class=HelpFormatter,
     )
     parser.add_argument("input", type=Path, metavar="IN.jsonl", help="requests, one a line")
     add_flags(parser, BatchConfig)
@@ -101,13 +99,7 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status."""
-    try:
-        return asyncio.run(carry_out(parse(argv, os.environ)))
-    except ConfigInvalid as error:
-        return _fail(error.for_operators)
-    except KeyboardInterrupt:
-        sys.stderr.write("tandem batch: stopped\n")
-        return STOPPED
+    return asyncio.run(carry_out(parse(argv, os.environ)))
 
 
 def parse(argv: Sequence[str], environment: Mapping[str, str]) -> BatchConfig:
@@ -130,25 +122,22 @@ def parse(argv: Sequence[str], environment: Mapping[str, str]) -> BatchConfig:
 
 
 async def carry_out(config: BatchConfig) -> int:
-    """Run the job and return the exit status."""
+    """Run the job and return the exit status.
+
+    Raises:
+        ConfigInvalid: The job could not run, or not to its end.
+    """
     try:
         num_failed = await run_job(config)
-    except ConfigInvalid as error:
-        return _fail(error.for_operators)
     except BatchStopped as error:
-        return _fail(f"{error}\n{RESUME}")
+        raise ConfigInvalid(f"{error}\n{RESUME}") from error
     except OSError as error:
         what = f"{error.filename or config.output}: {error.strerror or error}"
-        return _fail(f"{what}: results so far are kept; mend it, and {RESUME}")
+        raise ConfigInvalid(f"{what}: results so far are kept; mend it, and {RESUME}") from error
     except Interrupted as error:
         sys.stderr.write(f"tandem batch: stopped: {error}; {RESUME}\n")
         return STOPPED
     return SOME_FAILED if num_failed else 0
-
-
-def _fail(sentence: str) -> int:
-    sys.stderr.write(f"tandem batch: error: {sentence}\n")
-    return COULD_NOT_RUN
 
 
 async def run_job(config: BatchConfig) -> int:
@@ -168,7 +157,7 @@ async def run_job(config: BatchConfig) -> int:
         if outcomes:
             sys.stderr.write(f"resuming: {num_before} of {num_requests} are done\n")
         if num_requests > num_before:
-            requests = (each for _, each in _lines(config.input) if isinstance(each, BatchRequest))
+            requests = (each for _, each in _requests(config.input))
             pending = (each for each in requests if each.custom_id not in outcomes)
             await _send(config, pending, output, outcomes, num_requests)
     if len(outcomes) < num_requests:
@@ -244,27 +233,18 @@ def check_input(path: Path) -> set[str]:
         ConfigInvalid: It cannot be read, two requests have the same name, or a line is no request.
     """
     lines_of: dict[str, int] = {}
-    invalid: list[str] = []
-    for number, request in _lines(path):
-        if isinstance(request, LineInvalid):
-            invalid.append(f"line {number}: {request}")
-        elif first := lines_of.get(request.custom_id):
+    for number, request in _requests(path):
+        if first := lines_of.get(request.custom_id):
             raise ConfigInvalid(
                 f"{path}: lines {first} and {number} have the same custom_id {request.custom_id!r}: give each "
                 "request a name of its own"
             )
-        else:
-            lines_of[request.custom_id] = number
-    if invalid:
-        shown = [*invalid[:NUM_SHOWN], *(["..."] if len(invalid) > NUM_SHOWN else [])]
-        raise ConfigInvalid(
-            "\n".join([f"{path}: {len(invalid)} lines are no requests: mend them", *shown])
-        )
+        lines_of[request.custom_id] = number
     return set(lines_of)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, BatchRequest | LineInvalid]]:
-    """Yield the number and content of every line that is not blank."""
+def _requests(path: Path) -> Iterator[tuple[int, BatchRequest]]:
+    """Yield the number and request of every line that is not blank."""
     if path.exists() and not path.is_file():
         raise ConfigInvalid(f"{path} can be read only once: save it as a file first")
     try:
@@ -273,12 +253,11 @@ def _lines(path: Path) -> Iterator[tuple[int, BatchRequest | LineInvalid]]:
         raise ConfigInvalid(f"{path}: {error.strerror}") from error
     with file:
         for number, line in enumerate(file, 1):
-            if not (content := line.strip()):
-                continue
             try:
-                yield number, read_request(content)
+                if content := line.strip():
+                    yield number, read_request(content)
             except LineInvalid as error:
-                yield number, error
+                raise ConfigInvalid(f"{path}, line {number}: {error}") from error
 
 
 async def _send(
@@ -294,16 +273,16 @@ async def _send(
         Interrupted: A second signal.
     """
     allow_descriptors(config.settings.max_concurrency, "requests at once")
-    async with BatchClient(config.url, config.settings) as client:
-        with _stopping_on_signals(client), counted("tandem batch", num_requests) as advance:
-            try:
-                async with contextlib.aclosing(client.run(requests)) as results:
-                    async for result in results:
-                        output.append(result.line())
-                        outcomes[result.custom_id] = result.failure
-                        advance(len(outcomes), f"{client.in_flight} in flight {client.problem}")
-            except asyncio.CancelledError:
-                raise Interrupted(f"{len(outcomes)} of {num_requests} are done") from None
+    client = BatchClient(config.url, config.settings)
+    with _stopping_on_signals(client), counted("tandem batch", num_requests) as advance:
+        try:
+            async with contextlib.aclosing(client.run(requests)) as results:
+                async for result in results:
+                    output.append(result.line())
+                    outcomes[result.custom_id] = result.failure
+                    advance(len(outcomes), f"{client.num_at_server} in flight {client.problem}")
+        except asyncio.CancelledError:
+            raise Interrupted(f"{len(outcomes)} of {num_requests} are done") from None
 
 
 @contextlib.contextmanager
@@ -319,7 +298,7 @@ def _stopping_on_signals(client: BatchClient) -> Iterator[None]:
             return
         is_second = True
         sys.stderr.write(
-            f"tandem batch: waiting for {client.in_flight} answers under way; Ctrl-C again ends at once\n"
+            f"tandem batch: waiting for {client.num_at_server} answers under way; Ctrl-C again ends at once\n"
         )
         client.stop()
 

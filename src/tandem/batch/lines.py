@@ -56,8 +56,6 @@ class BatchResult:
         status_code: Of the response; 0 if there was none, and `error` has the reason.
         request_id: The server's id of the request.
         content: The response body: JSON on one line.
-        prompt_tokens: As the server counts them; 0 if unknown, as are `output_tokens`.
-        num_attempts: How often the request was sent.
     """
 
     request: BatchRequest
@@ -65,9 +63,6 @@ class BatchResult:
     request_id: str = ""
     content: bytes = b"null"
     error: BatchError | None = None
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    num_attempts: int = 0
 
     @property
     def custom_id(self) -> str:

@@ -52,7 +52,7 @@ class Sample:
     """One request: when it was sent, and when how many of its tokens had arrived.
 
     Attributes:
-        due_s: When it was to be sent and had a place; monotonic, as `sent_s`.
+        sent_s: Monotonic.
         times: Of every arrival that brought tokens, in seconds after `sent_s`.
         counts: Tokens that had arrived by then, in all.
         output_tokens: Of the whole answer, as the server counts them; of one that failed, `counts[-1]`.
@@ -61,7 +61,6 @@ class Sample:
         error: The failure in words.
     """
 
-    due_s: float
     sent_s: float
     times: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -204,21 +203,47 @@ async def drive(
         ended: Called with each sample.
         stop: Once it is set, the requests under way are cancelled, and count as unfinished.
     """
-    load = _Load(config, concurrency or max(len(jobs), 1), ended)
+    samples: list[Sample] = []
+    places = asyncio.Semaphore(concurrency or max(len(jobs), 1))
+
+    async def send(job: Job, body: bytes) -> None:
+        sample = Sample(sent_s=time.monotonic(), prompt_tokens=job.input_tokens)
+        samples.append(sample)
+        try:
+            await _exchange(session, config, body, sample)
+            _check_length(config, sample, job)
+        except Broken as broken:
+            sample.failure, sample.error = broken.kind, str(broken)
+        except asyncio.CancelledError:
+            sample.failure = UNFINISHED
+            raise
+        finally:
+            places.release()
+            ended(sample)
+
+    async def send_all() -> None:
+        start_s = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            for job in jobs:
+                body = body_of(config, job)  # before it is due: that takes longer than sending
+                await asyncio.sleep(max(start_s + job.due_s - time.monotonic(), 0))
+                await places.acquire()
+                tasks.create_task(send(job, body))
+
     timeout = aiohttp.ClientTimeout(sock_read=config.timeout_s, sock_connect=config.timeout_s)
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), headers=headers_of(config), timeout=timeout
     ) as session:
-        running = asyncio.create_task(load.run(session, jobs))
+        sending = asyncio.create_task(send_all())
         stopping = asyncio.create_task((stop or asyncio.Event()).wait())
         try:
-            await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((sending, stopping), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
-            running.cancel()  # no-op if it is done
+            sending.cancel()  # no-op if it is done
             with contextlib.suppress(asyncio.CancelledError):
-                await running
-    return load.samples
+                await sending
+    return samples
 
 
 def headers_of(config: BenchConfig) -> dict[str, str]:
@@ -227,73 +252,37 @@ def headers_of(config: BenchConfig) -> dict[str, str]:
     return {"Content-Type": "application/json", **key}
 
 
-class _Load:
-    """A load under way."""
+async def _exchange(
+    session: aiohttp.ClientSession, config: BenchConfig, body: bytes, sample: Sample
+) -> None:
+    """Send a request and read its answer.
 
-    def __init__(self, config: BenchConfig, bound: int, ended: Callable[[Sample], None]) -> None:
-        self._config, self._ended = config, ended
-        self._places, self._freed_s = asyncio.Semaphore(bound), 0.0
-        self.samples: list[Sample] = []
+    Raises:
+        Broken: There is no whole answer.
+    """
+    answer = Answer(sample)
+    try:
+        async with session.post(config.url + PATHS[config.api], data=body) as response:
+            if response.status != 200:
+                raise Broken(f"HTTP {response.status}", _sentence(await response.read()))
+            async for data in response.content.iter_any():
+                answer.feed(data, time.monotonic())
+    except TimeoutError as error:
+        raise Broken("timeout", f"nothing came for {config.timeout_s:g} s") from error
+    except aiohttp.ClientConnectorError as error:
+        raise Broken("no connection", str(error)) from error
+    except aiohttp.ClientError as error:
+        raise Broken("disconnected", str(error) or "the connection broke") from error
+    answer.finish()
 
-    async def run(self, session: aiohttp.ClientSession, jobs: Sequence[Job]) -> None:
-        start_s = time.monotonic()
-        async with asyncio.TaskGroup() as tasks:
-            for job in jobs:
-                # Made before it is due: making it takes longer than sending it.
-                body, due_s = body_of(self._config, job), start_s + job.due_s
-                await asyncio.sleep(max(due_s - time.monotonic(), 0))
-                has_waited = self._places.locked()
-                await self._places.acquire()
-                due_s = max(due_s, self._freed_s) if has_waited else due_s
-                tasks.create_task(self._ask(session, job, body, due_s))
 
-    async def _ask(
-        self, session: aiohttp.ClientSession, job: Job, body: bytes, due_s: float
-    ) -> None:
-        """Send one request and keep its sample."""
-        sample = Sample(due_s=due_s, sent_s=time.monotonic(), prompt_tokens=job.input_tokens)
-        try:
-            await self._exchange(session, body, sample)
-            self._check_length(sample, job)
-        except Broken as broken:
-            sample.failure, sample.error = broken.kind, str(broken)
-        except asyncio.CancelledError:
-            sample.failure = UNFINISHED
-            raise
-        finally:
-            self._places.release()
-            self._freed_s = time.monotonic()
-            self.samples.append(sample)
-            self._ended(sample)
-
-    def _check_length(self, sample: Sample, job: Job) -> None:
-        if self._config.is_eos_ignored and sample.output_tokens < job.output_tokens:
-            raise Broken(
-                "short",
-                f"ended after {sample.output_tokens} of {job.output_tokens} tokens: give --disable-ignore-eos if "
-                "answers may end early, or a smaller --output-len if the context is too short",
-            )
-
-    async def _exchange(self, session: aiohttp.ClientSession, body: bytes, sample: Sample) -> None:
-        """Send a request and read its answer.
-
-        Raises:
-            Broken: There is no whole answer.
-        """
-        answer, url = Answer(sample), self._config.url + PATHS[self._config.api]
-        try:
-            async with session.post(url, data=body) as response:
-                if response.status != 200:
-                    raise Broken(f"HTTP {response.status}", _sentence(await response.read()))
-                async for data in response.content.iter_any():
-                    answer.feed(data, time.monotonic())
-        except TimeoutError as error:
-            raise Broken("timeout", f"nothing came for {self._config.timeout_s:g} s") from error
-        except aiohttp.ClientConnectorError as error:
-            raise Broken("no connection", str(error)) from error
-        except aiohttp.ClientError as error:
-            raise Broken("disconnected", str(error) or "the connection broke") from error
-        answer.finish()
+def _check_length(config: BenchConfig, sample: Sample, job: Job) -> None:
+    if config.is_eos_ignored and sample.output_tokens < job.output_tokens:
+        raise Broken(
+            "short",
+            f"ended after {sample.output_tokens} of {job.output_tokens} tokens: give --disable-ignore-eos if "
+            "answers may end early, or a smaller --output-len if the context is too short",
+        )
 
 
 def _sentence(body: bytes) -> str:

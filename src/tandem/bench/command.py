@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tandem.bench.client import Sample, drive, headers_of
 from tandem.bench.config import BenchConfig, Load, parse
-from tandem.bench.report import Goodput, LoadReport, Report, render, summarise
+from tandem.bench.report import Limits, LoadReport, Report, render, summarise
 from tandem.bench.workload import Job, TraceRow, make_jobs, read_trace
 from tandem.long_work import counted
 from tandem.telemetry.version import package_version
@@ -46,20 +46,14 @@ class Undriven(Exception):
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status."""
+    config = parse(argv)
+    rows = read_trace(config.trace, config.num_prompts) if config.trace else []
+    _check_writable(config.output_file)
     try:
-        config = parse(argv)
-        rows = read_trace(config.trace, config.trace_limit) if config.trace else []
-        _check_writable(config.output_file)
         report, is_stopped = uvloop.run(_measure(config, rows))
-    except ConfigInvalid as error:
-        sys.stderr.write(f"tandem bench: error: {error.for_operators}\n")
-        return 2
     except Undriven as error:
         sys.stderr.write(f"tandem bench: error: {error}\n")
         return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("tandem bench: stopped\n")
-        return STOPPED
     render(report, Console(markup=False, highlight=False))
     if config.output_file:
         found = msgspec.json.format(msgspec.json.encode(report))
@@ -167,12 +161,12 @@ async def _drive(
             advance(num_ended, f"{num_failed} failed · {speed:,.0f} tokens/s")
 
         samples = await drive(config, jobs, load.concurrency, ended=ended, stop=stop)
-    limits = Goodput(ttft_ms=config.slo_ttft_ms, itl_ms=config.slo_itl_ms, e2e_ms=config.slo_e2e_ms)
+    limits = Limits(ttft_ms=config.slo_ttft_ms, itl_ms=config.slo_itl_ms)
     return summarise(
         load,
         samples,
         time.process_time() - cpu_s,
-        limits=None if limits == Goodput() else limits,
+        limits=None if limits == Limits() else limits,
         is_stopped=stop.is_set(),
     )
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NewType
 
 import msgspec
 
-from tandem.wire.command_line import HelpFormatter, Parser
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.hosts import checked_url
 from tandem.wire.options import Flag, add_flags, read_flags
@@ -21,7 +21,7 @@ examples:
   tandem bench --request-rate 4 --slo-ttft-ms 500 --slo-itl-ms 50
                                                          an open loop, and goodput
   tandem bench --api chat --model M --url http://host:8000
-  tandem bench --trace mooncake_trace.jsonl --trace-speed 0.5 --trace-limit 1000
+  tandem bench --trace mooncake_trace.jsonl --trace-speed 0.5 --num-prompts 1000
 
 Ctrl-C ends the load and reports what was measured so far; a second one ends the command.
 exit status: 0 done; 1 the server could not be driven; 2 wrong usage; 130 stopped by Ctrl-C.
@@ -140,6 +140,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Rate,
         Flag(
             *("--request-rate", "--rate"),
+            metavar="R",
             help="open loop: requests a second; inf: all at once",
             parse=lambda text: _rate("--request-rate", 0.0, text),
         ),
@@ -164,15 +165,12 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     trace_speed: Annotated[
         float, Flag("--trace-speed", ge=LEAST, help="factor on the recorded speed")
     ] = 1.0
-    trace_limit: Annotated[
-        int, Flag("--trace-limit", ge=0, help="replay only the first N requests")
-    ] = 0
     num_prompts: Annotated[
         int,
         Flag(
             *("--num-prompts", "--num-requests"),
             ge=0,
-            help="requests of each load (default: 8 a stream; 200 in an open loop)",
+            help="requests of each load (default: 8 a stream; 200 in an open loop; all of a trace)",
         ),
     ] = 0
     warmup_requests: Annotated[
@@ -194,6 +192,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Flag(
             "--random-range-ratio",
+            metavar="R",
             ge=0,
             le=1,
             help="draw lengths from N * (1 - R) to N * (1 + R), as vLLM does",
@@ -207,7 +206,6 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
             help="tokens before each prompt that others share",
         ),
     ] = 0
-    num_prefixes: Annotated[int, Flag("--num-prefixes", ge=1, help="number of shared prefixes")] = 1
     is_eos_ignored: Annotated[
         bool,
         Flag(
@@ -215,9 +213,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
             help="let answers end by themselves (default: a shorter one failed)",
         ),
     ] = True
-    vocab_size: Annotated[
-        int, Flag("--vocab-size", ge=0, help="random ids are below N (default: ask the server)")
-    ] = 0
+    vocab_size: int = 0  # random ids are below it; 0: ask the server
     seed: Annotated[int, Flag("--seed", ge=0, help="seed of prompts, lengths and arrivals")] = 0
     slo_ttft_ms: Annotated[
         float | None,
@@ -231,9 +227,6 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     slo_itl_ms: Annotated[
         float | None,
         Flag("--slo-itl-ms", ge=LEAST, help="goodput: limit of the mean time between tokens"),
-    ] = None
-    slo_e2e_ms: Annotated[
-        float | None, Flag("--slo-e2e-ms", ge=LEAST, help="goodput: limit of the whole answer")
     ] = None
     output_file: Annotated[str, Flag("--output-file", help="write the report as JSON")] = ""
 
@@ -253,7 +246,6 @@ def build_parser() -> Parser:
         description="Send streamed requests to a server and measure time to the first token, time between "
         "tokens, throughput and goodput.",
         epilog=EXAMPLES,
-        formatter_class=HelpFormatter,
     )
     add_flags(parser, BenchConfig)
     return parser
@@ -277,9 +269,8 @@ def parse(argv: Sequence[str]) -> BenchConfig:
         raise ConfigInvalid(
             f"{given[0]} and {given[1]}: give one of them; --max-concurrency bounds an open loop"
         )
-    if config.trace and (config.num_prompts or config.shared_prefix_tokens):
-        raise ConfigInvalid(
-            "--trace has its own requests: leave out --num-prompts and --shared-prefix-tokens; "
-            "--trace-limit takes its first requests"
-        )
+    if config.trace and config.shared_prefix_tokens:
+        raise ConfigInvalid("--trace has its own prompts: leave out --shared-prefix-tokens")
+    if config.concurrency and config.max_concurrency:
+        raise ConfigInvalid("--max-concurrency bounds an open loop: leave it out")
     return config

@@ -4,7 +4,7 @@ Scripts may rely on its shape: a new field has a default, none is renamed or reu
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -17,13 +17,11 @@ from rich.table import Table
 from tandem.bench.client import UNFINISHED, Sample
 from tandem.bench.config import Load
 
-SCHEMA = "tandem.bench/2"
+SCHEMA = "tandem.bench/3"
 # A busier client sees tokens late: it measures itself.
 BUSY_SHARE = 0.7
 # In less than this, the costs of a load's start weigh more than its tokens.
 SHORT_S = 1.0
-# Later than this, arrivals are not those that were asked for.
-LATE_MS = 50.0
 Array = NDArray[np.float64]
 
 
@@ -37,39 +35,15 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     p99: float = 0.0
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """Requests that failed in one way, and the error of the first."""
-
-    kind: str
-    count: int
-    example: str
-
-
-class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that met every limit that was set.
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request has to meet to count for goodput.
 
     Attributes:
         itl_ms: Limit of a request's mean time between tokens (its TPOT), as in vLLM.
-        share: Of the requests that ended; failed ones met none.
     """
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
-    e2e_ms: float | None = None
-    share: float = 0.0
-    requests_per_s: float = 0.0
-
-
-class ClientCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What the load client itself took.
-
-    Attributes:
-        busy_share: Of one core.
-        late_p99_ms: From the time at which a request was due and had a place to its sending.
-    """
-
-    busy_share: float = 0.0
-    late_p99_ms: float = 0.0
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,13 +51,9 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         is_stopped: The load was ended before all requests had ended.
-        duration_s: From the first request to the last token.
-        num_unfinished: Under way when the load was stopped. Their tokens, times to first token and
-            times between tokens count; nothing of failed requests does.
-        ttft_ms: Time to first token, from sending the request.
-        itl_ms: Time between tokens; those that arrive together share it.
-        tpot_ms: From a request's first token to its last, over the tokens after the first.
-        e2e_ms: From sending a request to its last token.
+        failures: How many requests failed, by kind, the most frequent first; `errors` has an example of each.
+        goodput_share: Of the requests that ended, those that met every limit; None: there was no limit.
+        client_busy_share: Of one core, what the load client itself took.
     """
 
     name: str
@@ -106,9 +76,11 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     itl_ms: Times
     tpot_ms: Times
     e2e_ms: Times
-    failures: list[Failure]
-    goodput: Goodput | None = None
-    client: ClientCost = ClientCost()
+    failures: dict[str, int]
+    errors: dict[str, str]
+    goodput_share: float | None = None
+    goodput_requests_per_s: float | None = None
+    client_busy_share: float = 0.0
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,14 +101,13 @@ def summarise(
     samples: Sequence[Sample],
     client_cpu_s: float = 0.0,
     *,
-    limits: Goodput | None = None,
+    limits: Limits | None = None,
     is_stopped: bool = False,
 ) -> LoadReport:
     """Sum up one load.
 
     Args:
         client_cpu_s: Processor time of the client.
-        limits: What a request has to meet to count for goodput.
         is_stopped: The load was ended early.
     """
     done = [sample for sample in samples if not sample.failure]
@@ -146,7 +117,7 @@ def summarise(
     duration_s = max((s.sent_s + s.times[-1] - start_s for s in seen), default=0.0)
     num_in = sum(sample.prompt_tokens for sample in seen)
     num_out = sum(sample.output_tokens for sample in seen)
-    late_ms = [1000 * max(sample.sent_s - sample.due_s, 0.0) for sample in samples] or [0.0]
+    num_good = sum(_is_good(sample, limits) for sample in done) if limits else 0
     return LoadReport(
         name=load.name,
         kind=load.kind,
@@ -168,12 +139,11 @@ def summarise(
         itl_ms=_times([gaps(sample) for sample in seen]),
         tpot_ms=_times([_tpot(sample) for sample in done]),
         e2e_ms=_times([sample.times[-1:] for sample in done]),
-        failures=_failures(failed),
-        goodput=limits and _goodput(limits, done, len(failed), duration_s),
-        client=ClientCost(
-            busy_share=_over(client_cpu_s, duration_s),
-            late_p99_ms=float(np.percentile(late_ms, 99)),
-        ),
+        failures=dict(Counter(sample.failure for sample in failed).most_common()),
+        errors={sample.failure: sample.error for sample in reversed(failed)},
+        goodput_share=_over(num_good, len(done) + len(failed)) if limits else None,
+        goodput_requests_per_s=_over(num_good, duration_s) if limits else None,
+        client_busy_share=_over(client_cpu_s, duration_s),
     )
 
 
@@ -204,30 +174,8 @@ def _times(parts: Sequence[Sequence[float] | Array]) -> Times:
     return Times(count=len(values), mean=float(values.mean()), p50=p50, p90=p90, p99=p99)
 
 
-def _failures(failed: Sequence[Sample]) -> list[Failure]:
-    """Return them by kind, the most frequent first."""
-    examples = {sample.failure: sample.error for sample in reversed(failed)}
-    kinds = Counter(sample.failure for sample in failed).most_common()
-    return [Failure(kind, count, examples[kind]) for kind, count in kinds]
-
-
-def _goodput(
-    limits: Goodput, done: Sequence[Sample], num_failed: int, duration_s: float
-) -> Goodput:
-    num_good = sum(_is_good(sample, limits) for sample in done)
-    return msgspec.structs.replace(
-        limits,
-        share=_over(num_good, len(done) + num_failed),
-        requests_per_s=_over(num_good, duration_s),
-    )
-
-
-def _is_good(sample: Sample, limits: Goodput) -> bool:
-    measured = (
-        (limits.ttft_ms, sample.times[:1]),
-        (limits.itl_ms, _tpot(sample)),
-        (limits.e2e_ms, sample.times[-1:]),
-    )
+def _is_good(sample: Sample, limits: Limits) -> bool:
+    measured = ((limits.ttft_ms, sample.times[:1]), (limits.itl_ms, _tpot(sample)))
     return all(most is None or all(s * 1000 <= most for s in found) for most, found in measured)
 
 
@@ -251,39 +199,27 @@ def render(report: Report, console: Console) -> None:
         table.add_section()
     console.print(table)
     for load in report.loads:
-        for line in sentences(load):
+        for line in _sentences(load):
             console.print(line, soft_wrap=True)
 
 
-def sentences(load: LoadReport) -> list[str]:
-    """Return the lines on a load: throughput, goodput, failures, warnings."""
+def _sentences(load: LoadReport) -> Iterator[str]:
+    """Yield the lines on a load: throughput, goodput, failures, warnings."""
     cached = f" ({load.cached_tokens:,} of {load.input_tokens:,} from a cache)"
-    lines = [
+    yield (
         f"{load.name}: {load.num_done} of {load.num_requests} requests in {load.duration_s:.1f} s; "
         f"{load.requests_per_s:.2f} requests/s, output {load.output_tokens_per_s:,.1f} tokens/s, input "
         f"{load.input_tokens_per_s:,.1f} tokens/s" + (cached if load.cached_tokens else "")
-    ]
+    )
     if load.is_stopped:
-        lines.append(f"  stopped early; {load.num_unfinished} requests were under way")
-    if load.goodput is not None:
-        lines.append(
-            f"  goodput: {load.goodput.share:.1%} of requests met {_limits(load.goodput)}: "
-            f"{load.goodput.requests_per_s:.2f} requests/s"
+        yield f"  stopped early; {load.num_unfinished} requests were under way"
+    if load.goodput_share is not None:
+        rate = f"{load.goodput_requests_per_s:.2f} requests/s"
+        yield f"  goodput: {load.goodput_share:.1%} of requests met the limits: {rate}"
+    for kind, count in load.failures.items():
+        yield f"  failed, {kind}: {count}, such as: {load.errors[kind]}"
+    if load.client_busy_share > BUSY_SHARE and load.duration_s > SHORT_S:
+        yield (
+            f"  warning: the load client was busy {load.client_busy_share:.0%} of the time, so it sends late and "
+            "sees tokens late: send less, or use several commands"
         )
-    lines += [f"  failed, {one.kind}: {one.count}, such as: {one.example}" for one in load.failures]
-    if load.client.busy_share > BUSY_SHARE and load.duration_s > SHORT_S:
-        lines.append(
-            f"  warning: the load client was busy {load.client.busy_share:.0%} of the time and sees tokens "
-            "late: send less, or use several commands"
-        )
-    if load.kind != "closed" and load.client.late_p99_ms > LATE_MS:
-        lines.append(
-            f"  warning: 1 % of requests were sent {load.client.late_p99_ms:.0f} ms or more after they were "
-            "due: the client could not keep up"
-        )
-    return lines
-
-
-def _limits(goodput: Goodput) -> str:
-    given = {"TTFT": goodput.ttft_ms, "ITL": goodput.itl_ms, "E2E": goodput.e2e_ms}
-    return ", ".join(f"{name} ≤ {most:g} ms" for name, most in given.items() if most is not None)

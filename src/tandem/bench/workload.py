@@ -47,7 +47,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         index: Unique in a run: the prompt is made from it.
         due_s: When to send it, after the start of the load.
-        prefix: Number of the shared prefix with which the prompt begins.
         block_ids: Of a trace: equal ids stand for equal blocks of the prompt.
     """
 
@@ -55,7 +54,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     output_tokens: int
     due_s: float = 0.0
-    prefix: int = 0
     block_ids: list[int] = []
 
 
@@ -73,7 +71,7 @@ def prompt_ids(config: BenchConfig, job: Job) -> list[int]:
     found = found[: job.input_tokens]
     own = draw(job.input_tokens - len(found), _UNIQUE, job.index)
     if config.shared_prefix_tokens and not job.block_ids:
-        found = draw(config.shared_prefix_tokens, _PREFIX, job.prefix)
+        found = draw(config.shared_prefix_tokens, _PREFIX)
     return found + own
 
 
@@ -113,13 +111,7 @@ def make_jobs(
         arrival_times(load.rate or math.inf, config.burstiness, count, config.seed),
     )
     return [
-        Job(
-            index=first_index + i,
-            input_tokens=num_in,
-            output_tokens=num_out,
-            due_s=due_s,
-            prefix=i % config.num_prefixes,
-        )
+        Job(index=first_index + i, input_tokens=num_in, output_tokens=num_out, due_s=due_s)
         for i, (num_in, num_out, due_s) in enumerate(zip(*columns, strict=True))
     ]
 

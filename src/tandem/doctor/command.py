@@ -13,14 +13,12 @@ from tandem.doctor import link, machine
 from tandem.doctor.config import DoctorConfig, parse
 from tandem.doctor.nodes import ask, check_nodes
 from tandem.doctor.report import Finding, Report, TransportRow, render
+from tandem.engine.config import EngineConfig
 from tandem.kvtransfer.transports.base import TransportConfig
-from tandem.kvtransfer.transports.registry import AUTO, known
+from tandem.kvtransfer.transports.registry import known
 from tandem.telemetry.log import configure
 from tandem.telemetry.version import package_version
-from tandem.wire.errors import ConfigInvalid
 from tandem.wire.keys import cluster_key, is_loopback
-
-STOPPED = 130  # what shells report of a command that Ctrl-C ended
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,22 +26,15 @@ def main(argv: Sequence[str]) -> int:
     # Processes of the link test end with their parent, on SIGTERM too.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
     configure("error")
-    try:
-        config = parse(argv)
-        report = examine(config)
-        if config.is_json:
-            sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
-        else:
-            render(report)
-        if config.mode == "listen":
-            sys.stdout.flush()
-            listen(config)
-    except ConfigInvalid as error:
-        sys.stderr.write(f"tandem doctor: error: {error.for_operators}\n")
-        return 2
-    except KeyboardInterrupt:
-        sys.stderr.write("tandem doctor: stopped\n")
-        return STOPPED
+    config = parse(argv)
+    report = examine(config)
+    if config.is_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+    else:
+        render(report)
+    if config.mode == "listen":
+        sys.stdout.flush()
+        listen(config)
     return 0 if report.is_well else 1
 
 
@@ -75,26 +66,15 @@ def examine(config: DoctorConfig) -> Report:
 
 
 def check_machine(config: DoctorConfig) -> list[Finding]:
-    """Return the findings on this machine.
-
-    Raises:
-        ConfigInvalid: No node could serve the model.
-    """
-    model, pool_bytes = None, config.engine.kv_bytes
-    if config.engine.model_dir:
-        from tandem.node.command import default_cache_dir  # brings torch, which takes seconds
-
-        model = machine.read_model(config.engine, default_cache_dir() / "models")
-        pool_bytes = model.pool_bytes
-    is_cpu, backends = config.engine.device == "cpu", config.backends
-    rdma = list(machine.check_rdma())
+    """Return the findings on this machine, for the pool that a node has by default."""
+    pool_bytes, rdma = EngineConfig().kv_bytes, list(machine.check_rdma())
+    needs_shm = not config.backends or "shm" in config.backends
     return [
         *machine.check_cpu(),
-        *machine.check_memory(pool_bytes, needs_shm=is_cpu and (not backends or "shm" in backends)),
+        *machine.check_memory(pool_bytes, needs_shm=needs_shm),
         *machine.check_limits(pool_bytes, has_rdma=rdma[0].status != "missing"),
         *rdma,
         *machine.check_gpus(),
-        *(machine.check_model(model, machine.usable_memory()) if model else ()),
     ]
 
 
@@ -111,8 +91,9 @@ def _measure(config: DoctorConfig, findings: list[Finding]) -> list[TransportRow
         where = TransportConfig(host=host, interface=config.interface, directory=directory)
         for name in config.backends or known():
             _progress(f"measuring {name}")
-            rows.append(link.measure(name, where, config))
-    return link.judge(rows, config.backends, AUTO)
+            asked = link.Link(name=name, config=where, peer=peer, is_insecure=config.is_insecure)
+            rows.append(link.measure(asked))
+    return link.judge(rows, config.backends)
 
 
 def _own_host(peer: str) -> str:

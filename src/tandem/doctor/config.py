@@ -7,19 +7,13 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from tandem.engine.config import EngineConfig
 from tandem.kvtransfer.transports.registry import known
 from tandem.router.config import node_url
-from tandem.wire.command_line import HelpFormatter, Parser
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.hosts import bare_host
-from tandem.wire.options import Flag, add_flags, options_of, read_flags
+from tandem.wire.options import Flag, add_flags, read_flags
 
-# Of the node: whether a model fits depends on these.
-ENGINE_FIELDS = (
-    *("dtype", "kv_cache_dtype", "page_size", "tp_size"),
-    *("device", "trust_remote_code", "max_total_tokens"),
-)
 EXAMPLES = """\
 between the two ends of a link (KV flows one way; swap the ends for the other):
   host A, where prefill is to run     tandem doctor --listen 10.0.0.5:9000
@@ -27,15 +21,13 @@ between the two ends of a link (KV flows one way; swap the ends for the other):
   (both with TANDEM_CLUSTER_KEY set to one secret, as nodes have it)
 
 before serving:
-  tandem doctor --quick                                   this machine, and its transports
-  tandem doctor --model /models/llama --max-total-tokens 200000 --no-measure
+  tandem doctor                                           this machine, and its transports
   tandem doctor --transfer-backend nixl                   fails unless nixl works
 
 while serving:
   tandem doctor --node http://10.0.0.5:7000 --node http://10.0.0.6:7001
 
-exit status: 0 all that is needed works; 1 something does not; 2 wrong usage, or a --model that no node
-would serve; 130 stopped by Ctrl-C.
+exit status: 0 all that is needed works; 1 something does not; 2 wrong usage; 130 stopped by Ctrl-C.
 What a flag names is needed. Without --transfer-backend at least one transport has to work.
 A status of `missing` is no fault: nothing that was asked for needs it.
 
@@ -80,7 +72,6 @@ class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         backends: Transports that are measured and have to work; none: all there are, of which one has to.
-        engine: Of the node that would be started; its `model_dir` is empty.
     """
 
     listen: Annotated[
@@ -120,7 +111,6 @@ class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):
             parse=_backends,
         ),
     ] = ()
-    is_quick: Annotated[bool, Flag("--quick", help="measure fewer and smaller hand-offs")] = False
     is_measuring: Annotated[bool, Flag("--no-measure", help="check the machine only")] = True
     interface: Annotated[
         str, Flag("--interface", help="network interface, for transports that take one")
@@ -142,15 +132,6 @@ class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_json: Annotated[
         bool, Flag("--json", group="output", help="print one JSON object instead of tables")
     ] = False
-    model: Annotated[
-        str,
-        Flag(
-            *("--model", "--model-path"),
-            group="the node that is to be started (its own flags)",
-            help="check whether it fits",
-        ),
-    ] = ""
-    engine: EngineConfig = EngineConfig()
 
     @property
     def mode(self) -> Literal["local", "listen", "connect", "nodes"]:
@@ -162,10 +143,6 @@ class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):
         return "nodes" if self.nodes else "local"
 
 
-_ENGINE_DESTS = {f"engine.{name}" for name in ENGINE_FIELDS}
-_OWN = {each.dest for each in options_of(DoctorConfig) if not each.dest.startswith("engine.")}
-
-
 def build_parser() -> Parser:
     """Return the parser."""
     parser = Parser(
@@ -173,9 +150,8 @@ def build_parser() -> Parser:
         description="Check this machine, the link between two hosts, or running nodes: what works, how fast KV "
         "moves, what is missing, and how to get it.",
         epilog=EXAMPLES,
-        formatter_class=HelpFormatter,
     )
-    add_flags(parser, DoctorConfig, only=_OWN | _ENGINE_DESTS)
+    add_flags(parser, DoctorConfig)
     return parser
 
 
@@ -189,5 +165,4 @@ def parse(argv: Sequence[str]) -> DoctorConfig:
     config = read_flags(DoctorConfig, build_parser().parse_args(argv))
     if sum(map(bool, (config.listen, config.connect, config.nodes))) > 1:
         raise ConfigInvalid("--listen, --connect and --node: give one of them")
-    engine = msgspec.structs.replace(config.engine, model_dir=config.model)
-    return msgspec.structs.replace(config, engine=engine)
+    return config

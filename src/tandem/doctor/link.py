@@ -1,36 +1,33 @@
 """The link test: hand-offs between a prefill agent and a decode agent, as nodes do them.
 
 ```
- --listen    Source: a prefill agent that expects a row of rooms, pushes noise to whoever grants one,
+ --listen    Source: a prefill agent that expects a row of rooms, pushes noise to any link that grants one,
              and expects the room again
  --connect   for each transport a process with a decode agent, which grants pages and times their landing
- neither     both on loopback
+ neither     the same process has both, on loopback
 ```
 
 The prompt is always the whole pool; a smaller hand-off is one of which decode already has the rest
 (`have_tokens`). Checksums are off, so that the link is measured; instead the pages of the last hand-off are
-compared. Each end of a transport runs in a process of its own, except the listening end of a pair:
-a library that crashes or hangs costs one row.
+compared. Each transport is measured in a process of its own: a library that crashes or hangs costs one row.
 """
 
 import contextlib
-import multiprocessing
 import os
 import select
-import signal
 import socket
 import statistics
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.doctor.config import Address, DoctorConfig
+from tandem.doctor.config import Address
 from tandem.doctor.report import Finding, HandOff, TransportRow
 from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.events import Failed, Landed, Lost, PushDone, Released
@@ -45,7 +42,6 @@ from tandem.wire.channel import Waker, tcp_address
 from tandem.wire.errors import (
     ConfigInvalid,
     KVCorrupted,
-    PeerLost,
     TandemError,
     TransferRefused,
     TransferTimeout,
@@ -68,17 +64,22 @@ LAYOUT = KVLayout(
 )
 # Both ends use these; one is expected again long before its turn comes.
 ROOMS = [Room(number) for number in range(1, 65)]
-SIZES, QUICK_SIZES = (1, 64, 2048), (1, 64, 512)
-MIN_ROUNDS = 3
+SIZES = (1, 64, 2048)
+MIN_ROUNDS, ROUNDS_S = 3, 0.2
 # A library may take this long to load and to connect.
 PROCESS_TIMEOUT_S = 60.0
 HAND_OFF_TIMEOUT_S = 30.0
-# From the loss of a link to the status of the process that died: its memory may be written to the disk before.
-END_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 FOREVER_S = 1e9
 
-_processes = multiprocessing.get_context("spawn")
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process measures. `peer` is the listening end; None: this process has both ends."""
+
+    name: str
+    config: TransportConfig
+    peer: Address | None
+    is_insecure: bool
 
 
 class Source:
@@ -108,10 +109,10 @@ class Source:
         for room in ROOMS:
             self._expect(room)
 
-    def serve(self, until: int | None = None) -> None:
-        """Push until the file descriptor `until` can be read, or for ever."""
-        watched: list[Waker | int] = [self._waker] if until is None else [self._waker, until]
-        while until not in select.select(watched, [], [])[0]:
+    def serve(self) -> None:
+        """Push for ever."""
+        while True:
+            select.select([self._waker], [], [])
             self._waker.clear()
             for event in self._agent.events():
                 if isinstance(event, PushDone | Released):
@@ -229,134 +230,80 @@ def reach(peer: Address) -> Finding:
     return Finding(area="link", name=name, found="can be reached")
 
 
-def measure(name: str, config: TransportConfig, asked: DoctorConfig) -> TransportRow:
-    """Measure one transport from the end to connect to, or from a process of this host."""
-    far, peer = None, asked.connect
-    with contextlib.ExitStack() as stack:
-        try:
-            if peer is None:
-                far = stack.enter_context(_child(_source, name, config))
-                port = far(PROCESS_TIMEOUT_S)
-                if isinstance(port, TransportRow):
-                    return port
-                assert isinstance(port, int)
-                peer = Address(config.host, port)
-            how = (asked.is_quick, asked.is_insecure)
-            near = stack.enter_context(_child(_measure, name, config, peer, *how))
-            row = near(PROCESS_TIMEOUT_S)
-            assert isinstance(row, TransportRow)
-            if far is not None and row.status == "warning":
-                with contextlib.suppress(TransferTimeout):
-                    far(END_TIMEOUT_S)  # raises if it was the far end that died
-        except (PeerLost, TransferTimeout) as error:
-            return TransportRow(name=name, status="warning", advice=f"broke: {error}")
-    return row
+def measure(asked: Link) -> TransportRow:
+    """Measure one transport in a process of its own."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "tandem.doctor.link"],
+            input=msgspec.json.encode(asked),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=PROCESS_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return _broken(asked.name, f"no end within {PROCESS_TIMEOUT_S:.0f} s")
+    if done.returncode:
+        return _broken(asked.name, f"its process ended with status {done.returncode}")
+    return msgspec.json.decode(done.stdout, type=TransportRow)
 
 
-def judge(
-    rows: Sequence[TransportRow], wanted: Sequence[str], automatic: Sequence[str]
-) -> list[TransportRow]:
-    """Mark those as failed that have to work.
-
-    Args:
-        wanted: Transports that were named: each has to work. If there are none, at least one has to, and
-            none of those that `auto` takes may break.
-        automatic: What `auto` takes.
-    """
-    has_any = any(row.status == "ok" for row in rows)
-
-    def is_needed(row: TransportRow) -> bool:
-        if row.status == "ok" or row.name not in (wanted or automatic):
-            return False
-        return bool(wanted) or not has_any or row.status == "warning"
-
+def judge(rows: Sequence[TransportRow], wanted: Sequence[str]) -> list[TransportRow]:
+    """Mark those as failed that have to work: all that were named; if there are none, at least one."""
+    if not wanted and any(row.status == "ok" for row in rows):
+        return list(rows)
     return [
-        msgspec.structs.replace(row, status="failed") if is_needed(row) else row for row in rows
+        row if row.status == "ok" else msgspec.structs.replace(row, status="failed") for row in rows
     ]
 
 
-# ── in processes of their own ────────────────────────────────────────────────────────────────────
-
-Answer = int | TransportRow
-_decoder: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
+# ── in a process of its own ──────────────────────────────────────────────────────────────────────
 
 
-@contextlib.contextmanager
-def _child(work: Callable[..., None], *args: object) -> Iterator[Callable[[float], Answer]]:
-    """Run `work(pipe, *args)` in a process; yield what waits for its next answer, so many seconds at most.
-
-    Waiting raises `PeerLost` if the process ends, and `TransferTimeout` if it is late.
-    """
-    pipe, theirs = _processes.Pipe()
-    process = _processes.Process(target=_run, args=(work, theirs, *args), daemon=True)
-    # Ctrl-C in the middle of a start would leave a process that was not told its work. It inherits the
-    # mask: the parent ends it.
-    resource_tracker.ensure_running()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    process.start()
-    theirs.close()
-
-    def answer(timeout_s: float) -> Answer:
-        try:
-            if not pipe.poll(timeout_s):
-                raise TransferTimeout(f"no end within {timeout_s:.0f} s")
-            return _decoder.decode(pipe.recv_bytes())
-        except EOFError:
-            process.join()
-            raise PeerLost(f"its process ended with status {process.exitcode}") from None
-
-    try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        yield answer
-    finally:
-        pipe.close()
-        process.kill()
-        process.join()
-
-
-def _run(work: Callable[..., None], pipe: Connection, *args: object) -> None:
+def main() -> None:
+    """Measure the link that standard input describes, and print its row."""
     logs.configure("error", "json")
-    with open(os.devnull, "wb") as nothing:
-        for number in (1, 2):  # libraries print, and a crash would in the middle of the table
-            os.dup2(nothing.fileno(), number)
-    work(pipe, *args)
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Link)
+    with os.fdopen(os.dup(1), "wb") as output, open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 1)  # libraries print
+        output.write(msgspec.json.encode(_measured(asked)))
+    os._exit(0)  # the source's thread goes on, and a library may hang at the end
 
 
-def _source(pipe: Connection, name: str, config: TransportConfig) -> None:
+def _measured(asked: Link) -> TransportRow:
     try:
-        source = Source(config.host, 0, transports(name, config))
-    except (TandemError, ImportError) as error:
-        pipe.send_bytes(msgspec.json.encode(_missing(name, error)))
-        return
-    pipe.send_bytes(msgspec.json.encode(source.port))
-    source.serve(until=pipe.fileno())
-    source.close()
-
-
-def _measure(pipe: Connection, name: str, config: TransportConfig, *asked: Any) -> None:
-    pipe.send_bytes(msgspec.json.encode(_measured(name, config, *asked)))
-
-
-def _measured(
-    name: str, config: TransportConfig, peer: Address, is_quick: bool, is_insecure: bool
-) -> TransportRow:
-    found: list[HandOff] = []
-    try:
-        with contextlib.closing(Sink(name, config, peer, is_insecure=is_insecure)) as sink:
-            for num_pages in QUICK_SIZES if is_quick else SIZES:
-                sink.take(num_pages)  # the first costs what no later one does
-                end_s, times = time.monotonic() + (0.05 if is_quick else 0.5), list[float]()
-                while len(times) < MIN_ROUNDS or time.monotonic() < end_s:
-                    times.append(sink.take(num_pages))
-                ms = 1000 * statistics.median(times)
-                found.append(HandOff(num_pages * LAYOUT.page_bytes, ms))
+        with contextlib.closing(_sink(asked)) as sink:
+            found = list(_hand_offs(sink))
             sink.verify()
     except (ConfigInvalid, TransferRefused, ImportError) as error:
-        return _missing(name, error)
+        return _missing(asked.name, error)
     except TandemError as error:
-        return TransportRow(name=name, status="warning", advice=f"broke: {error}")
+        return _broken(asked.name, str(error))
     rate = found[-1].size_bytes / found[-1].ms / 1e6
-    return TransportRow(name=name, status="ok", hand_offs=found, gigabytes_per_s=rate)
+    return TransportRow(name=asked.name, status="ok", hand_offs=found, gigabytes_per_s=rate)
+
+
+def _sink(asked: Link) -> Sink:
+    peer = asked.peer
+    if peer is None:
+        host = asked.config.host
+        source = Source(host, 0, transports(asked.name, asked.config))
+        threading.Thread(target=source.serve, daemon=True).start()
+        peer = Address(host, source.port)
+    return Sink(asked.name, asked.config, peer, is_insecure=asked.is_insecure)
+
+
+def _hand_offs(sink: Sink) -> Iterator[HandOff]:
+    for num_pages in SIZES:
+        sink.take(num_pages)  # the first costs what no later one does
+        end_s, times = time.monotonic() + ROUNDS_S, list[float]()
+        while len(times) < MIN_ROUNDS or time.monotonic() < end_s:
+            times.append(sink.take(num_pages))
+        yield HandOff(num_pages * LAYOUT.page_bytes, 1000 * statistics.median(times))
+
+
+def _broken(name: str, reason: str) -> TransportRow:
+    return TransportRow(name=name, status="warning", advice=f"broke: {reason}")
 
 
 def _missing(name: str, error: Exception) -> TransportRow:
@@ -371,3 +318,7 @@ def listening_words(host: str, port: int) -> str:
     address = tcp_address(shown, port).removeprefix("tcp://")
     note = " (from this host only: --listen HOST:PORT is for others)" if is_loopback(host) else ""
     return f"listening; at the other end: tandem doctor --connect {address}{note}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""What this machine has, what it means for a node, and whether a model fits.
+"""What this machine has, and what it means for a node.
 
 Opens files and sockets and changes nothing. `root` is where a test puts a made-up /proc, /sys and /dev.
 """
@@ -8,24 +8,17 @@ import re
 import resource
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import psutil
 
 from tandem.doctor.report import Finding, Status
-from tandem.engine.config import EngineConfig
 from tandem.kvtransfer.region import SHM_DIR
 
 ROOT = Path("/")
 GIB = 1 << 30
 # A node has a socket for each client, edge worker and stream; 1,024 is many systems' default.
 ENOUGH_OPEN_FILES = 4096
-# Names of the kernel: x86's, then ARM's.
-BF16_FLAGS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}
-# Beside weights and pool: the interpreter, libraries and activations of a chunk.
-OVERHEAD_BYTES = GIB
 GPU_FILES = "nvidia[0-9]*"
 
 
@@ -38,7 +31,7 @@ def _judged(
 
 
 def check_cpu(root: Path = ROOT) -> Iterator[Finding]:
-    """Report usable cores and instructions for bfloat16."""
+    """Report usable cores."""
     num_cores = len(os.sched_getaffinity(0))
     usable, advice = min(num_cores, quota_cores(root) or num_cores), ""
     if usable < num_cores:
@@ -47,11 +40,6 @@ def check_cpu(root: Path = ROOT) -> Iterator[Finding]:
             f"time: give nodes --num-threads {max(1, int(usable))}"
         )
     yield _judged("cpu", "cores", f"{usable:g} of {psutil.cpu_count()} usable", advice)
-    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
-    bf16, advice = sorted(BF16_FLAGS & set(flags[1].split() if flags else ())), ""
-    if not bf16 and not list((root / "dev").glob(GPU_FILES)):
-        advice = "bfloat16 goes through float32 here: --dtype float32 may be faster"
-    yield _judged("cpu", "bfloat16", ", ".join(bf16) or "no instructions for it", advice)
 
 
 def _groups(root: Path) -> Iterator[Path]:
@@ -154,114 +142,6 @@ def check_gpus(root: Path = ROOT) -> Iterator[Finding]:
         advice = "check nvidia-smi, and that torch is a build for CUDA"
         found += f", CUDA {torch.version.cuda}"
         yield _judged("gpu", "devices", found, "" if num_gpus else advice)
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What a model takes on this machine.
-
-    Attributes:
-        weight_bytes: Of all ranks of one node together.
-        pool_bytes: Of all ranks together; `num_tokens` of KV.
-        device: Where both would be.
-    """
-
-    name: str
-    dtype: str
-    weight_bytes: int
-    kv_bytes_per_token: int
-    num_tokens: int
-    context_length: int
-    device: str = "cpu"
-    device_memory_bytes: int = 0
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of the KV pool."""
-        return self.num_tokens * self.kv_bytes_per_token
-
-
-def read_model(settings: EngineConfig, cache_dir: Path) -> Model:
-    """Return what a model takes, by the numbers that a node uses.
-
-    A directory may still be without weights: its config.json says what they take.
-
-    Args:
-        settings: `model_dir` is a directory or a GGUF file, which is converted once, as a node does.
-
-    Raises:
-        ConfigInvalid: No node could serve it.
-    """
-    # Here, because these bring torch, which takes seconds to import.
-    import torch
-
-    from tandem.engine.kv_pool import pool_pages
-    from tandem.engine.model import model_needs
-    from tandem.engine.weight_files import weight_files
-    from tandem.frontend.tokenizer import Tokenizer
-    from tandem.frontend.tokenizer_files import tokenizer_files
-    from tandem.node.checkpoint import model_name, resolve_model
-
-    name, given = model_name(settings.model_dir), Path(settings.model_dir)
-    if (given / "config.json").is_file() and not weight_files(given):
-        settings = msgspec.structs.replace(settings, load_format="dummy")
-    directory = resolve_model(settings.model_dir, cache_dir, settings)
-    if files := tokenizer_files(directory):
-        Tokenizer.from_files(files)
-    settings = msgspec.structs.replace(settings, model_dir=str(directory))
-    needs, tp_size, device_bytes = model_needs(settings), settings.tp_size, 0
-    room_bytes = settings.kv_bytes // tp_size
-    if settings.device != "cpu":
-        if torch.cuda.is_available():
-            device_bytes = torch.cuda.get_device_properties(settings.device).total_memory
-        room_bytes = (
-            int(device_bytes * settings.mem_fraction_static) - needs.weight_bytes // tp_size
-        )
-    num_pages = (
-        settings.max_total_tokens // settings.page_size
-        if settings.max_total_tokens
-        else pool_pages(needs.shape, settings.page_size, max(0, room_bytes))
-    )
-    return Model(
-        name=name,
-        dtype=needs.shape.dtype,
-        weight_bytes=needs.weight_bytes,
-        kv_bytes_per_token=needs.shape.kv_bytes_per_token * tp_size,
-        num_tokens=num_pages * settings.page_size,
-        context_length=needs.shape.context_length,
-        device=settings.device,
-        device_memory_bytes=device_bytes * tp_size,
-    )
-
-
-def check_model(model: Model, memory_bytes: int) -> Iterator[Finding]:
-    """Report whether weights and pool fit.
-
-    Args:
-        memory_bytes: Of the machine; a GPU's is in `model`.
-    """
-    is_gpu = model.device != "cpu"
-    has = model.device_memory_bytes if is_gpu else memory_bytes
-    fits = model.weight_bytes + model.pool_bytes + OVERHEAD_BYTES <= has and model.num_tokens > 0
-    found = (
-        f"{_size(model.weight_bytes)} of {model.dtype} weights + {_size(model.pool_bytes)} of KV "
-        f"({model.num_tokens:,} tokens of {model.kv_bytes_per_token:,} bytes) in {_size(has)} of "
-        f"{'GPU memory' if is_gpu else 'memory'}"
-    )
-    yield _judged("model", model.name, found, "" if fits else _smaller(model, has), bad="failed")
-    if fits and model.num_tokens < model.context_length:
-        found = f"{model.num_tokens:,} tokens of KV for a context of {model.context_length:,}"
-        least = f"give --max-total-tokens {model.context_length} or more"
-        yield _judged("model", "context", found, f"a longer prompt is refused: {least}")
-
-
-def _smaller(model: Model, has: int) -> str:
-    if not has:
-        return f"torch sees no GPU here: --device {model.device} cannot be"
-    num_tokens = (has - model.weight_bytes - OVERHEAD_BYTES) // model.kv_bytes_per_token
-    if num_tokens < 1:
-        return "the weights alone do not fit: a smaller model, a larger machine, or --tp over more GPUs"
-    return f"give --max-total-tokens {num_tokens // 1024 * 1024 or num_tokens} at most"
 
 
 def _size(size_bytes: int) -> str:

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,11 +12,6 @@ from tandem.router.config import host_of
 from tandem.router.node_http import INFO_TIMEOUT_S, NodeUnusable, fetch_info
 from tandem.wire.hosts import reason_of
 from tandem.wire.messages import NodeInfo
-
-# As `tandem.engine.model` makes it: kind, layers, type of the weights, digest.
-FINGERPRINT = re.compile(
-    r"(?P<kind>.+)-(?P<layers>\d+)layers-(?P<dtype>\w+)-(?P<digest>[0-9a-f]{16})"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +129,10 @@ def _pair(prefill: tuple[str, NodeInfo], decode: tuple[str, NodeInfo]) -> Findin
 def _reasons(prefill: NodeInfo, decode: NodeInfo) -> Iterator[str]:
     """Yield why the two cannot pair."""
     if prefill.model.fingerprint != decode.model.fingerprint:
-        yield _difference(prefill.model.fingerprint, decode.model.fingerprint)
+        yield (
+            f"different models, {prefill.model.fingerprint} and {decode.model.fingerprint}: give both the same "
+            "--model, --dtype, --kv-cache-dtype, --load-format and --random-seed"
+        )
     ours, theirs = prefill.transports, decode.transports
     if ours and theirs and not set(ours) & set(theirs):
         yield (
@@ -154,21 +151,3 @@ def _warnings(prefill: NodeInfo, decode: NodeInfo) -> Iterator[str]:
             f"clients know them as {prefill.model.name} and {decode.model.name}: give both the same "
             "--served-model-name"
         )
-
-
-def _difference(prefill: str, decode: str) -> str:
-    """Say in words how two fingerprints differ."""
-    ours, theirs = FINGERPRINT.fullmatch(prefill), FINGERPRINT.fullmatch(decode)
-    if ours is None or theirs is None:
-        return f"different models: {prefill} and {decode}"
-    for group, advice in (
-        ("kind", "different models ({} and {}): give both the same --model"),
-        ("layers", "different models ({} and {} layers): give both the same --model"),
-        ("dtype", "weights of different types ({} and {}): give both the same --dtype"),
-    ):
-        if ours[group] != theirs[group]:
-            return advice.format(ours[group], theirs[group])
-    return (
-        "models of the same shape with other weights, configuration or type of KV: compare the "
-        "checkpoints, --kv-cache-dtype, --load-format and --random-seed"
-    )

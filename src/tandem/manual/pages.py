@@ -65,15 +65,11 @@ class Manual:
 
     def suggest(self, topic: str) -> list[str]:
         """Return the topics most like this one, the likeliest first."""
-        name, _, anchor = topic.strip().lower().partition("#")
-        wanted = anchor_of(anchor or name)
-        topics = {name: name for name in self.pages}
-        topics |= {f"{page}#{anchor}": anchor for page, anchor, _ in self._sections}
-        within = [last for last in topics.values() if wanted and wanted in last]
-        close = difflib.get_close_matches(wanted, topics.values(), n=NUM_SUGGESTIONS)
-        words = dict.fromkeys([wanted, *within, *close])
-        found = [each for word in words for each, last in topics.items() if last == word]
-        return found[:NUM_SUGGESTIONS]
+        wanted = anchor_of(topic.strip().lower().rpartition("#")[2])
+        topics = [(name, name) for name in self.pages]
+        topics += [(f"{page}#{anchor}", anchor) for page, anchor, _ in self._sections]
+        near = difflib.get_close_matches(wanted, {last for _, last in topics}, NUM_SUGGESTIONS)
+        return [each for last in near for each, its in topics if its == last][:NUM_SUGGESTIONS]
 
 
 def shipped() -> Manual:

@@ -15,7 +15,7 @@ from tandem.plan.nodes import CARDS, SIZES, NodeKind, node_kind
 from tandem.plan.report import Plan, as_json, render, write_check
 from tandem.plan.sizing import Goals, size_decode, size_prefill
 from tandem.telemetry import log as logs
-from tandem.wire.command_line import HelpFormatter, Parser
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.options import Flag, add_flags, read_flags
 
@@ -25,7 +25,7 @@ examples:
   tandem plan --node measured.json --trace mooncake_trace.jsonl --ttft-ms 2000 --itl-ms 50 --check check/
   tandem plan --model llama-70b --node h100-tp4 --node h100-tp8 --prompt lognormal:1500:12000 \\
               --output lognormal:200:1000 --rate 30 --system-prompt 2048 --ttft-ms 1000 --itl-ms 40
-  tandem plan --model llama-8b --prefill-node h100 --decode-node l40s-tp2 --cost h100=2.9 --cost l40s-tp2=1.8 \\
+  tandem plan --model llama-8b --node h100 --node l40s-tp2 --cost h100=2.9 --cost l40s-tp2=1.8 \\
               --prompt 2000 --output 400 --rate 20 --ttft-ms 800 --itl-ms 40
 
 Models that need no directory: {", ".join(KNOWN)}.
@@ -57,14 +57,8 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
             "--node",
             group="nodes",
             metavar="NODE",
-            help="kind of node for either role: a file of `tandem profile`, or CARD-tpN; may be repeated",
+            help="kind of node, for both roles: a file of `tandem profile`, or CARD-tpN; may be repeated",
         ),
-    ] = ()
-    prefill_nodes: Annotated[
-        tuple[str, ...], Flag("--prefill-node", metavar="NODE", help="for prefill alone")
-    ] = ()
-    decode_nodes: Annotated[
-        tuple[str, ...], Flag("--decode-node", metavar="NODE", help="for decode alone")
     ] = ()
     model: Annotated[
         str,
@@ -152,7 +146,6 @@ def build_parser() -> Parser:
         description="Calculate how many prefill and decode nodes of which kind serve a load within the given "
         "times at the least cost.",
         epilog=EXAMPLES,
-        formatter_class=HelpFormatter,
     )
     add_flags(parser, PlanConfig)
     return parser
@@ -161,14 +154,9 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status."""
     logs.configure("error")
-    args = build_parser().parse_args(argv)
-    try:
-        config = read_flags(PlanConfig, args)
-        plan = make_plan(config)
-        check = write_check(plan, config.check) if config.check and plan.best else None
-    except ConfigInvalid as error:
-        sys.stderr.write(f"tandem plan: error: {error.for_operators}\n")
-        return 2
+    config = read_flags(PlanConfig, build_parser().parse_args(argv))
+    plan = make_plan(config)
+    check = write_check(plan, config.check) if config.check and plan.best else None
     if config.is_json:
         sys.stdout.write(as_json(plan, check).decode())
     else:
@@ -189,45 +177,39 @@ def make_plan(config: PlanConfig) -> Plan:
         itl_s=None if config.itl_ms is None else config.itl_ms / 1000,
         percentile=config.percentile,
     )
-    prefills, decodes = _kinds(config)
-    most_tokens = min(max(kind.most_tokens for kind in kinds) for kinds in (prefills, decodes))
-    load = Load(_requests(config), most_tokens)
+    kinds = _kinds(config)
+    load = Load(_requests(config), max(kind.most_tokens for kind in kinds))
     return Plan(
         load=load,
         goals=goals,
-        prefills=[size_prefill(kind, load, goals) for kind in prefills],
-        decodes=[size_decode(kind, load, goals) for kind in decodes],
+        prefills=[size_prefill(kind, load, goals) for kind in kinds],
+        decodes=[size_decode(kind, load, goals) for kind in kinds],
     )
 
 
-def _kinds(config: PlanConfig) -> tuple[list[NodeKind], list[NodeKind]]:
-    """Return the kinds for prefill and for decode."""
-    prefills = [*dict.fromkeys(config.nodes + config.prefill_nodes)]
-    decodes = [*dict.fromkeys(config.nodes + config.decode_nodes)]
-    for role, names in (("prefill", prefills), ("decode", decodes)):
-        if not names:
-            raise ConfigInvalid(
-                f"no kind of node for {role}: give --node for both roles, or --{role}-node; a file of "
-                "`tandem profile`, or a card such as h100-tp2",
-                topic="plan#nodes",
-            )
-    names = [*dict.fromkeys(prefills + decodes)]
+def _kinds(config: PlanConfig) -> list[NodeKind]:
+    names = [*dict.fromkeys(config.nodes)]
+    if not names:
+        raise ConfigInvalid(
+            "no kind of node: give --node, a file of `tandem profile` or a card such as h100-tp2",
+            topic="plan#nodes",
+        )
     costs = dict(config.costs)
     if unknown := [name for name in costs if name not in names]:
         raise ConfigInvalid(f"--cost {unknown[0]}: name a node as --node does")
     link_bytes_per_s = config.link_gbit * 1e9 / 8
-    kinds = {
-        name: node_kind(name, config.model, cost=costs.get(name), link_bytes_per_s=link_bytes_per_s)
+    kinds = [
+        node_kind(name, config.model, cost=costs.get(name), link_bytes_per_s=link_bytes_per_s)
         for name in names
-    }
-    sizes = {kind.figures.kv_bytes_per_token: name for name, kind in kinds.items()}
+    ]
+    sizes = {kind.figures.kv_bytes_per_token: kind.name for kind in kinds}
     if len(sizes) > 1:
         told = ", ".join(f"{name} has {size:,}" for size, name in sizes.items())
         raise ConfigInvalid(
             f"nodes of a cluster have one model and type of KV, and so one size of a token's KV: {told} bytes",
             topic="plan#nodes",
         )
-    return [kinds[name] for name in prefills], [kinds[name] for name in decodes]
+    return kinds
 
 
 def _requests(config: PlanConfig) -> list[TraceRow]:

@@ -4,7 +4,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Annotated
 
 import aiohttp
@@ -15,8 +15,8 @@ from rich.text import Text
 
 from tandem.router.overview import Overview
 from tandem.top.picture import picture, plain
-from tandem.wire.command_line import HelpFormatter, Parser
-from tandem.wire.errors import ConfigInvalid, TandemError
+from tandem.wire.command_line import Parser
+from tandem.wire.errors import TandemError
 from tandem.wire.hosts import checked_url, reason_of
 from tandem.wire.options import Flag, add_flags, read_flags
 
@@ -37,6 +37,9 @@ ANSWER_TIMEOUT_S = 5.0
 class RouterAway(TandemError, code="router_away"):
     """The router does not answer, or not as one."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(plain(message))  # it may quote another machine
+
 
 class KeyRefused(RouterAway, code="key_refused"):
     """It wants another API key: asking again does not help."""
@@ -53,7 +56,7 @@ class TopConfig(msgspec.Struct, frozen=True, kw_only=True):
     interval_s: Annotated[
         float,
         # The router itself looks anew four times a second.
-        Flag("--interval", ge=0.1, help="time between two pictures"),
+        Flag("--interval", metavar="SECONDS", ge=0.1, help="time between two pictures"),
     ] = 1.0
     api_key: Annotated[str, Flag("--api-key", help="for a router that asks for one")] = ""
 
@@ -62,10 +65,8 @@ def build_parser() -> Parser:
     """Return the parser."""
     parser = Parser(
         "tandem top",
-        description="Show what a router's cluster does now: nodes and their pages, pairs, latencies, recent "
-        "requests, events.",
+        description="Show what a router's cluster does now: nodes and their pages, pairs, latencies.",
         epilog=EXAMPLES,
-        formatter_class=HelpFormatter,
     )
     url = "http://127.0.0.1:8000"
     parser.add_argument("url", nargs="?", default=url, metavar="URL", help="of the router")
@@ -74,20 +75,15 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0 when the user ended it, and 1 when there was nothing to show."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    try:
-        config = read_flags(TopConfig, args, url=checked_url("URL", args.url))
-    except ConfigInvalid as error:
-        parser.error(error.message)
-    try:
+    """Run the command until Ctrl-C; return the exit status.
+
+    Raises:
+        RouterAway: There is nothing to show.
+    """
+    args = build_parser().parse_args(argv)
+    config = read_flags(TopConfig, args, url=checked_url("URL", args.url))
+    with suppress(KeyboardInterrupt, BrokenPipeError):
         asyncio.run(_watch(config, Console(highlight=False)))
-    except RouterAway as error:
-        sys.stderr.write(f"tandem top: error: {plain(error.message)}\n")
-        return 1
-    except (KeyboardInterrupt, BrokenPipeError):
-        return 0
     return 0
 
 
@@ -111,7 +107,7 @@ async def _watch(config: TopConfig, console: Console) -> None:
                     if config.is_once or isinstance(error, KeyRefused):
                         raise
                     since = since or time.strftime("%H:%M:%S")
-                    problem = plain(f"{error.message} (since {since}; trying again)")
+                    problem = f"{error.message} (since {since}; trying again)"
                     if config.is_json:
                         sys.stderr.write(f"tandem top: {problem}\n")
                 if not config.is_json:

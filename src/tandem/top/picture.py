@@ -1,11 +1,10 @@
-"""One picture of a cluster for a terminal: a headline, and tables of nodes, pairs, requests and events.
+"""One picture of a cluster for a terminal: a headline, and tables of nodes and pairs.
 
 Names and errors come from other machines: `plain` keeps what a terminal would obey out of the picture.
 """
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
@@ -23,15 +22,9 @@ PAGE_STATES = (
     ("cached", "▒", "cyan"),
     ("free", "░", "bright_black"),
 )
-RED_EVENTS = ("down", "corrupted", "refused")
-YELLOW_EVENTS = ("replay", "draining", "leaving", "restarted", "gone", "tier")
-STYLES = {
-    "up": "green",
-    **dict.fromkeys(RED_EVENTS, "red"),
-    **dict.fromkeys(YELLOW_EVENTS, "yellow"),
-}
+STYLES = {"up": "green", "down": "red"}
 # Lines that are not of a list: headline, heads of tables, gaps.
-FIXED_LINES = 18
+FIXED_LINES = 14
 
 
 def picture(
@@ -48,7 +41,7 @@ def picture(
     busy.sort(key=lambda pair: (-pair.prompt_tokens_per_s, -pair.num_running))
     left = 40 if num_lines is None else max(6, num_lines - FIXED_LINES)
     num_nodes = len(overview.nodes) if num_lines is None else min(left // 2, len(overview.nodes))
-    num_others = max((left - num_nodes) // 3, 1)
+    num_others = max(left - num_nodes, 1)
     more = (
         f", and {len(overview.nodes) - num_nodes} more" if len(overview.nodes) > num_nodes else ""
     )
@@ -70,8 +63,6 @@ def picture(
             for pair in busy[:num_others]
         ]
         parts.append(_table("pairs", ["prefill", "decode"], ["requests", "prompt tokens"], rows))
-    if overview.recent:
-        parts.append(_requests(overview.recent[-num_others:]))
     return Group(*parts)
 
 
@@ -168,26 +159,6 @@ def page_bar(node: NodeView, width: int) -> Text:
         bar.append(char * wanted, style=style)
         left -= wanted
     return bar
-
-
-def _requests(recent: Sequence[dict[str, Any]]) -> Table:
-    """Return some requests, the newest first."""
-    rows = map(_request, reversed(recent))
-    return _table(
-        "recent requests", ["began", "request", "attempts"], ["TTFT", "whole", "tokens"], rows
-    )
-
-
-def _request(timings: dict[str, Any]) -> Cells:
-    ended = timings["outcome"]
-    return [
-        _clock(timings["started_unix_s"]),
-        plain(str(timings["request_id"]))[:24],
-        str(timings["num_attempts"]),
-        seconds(timings["ttft_s"]) if ended == "finished" else Text(ended, style="red"),
-        seconds(timings["e2e_s"]),
-        f"{timings['num_prompt_tokens']} → {timings['num_output_tokens']}",
-    ]
 
 
 # ── words ────────────────────────────────────────────────────────────────────────────────────────

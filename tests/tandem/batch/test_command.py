@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.batch.command import carry_out, main, parse
+from tandem.__main__ import run
+from tandem.batch.command import carry_out, parse
+from tandem.wire.errors import ConfigInvalid
 from tests.tandem.batch.stub import Stub, line, said
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,7 +45,10 @@ class Files:
     async def run(self, url: str, *argv: str, env=None) -> tuple[int, str]:
         """Run the command in this process; return its status and all that it said."""
         argv = [str(self.input), "-o", str(self.output), "--url", url, *argv]
-        status = await carry_out(parse(argv, env or {}))
+        try:
+            status = await carry_out(parse(argv, env or {}))
+        except ConfigInvalid as error:
+            return 2, error.for_operators
         return status, "".join(self._capture.readouterr())
 
     def results(self) -> list[dict]:
@@ -98,12 +103,14 @@ async def test_failed_requests_are_in_the_output(files):
     assert by_name["cut"]["error"]["code"] == "connection_broken"
 
 
-async def test_bad_lines_are_reported_before_anything_is_sent(files):
-    files.write(line("a"), "{\n", line("b", method="GET"), line("c"))
+@pytest.mark.parametrize(
+    ("bad", "reason"), [("{\n", ""), (line("b", method="GET"), "method is 'GET': give POST")]
+)
+async def test_a_bad_line_is_reported_before_anything_is_sent(files, bad, reason):
+    files.write(line("a"), bad, line("c"))
     status, told = await files.run("http://unused:1")
     assert status == 2
-    assert "line 2: " in told
-    assert "line 3: method is 'GET': give POST" in told
+    assert f"in.jsonl, line 2: {reason}" in told
     assert not files.output.exists()
 
 
@@ -252,7 +259,7 @@ def test_flags_that_cannot_work_are_refused_before_anything_is_done(files, argv,
     files.write(line("a"))
     usual = [str(files.input), "-o", str(files.output)]
     argv = [str(files.input) if word == "IN" else word for word in argv]
-    status, told = main([*usual, *argv]), capsys.readouterr().err
+    status, told = run(["batch", *usual, *argv]), capsys.readouterr().err
     assert status == 2
     assert said in told
 

@@ -58,7 +58,7 @@ def encoded(events: list[dict], newline: str = "\n", done: bool = True) -> bytes
 
 
 def reading() -> tuple[Answer, Sample]:
-    sample = Sample(due_s=100.0, sent_s=100.0)
+    sample = Sample(sent_s=100.0)
     return Answer(sample), sample
 
 

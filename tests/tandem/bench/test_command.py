@@ -92,9 +92,8 @@ async def test_failures_are_told_by_kind_and_goodput_counts_them(ids_backend, tm
         argv = ("--num-prompts", "2", "--concurrency", "1", "--warmup-requests", "0")
         status, printed, report = await bench(client, tmp_path, *argv, "--slo-ttft-ms", "1e6")
     assert status == 1
-    assert {one.kind: one.count for one in report.loads[0].failures} == {"short": 1, "HTTP 503": 1}
-    assert report.loads[0].goodput is not None
-    assert report.loads[0].goodput.share == 0
+    assert report.loads[0].failures == {"short": 1, "HTTP 503": 1}
+    assert report.loads[0].goodput_share == 0
     assert "failed, HTTP 503: 1, such as: no node is there" in printed
     assert "--disable-ignore-eos" in printed
 
@@ -155,12 +154,6 @@ async def test_a_server_that_fails_the_warm_up_is_not_driven(ids_backend):
     assert process.returncode == 1
     assert "failed the warm-up (HTTP 503): no node is there" in errors.decode()
     assert len(ids_backend.requests) == 1
-
-
-async def test_it_starts_without_torch():
-    code = "import sys, tandem.bench.command, tandem.bench.client; sys.exit('torch' in sys.modules)"
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, cwd=ROOT)
-    assert await process.wait() == 0
 
 
 async def test_a_certificate_that_is_not_trusted_is_told_with_what_to_do(ids_backend, tmp_path):

@@ -15,9 +15,9 @@ import pytest
 from tandem.doctor.config import parse
 from tandem.doctor.link import judge
 from tandem.doctor.report import HandOff, Report, TransportRow, render
-from tandem.kvtransfer.transports.registry import AUTO
 from tandem.wire.errors import ConfigInvalid
 from tests.kept_port import kept_port
+from tests.sample import sampled
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 600  # a guard: torch and every transport are imported
@@ -83,6 +83,7 @@ def listening(*argv: str, **env: str):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_machine_is_examined_and_strange_transports_harm_only_themselves(tmp_path):
     (tmp_path / "tandem_strangers.py").write_text(STRANGERS)
     info = tmp_path / "tandem_strangers-1.0.dist-info"
@@ -91,7 +92,7 @@ def test_a_machine_is_examined_and_strange_transports_harm_only_themselves(tmp_p
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     names = "shm,tcp,absent,dying,lying"
-    argv = ("--quick", "--json", "--transfer-backend", names)
+    argv = ("--json", "--transfer-backend", names)
     status, told = report(start(*argv, PYTHONPATH=path))
     assert (status, told.is_well, told.mode) == (1, False, "local")
     rows = {row.name: row for row in told.transports}
@@ -116,19 +117,13 @@ def row(name: str, status="ok") -> TransportRow:
 @pytest.mark.parametrize(
     ("rows", "wanted", "failed"),
     [
-        ([row("shm"), row("nixl", "missing"), row("ucx", "warning")], (), []),
-        ([row("shm"), row("tcp", "warning")], (), ["tcp"]),
-        ([row("shm", "missing"), row("tcp")], (), []),
-        (
-            [row("shm", "missing"), row("tcp", "missing"), row("nixl", "missing")],
-            (),
-            ["shm", "tcp"],
-        ),
+        ([row("shm"), row("tcp", "warning"), row("nixl", "missing")], (), []),
+        ([row("shm", "missing"), row("tcp", "warning")], (), ["shm", "tcp"]),
         ([row("shm"), row("nixl", "missing")], ("shm", "nixl"), ["nixl"]),
     ],
 )
 def test_transports_fail_when_they_were_named_or_nothing_else_works(rows, wanted, failed):
-    judged = judge(rows, wanted, AUTO)
+    judged = judge(rows, wanted)
     assert [each.name for each in judged if each.status == "failed"] == failed
 
 
@@ -154,10 +149,10 @@ def test_json_has_the_shape_that_scripts_count_on():
     assert set(told["findings"][0]) == {"area", "name", "status", "found", "advice"}
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+@pytest.mark.parametrize("host", sampled(["127.0.0.1", "[::1]"], "127.0.0.1"))
 def test_a_pair_with_one_secret_is_measured_again_and_again(host):
     env = {"TANDEM_CLUSTER_KEY": "one secret"}
-    argv = ("--quick", "--json", "--transfer-backend", "tcp")
+    argv = ("--json", "--transfer-backend", "tcp")
     with listening(f"{host}:0", "--transfer-backend", "tcp", **env) as (_, address):
         assert address.startswith(host)
         for _ in range(2):
@@ -168,7 +163,7 @@ def test_a_pair_with_one_secret_is_measured_again_and_again(host):
 
 def test_an_end_without_the_secret_is_told_so():
     with listening("127.0.0.1:0", TANDEM_CLUSTER_KEY="a secret") as (process, address):
-        argv = ("--connect", address, "--quick", "--transfer-backend", "tcp")
+        argv = ("--connect", address, "--transfer-backend", "tcp")
         status, out, _ = end(start(*argv))
         assert process.poll() is None  # and the one with it goes on
     assert status == 1
@@ -179,7 +174,7 @@ def test_an_end_without_the_secret_is_told_so():
 def test_nobody_at_the_other_end_is_told_at_once():
     with kept_port() as port:
         address = f"127.0.0.1:{port}"
-        status, out, _ = end(start("--connect", address, "--quick"))
+        status, out, _ = end(start("--connect", address))
     assert status == 1
     assert f"{address}  cannot be reached (Connection refused)" in out
 
@@ -195,7 +190,7 @@ def test_ctrl_c_ends_a_listening_end_with_a_sentence():
 def test_ctrl_c_in_the_middle_of_measuring_leaves_no_process_behind():
     with listening("127.0.0.1:0", "--transfer-backend", "tcp") as (far, address):
         far.send_signal(signal.SIGSTOP)  # it accepts, and does nothing
-        process = start("--connect", address, "--quick", "--transfer-backend", "tcp")
+        process = start("--connect", address, "--transfer-backend", "tcp")
         file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         deadline = time.monotonic() + TIMEOUT_S
         while not (children := file.read_text().split()) and time.monotonic() < deadline:
@@ -220,7 +215,6 @@ def test_ctrl_c_in_the_middle_of_measuring_leaves_no_process_behind():
         (("--transfer-backend", "pigeon"), "no transport 'pigeon' is installed; there are: shm"),
         (("--node", "10.0.0.1:7000"), "is not a node's URL"),
         (("--listen", "9000", "--connect", "a:9000"), "give one of them"),
-        (("--page-size", "0"), "--page-size/--block-size is 0"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_to_give(argv, words):

@@ -1,31 +1,28 @@
 """`tandem profile` of a tiny model, as people run it."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tandem.engine.profile import NodeFigures, Profile, read_profile
 from tandem.plan.nodes import node_kind
 from tandem.profile.command import parse, write
 from tandem.wire.errors import ConfigInvalid
+from tests import fork_server
 
 
 def profile(*flags):
-    command = [sys.executable, "-P", "-m", "tandem", "profile", *map(str, flags)]
-    return subprocess.run(command, check=False, capture_output=True, text=True)
+    return fork_server.run(["tandem", "profile", *map(str, flags)])
 
 
+@pytest.mark.slow
 def test_a_node_is_measured_and_its_profile_is_one_for_plans_and_simulated_engines(
     tiny_model, tmp_path
 ):
     file = tmp_path / "tiny.json"
-    # Not the attention kernel that is compiled at each start; and what else this machine does must not
-    # decide whether the fit is good.
+    # Not the attention kernel that is compiled at each start.
     flags = (
         "--attention-backend torch --max-total-tokens 1024 --max-running-requests 8 --num-threads 1"
     )
-    flags += " --chunked-prefill-size 32 --quick --max-error 1e9"
+    flags += " --chunked-prefill-size 32 --quick"
     done = profile("--model", tiny_model("llama"), *flags.split(), "-o", file)
     assert done.returncode == 0, done.stderr
     assert "ms  8 answers, after" in done.stdout
@@ -40,21 +37,17 @@ def test_a_node_is_measured_and_its_profile_is_one_for_plans_and_simulated_engin
     assert node_kind(str(file), "", cost=None, link_bytes_per_s=1e9).name == "tiny"
 
 
-def test_a_profile_that_does_not_describe_what_was_measured_is_not_written(tmp_path, capsys):
+def test_a_profile_that_does_not_describe_what_was_measured_is_warned_of(tmp_path, capsys):
     path = tmp_path / "profile.json"
-    figures = NodeFigures(num_tokens=1, kv_bytes_per_token=1, prefill_error=0.05, decode_error=0.15)
-    assert write(Profile(node=figures), path, 0.1) == 1
-    assert "over the points of decode, above 10% (--max-error)" in capsys.readouterr().err
-    assert not path.exists()
-    assert write(Profile(node=figures), path, 0.2) == 0
+    figures = NodeFigures(num_tokens=1, kv_bytes_per_token=1, prefill_error=0.05, decode_error=0.25)
+    write(Profile(node=figures), path)
+    assert "25% off on average over the points of decode" in capsys.readouterr().err
     assert read_profile(path).node == figures
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--max-error", "0"], "--max-error is 0"),
-        (["--longest-context", "-1"], "--longest-context is -1"),
         (["--disable-prefix-cache"], "through the prefix cache"),
         (["--page-size", "0"], "--page-size/--block-size is 0"),
         (["--device", "cuda:1", "--tp", "2"], "is one device and --tp 2 takes more"),
