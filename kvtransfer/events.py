@@ -24,8 +24,11 @@ from typing import Generic, TypeVar
 from typing_extensions import override
 
 from tandem.telemetry.histogram import Histogram
+from tandem.telemetry.log import get_logger
 from tandem.wire.errors import PeerLost, TandemError
 from tandem.wire.generation import Room, TokenLogprobs
+
+log = get_logger("kvtransfer.events")
 
 # ── prefill ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -128,13 +131,16 @@ class RoomFanIn(ABC, Generic[E]):
         """The role wants an end."""
         self.is_ending, self.error = True, None
 
+    def has_ended(self, member: int) -> bool:
+        """Whether this member has reported its last event."""
+        return member in self._ended
+
     @abstractmethod
     def hear(self, member: int, event: E) -> list[E]:
-        """Take what a member reports; return what the role is to receive."""
+        """Take what a member reports that has not ended; return what the role is to receive."""
 
     def _end(self, member: int) -> bool:
         """Note the last event of a member; return whether it was the last of all."""
-        assert member not in self._ended, f"member {member} ended twice"
         self._ended.add(member)
         return self.is_over
 
@@ -189,6 +195,8 @@ class LandFanIn(RoomFanIn[ReceiverEvent]):
                 self._landed = event
             case Failed() | Lost():
                 self._fail(event.error)
+            case Safe():
+                self._fail(None)
             case _:
                 pass
         is_over = not isinstance(event, Lost) and self._end(member)
@@ -243,12 +251,17 @@ class OpenRooms(Generic[E]):
         """Yield what became of queued reports, oldest first. An error of the reader loses no other."""
         for _ in range(len(self._reports)):
             member, num_members, event = self._reports.popleft()
-            self._fan_ins[event.room].num_members = num_members
+            if (fan_in := self._fan_ins.get(event.room)) is not None:
+                fan_in.num_members = num_members
             yield from self.hear(member, event)
 
     def hear(self, member: int, event: E) -> list[E]:
         """Take what a member reports; return what the role is to receive."""
-        fan_in = self._fan_ins[event.room]
+        fan_in = self._fan_ins.get(event.room)
+        if fan_in is None or fan_in.has_ended(member):
+            # Only a bug reports this. Raised here, it would fail every request of the role.
+            log.error("kv_room.unexpected_report", member=member, report=str(event))
+            return []
         was_ending = fan_in.is_ending
         told = fan_in.hear(member, event)
         if fan_in.is_over:

@@ -160,6 +160,29 @@ def test_a_room_given_up_while_an_earlier_event_is_handled_hears_only_its_end(ro
     assert ended == [(OTHER, None)]
 
 
+REPORTS = {
+    PushFanIn: [Granted(ROOM, 8), PushDone(ROOM, 1), Released(ROOM), Released(OTHER)],
+    LandFanIn: [
+        Landed(ROOM, 1, 2, 3),
+        Failed(ROOM, error_of(0)),
+        Lost(ROOM, error_of(0)),
+        Safe(ROOM),
+    ],
+}
+
+
+@given(st.sampled_from([*REPORTS]), st.data())
+def test_no_report_that_cannot_be_raises_or_ends_a_room_twice(kind, data):
+    rooms = OpenRooms(lambda *_: None)
+    rooms.open(kind(ROOM, 2))
+    reports = st.tuples(st.integers(0, 1), st.sampled_from(REPORTS[kind]))
+    for member, event in data.draw(st.lists(reports, max_size=8)):
+        rooms.report(member, 2, event)
+    heard = list(rooms.events())
+    assert {event.room for event in heard} <= {ROOM}
+    assert sum(isinstance(event, LAST) for event in heard) <= 1
+
+
 def test_a_member_that_fails_ends_the_others_once(rooms, ended):
     rooms.report(1, 2, Lost(ROOM, error_of(1)))
     assert [type(event) for event in rooms.events()] == [Lost]
