@@ -105,113 +105,35 @@ ReceiverEvent = Landed | Failed | Lost | Safe
 # ── rooms ────────────────────────────────────────────────────────────────────────────────────────
 
 E = TypeVar("E", SenderEvent, ReceiverEvent)
+LAST = (PushDone, Released, Landed, Failed, Safe)
+BAD = (Released, Failed, Lost, Safe)
 
 
-class RoomFanIn(ABC, Generic[E]):
+@dataclass(eq=False, slots=True)
+class OpenRoom(Generic[E]):
     """One room over its members.
 
     Attributes:
         num_members: Grows before the first member that is new reports anything.
+        num_granted: Members that reported `Granted`.
+        last: What each member that has ended reported last.
         is_ending: The room cannot end well any more; the live members end it, too.
         error: The first that a member reported; None when the role gave the room up.
     """
 
-    def __init__(self, room: Room, num_members: int = 1) -> None:
-        self.room, self.num_members = room, num_members
-        self._ended: set[int] = set()
-        self.is_ending = False
-        self.error: TandemError | None = None
+    num_members: int
+    num_granted: int = 0
+    last: dict[int, E] = field(default_factory=dict)
+    is_ending: bool = False
+    error: TandemError | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether every member has reported its last event."""
-        return len(self._ended) == self.num_members
-
-    def give_up(self) -> None:
-        """The role wants an end."""
-        self.is_ending, self.error = True, None
-
-    def has_ended(self, member: int) -> bool:
-        """Whether this member has reported its last event."""
-        return member in self._ended
-
-    @abstractmethod
-    def hear(self, member: int, event: E) -> list[E]:
-        """Take what a member reports that has not ended; return what the role is to receive."""
-
-    def _end(self, member: int) -> bool:
-        """Note the last event of a member; return whether it was the last of all."""
-        self._ended.add(member)
-        return self.is_over
-
-    def _fail(self, error: TandemError | None) -> None:
-        if not self.is_ending:
-            self.is_ending, self.error = True, error
-
-    @override
-    def __repr__(self) -> str:
-        name, ended = type(self).__name__, sorted(self._ended)
-        return f"{name}({self.room}, ending={self.is_ending}, {ended=}, error={self.error!r})"
+        return len(self.last) == self.num_members
 
 
-class PushFanIn(RoomFanIn[SenderEvent]):
-    """A room at prefill."""
-
-    def __init__(self, room: Room, num_members: int = 1) -> None:
-        super().__init__(room, num_members)
-        self._granted: set[int] = set()
-        self._pushed_bytes = 0
-
-    @override
-    def hear(self, member: int, event: SenderEvent) -> list[SenderEvent]:
-        match event:
-            case Granted():
-                self._granted.add(member)
-                is_all = len(self._granted) == self.num_members
-                return [event] if is_all and not self.is_ending else []
-            case PushDone():
-                self._pushed_bytes += event.pushed_bytes
-            case Released():
-                self._fail(event.error)
-        if not self._end(member):
-            return []
-        if self.is_ending:
-            return [Released(self.room, self.error)]
-        return [PushDone(self.room, self._pushed_bytes)]
-
-
-class LandFanIn(RoomFanIn[ReceiverEvent]):
-    """A room at decode. Of several `Landed` that of member 0 counts: it reports the most."""
-
-    def __init__(self, room: Room, num_members: int = 1) -> None:
-        super().__init__(room, num_members)
-        self._landed: Landed | None = None
-
-    @override
-    def hear(self, member: int, event: ReceiverEvent) -> list[ReceiverEvent]:
-        was_ending = self.is_ending
-        match event:
-            case Landed() if member == 0:
-                self._landed = event
-            case Failed() | Lost():
-                self._fail(event.error)
-            case Safe():
-                self._fail(None)
-            case _:
-                pass
-        is_over = not isinstance(event, Lost) and self._end(member)
-        if self.is_ending and not was_ending:
-            error = self.error or PeerLost("prefill gave the request up")
-            return [Failed(self.room, error) if is_over else Lost(self.room, error)]
-        if not is_over:
-            return []
-        if self.is_ending:
-            return [Safe(self.room)]
-        assert self._landed is not None
-        return [self._landed]
-
-
-class OpenRooms(Generic[E]):
+class OpenRooms(ABC, Generic[E]):
     """The rooms that a role has begun and whose end it has not received. Belongs to the role's thread.
 
     A role may give a room up while events of it are queued: it then receives the last one only.
@@ -227,18 +149,17 @@ class OpenRooms(Generic[E]):
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._end, self._wake = end, wake
-        self._fan_ins: dict[Room, RoomFanIn[E]] = {}
+        self._rooms: dict[Room, OpenRoom[E]] = {}
         self._reports: deque[tuple[int, int, E]] = deque()
 
-    def open(self, fan_in: RoomFanIn[E]) -> None:
+    def open(self, room: Room, num_members: int = 1) -> None:
         """The role began with a room."""
-        self._fan_ins[fan_in.room] = fan_in
+        self._rooms[room] = OpenRoom(num_members)
 
     def give_up(self, room: Room, error: TandemError | None) -> None:
         """End a room on all members; no-op when it is over."""
-        if (fan_in := self._fan_ins.get(room)) is not None:
-            was_ending = fan_in.is_ending
-            fan_in.give_up()
+        if (known := self._rooms.get(room)) is not None:
+            was_ending, known.is_ending, known.error = known.is_ending, True, None
             if not was_ending:
                 self._end(room, error)
 
@@ -251,24 +172,66 @@ class OpenRooms(Generic[E]):
         """Yield what became of queued reports, oldest first. An error of the reader loses no other."""
         for _ in range(len(self._reports)):
             member, num_members, event = self._reports.popleft()
-            if (fan_in := self._fan_ins.get(event.room)) is not None:
-                fan_in.num_members = num_members
-            yield from self.hear(member, event)
+            if (room := self._rooms.get(event.room)) is not None:
+                room.num_members = num_members
+            if (told := self.hear(member, event)) is not None:
+                yield told
 
-    def hear(self, member: int, event: E) -> list[E]:
-        """Take what a member reports; return what the role is to receive."""
-        fan_in = self._fan_ins.get(event.room)
-        if fan_in is None or fan_in.has_ended(member):
+    def hear(self, member: int, event: E) -> E | None:
+        """Take what a member reports; return what the role is to receive, if anything."""
+        room = self._rooms.get(event.room)
+        if room is None or member in room.last:
             # Only a bug reports this. Raised here, it would fail every request of the role.
             log.error("kv_room.unexpected_report", member=member, report=str(event))
-            return []
-        was_ending = fan_in.is_ending
-        told = fan_in.hear(member, event)
-        if fan_in.is_over:
-            del self._fan_ins[event.room]
-        elif fan_in.is_ending and not was_ending:
-            self._end(fan_in.room, fan_in.error)
-        return told
+            return None
+        is_turn = isinstance(event, BAD) and not room.is_ending
+        if is_turn:
+            room.is_ending, room.error = True, getattr(event, "error", None)
+        room.num_granted += isinstance(event, Granted)
+        if isinstance(event, LAST):
+            room.last[member] = event
+        if room.is_over:
+            del self._rooms[event.room]
+        elif is_turn:
+            self._end(event.room, room.error)
+        return self._outcome(room, event, is_turn=is_turn)
+
+    @abstractmethod
+    def _outcome(self, room: OpenRoom[E], event: E, *, is_turn: bool) -> E | None:
+        """Return what the role receives after this event, with which the room may have begun to end."""
+
+
+class PushRooms(OpenRooms[SenderEvent]):
+    """The rooms of a role at prefill."""
+
+    @override
+    def _outcome(
+        self, room: OpenRoom[SenderEvent], event: SenderEvent, *, is_turn: bool
+    ) -> SenderEvent | None:
+        if isinstance(event, Granted):
+            is_all = room.num_granted == room.num_members
+            return event if is_all and not room.is_ending else None
+        if not room.is_over:
+            return None
+        if room.is_ending:
+            return Released(event.room, room.error)
+        pushed = [each.pushed_bytes for each in room.last.values() if isinstance(each, PushDone)]
+        return PushDone(event.room, sum(pushed))
+
+
+class LandRooms(OpenRooms[ReceiverEvent]):
+    """The rooms of a role at decode. Of several `Landed` that of member 0 counts: it reports the most."""
+
+    @override
+    def _outcome(
+        self, room: OpenRoom[ReceiverEvent], event: ReceiverEvent, *, is_turn: bool
+    ) -> ReceiverEvent | None:
+        if is_turn:
+            kind = Failed if room.is_over else Lost
+            return kind(event.room, room.error or PeerLost("prefill gave the request up"))
+        if not room.is_over:
+            return None
+        return Safe(event.room) if room.is_ending else room.last[0]
 
 
 # ── times ────────────────────────────────────────────────────────────────────────────────────────

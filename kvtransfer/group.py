@@ -8,14 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from tandem.kvtransfer.events import (
-    LandFanIn,
-    OpenRooms,
-    PushDone,
-    PushFanIn,
-    ReceiverEvent,
-    SenderEvent,
-)
+from tandem.kvtransfer.events import LandRooms, PushDone, PushRooms, ReceiverEvent, SenderEvent
 from tandem.kvtransfer.push_room import PageRun, Wrote
 from tandem.kvtransfer.receiver import DecodeAgent, ReceiverStatistics
 from tandem.kvtransfer.sender import PrefillAgent, SenderStatistics
@@ -33,12 +26,12 @@ class PrefillGroup:
 
     def __init__(self, own: PrefillAgent, others: Sequence[PrefillAgent]) -> None:
         self._ranks = [own, *others]
-        self._rooms: OpenRooms[SenderEvent] = OpenRooms(self._end)
+        self._rooms = PushRooms(self._end)
         self._pushed_bytes = 0
 
     def expect(self, room: Room) -> None:
         """A request came: every rank waits for its grant."""
-        self._rooms.open(PushFanIn(room, len(self._ranks)))
+        self._rooms.open(room, len(self._ranks))
         for rank in self._ranks:
             rank.expect(room)
 
@@ -75,9 +68,9 @@ class PrefillGroup:
         """Yield what happened and was not taken yet, oldest first."""
         for number, rank in enumerate(self._ranks):
             for event in rank.events():
-                for each in self._rooms.hear(number, event):
-                    self._pushed_bytes += each.pushed_bytes if isinstance(each, PushDone) else 0
-                    yield each
+                if (told := self._rooms.hear(number, event)) is not None:
+                    self._pushed_bytes += told.pushed_bytes if isinstance(told, PushDone) else 0
+                    yield told
 
     def _end(self, room: Room, error: TandemError | None) -> None:
         for rank in self._ranks:
@@ -105,7 +98,7 @@ class DecodeGroup:
 
     def __init__(self, own: DecodeAgent, others: Sequence[DecodeAgent]) -> None:
         self._ranks = [own, *others]
-        self._rooms: OpenRooms[ReceiverEvent] = OpenRooms(self._end)
+        self._rooms = LandRooms(self._end)
 
     def request(
         self,
@@ -116,7 +109,7 @@ class DecodeGroup:
         have_tokens: int = 0,
     ) -> None:
         """Grant the same pages of every rank."""
-        self._rooms.open(LandFanIn(room, len(self._ranks)))
+        self._rooms.open(room, len(self._ranks))
         for rank in self._ranks:
             rank.request(room, bootstrap_host, bootstrap_port, page_ids, have_tokens)
 
@@ -128,7 +121,8 @@ class DecodeGroup:
         """Yield what happened and was not taken yet, oldest first."""
         for number, rank in enumerate(self._ranks):
             for event in rank.events():
-                yield from self._rooms.hear(number, event)
+                if (told := self._rooms.hear(number, event)) is not None:
+                    yield told
 
     def _end(self, room: Room, error: TandemError | None) -> None:
         for rank in self._ranks:

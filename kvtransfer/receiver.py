@@ -28,9 +28,8 @@ from tandem.kvtransfer.control import ControlThread, transport_errors
 from tandem.kvtransfer.events import (
     Failed,
     Landed,
-    LandFanIn,
+    LandRooms,
     Lost,
-    OpenRooms,
     ReceiverEvent,
     ReceiverTimes,
     Safe,
@@ -204,7 +203,7 @@ class DecodeAgent:
         self._epoch, self._layout, self._region = epoch, layout, region
         self._is_verified = verify != "off"
         self._timeouts, self._clock = timeouts or ReceiverTimeouts(), clock
-        self._told: OpenRooms[ReceiverEvent] = OpenRooms(self._end_parts, waker.wake)
+        self._told = LandRooms(self._end_parts, waker.wake)
         self._rooms: dict[Room, LandRoom] = {}  # until the last of their parts is over
         self._done: Counter[Action] = Counter()
         self.times = ReceiverTimes()
@@ -254,7 +253,7 @@ class DecodeAgent:
             page_ids: For the prompt's tokens `have_tokens` and on, in order.
             have_tokens: Prompt tokens already held; whole pages.
         """
-        self._told.open(LandFanIn(room))
+        self._told.open(room)
         self._control.post(
             lambda: self._request(room, bootstrap_host, bootstrap_port, page_ids, have_tokens)
         )

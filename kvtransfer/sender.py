@@ -25,9 +25,8 @@ from tandem.kvtransfer.checksum import Verify, one_in
 from tandem.kvtransfer.control import ControlThread
 from tandem.kvtransfer.events import (
     Granted,
-    OpenRooms,
     PushDone,
-    PushFanIn,
+    PushRooms,
     Released,
     SenderEvent,
     SenderTimes,
@@ -148,7 +147,7 @@ class PrefillAgent:
             heard=self._hear,
             lost=self._lose,
         )
-        self._told: OpenRooms[SenderEvent] = OpenRooms(self._end_parts, waker.wake)
+        self._told = PushRooms(self._end_parts, waker.wake)
         self._rooms: dict[Room, PushRoom] = {}  # until the last of their parts is over
         self.times = SenderTimes()
         self._done: Counter[Action] = Counter()
@@ -159,7 +158,7 @@ class PrefillAgent:
 
     def expect(self, room: Room) -> None:
         """A request came: wait for its grant."""
-        self._told.open(PushFanIn(room))
+        self._told.open(room)
         now_s = self._clock()
         self._control.post(lambda: self._expect(room, now_s))
 

@@ -4,9 +4,9 @@ from itertools import product
 
 import pytest
 
-from tandem.kvtransfer.transports.loopback import Fault, LoopbackTransport
 from tandem.kvtransfer.transports.tcp import TcpTransport
 from tests.hand_off_rig import PAGE, Pair, prompt_of
+from tests.loopback import Fault, LoopbackTransport
 from tests.patience import PATIENCE_S
 from tests.sample import sampled
 

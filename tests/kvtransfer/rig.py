@@ -11,17 +11,17 @@ from tandem.kvtransfer.events import Granted, Landed, PushDone
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool
-from tandem.kvtransfer.transports.loopback import (
-    LoopbackConnection,
-    LoopbackListener,
-    LoopbackTransport,
-)
 from tandem.wire import hand_off
 from tandem.wire.channel import Inbox, Link, Waker, wait
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import Epoch, Room
 from tests.agents import decode_agent, prefill_agent
 from tests.calm import CALM
+from tests.loopback import (
+    LoopbackConnection,
+    LoopbackListener,
+    LoopbackTransport,
+)
 from tests.patience import PATIENCE_S, patiently
 
 ROOM = Room(42)

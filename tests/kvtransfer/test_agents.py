@@ -7,7 +7,6 @@ import pytest
 from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
 from tandem.kvtransfer.plan import PagedTokens, plan_copies
 from tandem.kvtransfer.session import SenderState
-from tandem.kvtransfer.transports.loopback import Fault, LoopbackTransport
 from tandem.kvtransfer.transports.shm import ShmTransport
 from tandem.kvtransfer.transports.tcp import TcpTransport
 from tandem.wire.errors import (
@@ -36,6 +35,7 @@ from tests.kvtransfer.rig import (
     serve_the_next,
     until,
 )
+from tests.loopback import Fault, LoopbackTransport
 from tests.patience import PATIENCE_S
 
 # ── the happy path ───────────────────────────────────────────────────────────────────────────────

@@ -8,11 +8,10 @@ from tandem.kvtransfer.events import (
     Failed,
     Granted,
     Landed,
-    LandFanIn,
+    LandRooms,
     Lost,
-    OpenRooms,
     PushDone,
-    PushFanIn,
+    PushRooms,
     Released,
     Safe,
 )
@@ -30,12 +29,12 @@ def error_of(member):
 # What one member may report, in order. Whatever it reports after it was told to end is its choice too: the
 # news may have crossed with the order.
 STORIES = {
-    PushFanIn: [
+    PushRooms: [
         lambda _: [Granted(ROOM, 8), PushDone(ROOM, 100)],
         lambda n: [Granted(ROOM, 8), Released(ROOM, error_of(n))],
         lambda n: [Released(ROOM, error_of(n))],
     ],
-    LandFanIn: [
+    LandRooms: [
         lambda n: [Landed(ROOM, n, 0, 0)],
         lambda n: [Failed(ROOM, error_of(n))],
         lambda n: [Lost(ROOM, error_of(n)), Safe(ROOM)],
@@ -47,7 +46,7 @@ STORIES = {
 @st.composite
 def transcripts(draw):
     """Return (fan-in, members, what members and role say, in some order)."""
-    kind, num_members = draw(st.sampled_from([PushFanIn, LandFanIn])), draw(st.integers(1, 3))
+    kind, num_members = draw(st.sampled_from([PushRooms, LandRooms])), draw(st.integers(1, 3))
     # A room is safe at one member only after it was ended.
     first = [story for story in STORIES[kind] if story(0) != [Safe(ROOM)]]
     is_given_up = draw(st.booleans())
@@ -70,26 +69,25 @@ def is_bad(event):
 @given(transcripts())
 def test_the_last_event_comes_once_when_every_member_has_ended_and_is_the_worst_of_theirs(told):
     kind, num_members, words = told
-    fan_in, said, ended, was_bad = kind(ROOM, num_members), [], set(), False
+    said, ended, has_ended, was_bad = [], [], set(), False
+    rooms = kind(lambda room, error: ended.append(error))
+    rooms.open(ROOM, num_members)
     for who, event in words:
-        if event == Safe(ROOM) and not fan_in.is_ending and who not in ended:
-            fan_in.give_up()  # by the role, as in every run in which a part is safe without an error
+        if who == "role" or (event == Safe(ROOM) and not was_bad):
+            # By the role, as in every run in which a part is safe without an error.
+            rooms.give_up(ROOM, None)
             was_bad = True
         if who == "role":
-            fan_in.give_up()
-            was_bad = True
             continue
-        was_ending = fan_in.is_ending
-        heard = fan_in.hear(who, event)
-        ended |= {who} if isinstance(event, LAST) else set()
+        has_ended |= {who} if isinstance(event, LAST) else set()
+        is_turn = is_bad(event) and not was_bad
         was_bad = was_bad or is_bad(event)
-        assert fan_in.is_ending == was_bad
-        assert fan_in.is_over == (len(ended) == num_members)
-        if fan_in.is_ending and not was_ending:
-            assert str(who) in str(fan_in.error)
-        said += heard
-        assert any(isinstance(each, LAST) for each in said) == (len(ended) == num_members)
+        said += [each for each in [rooms.hear(who, event)] if each is not None]
+        if is_turn and len(has_ended) < num_members:
+            assert str(who) in str(ended[0])
+        assert any(isinstance(each, LAST) for each in said) == (len(has_ended) == num_members)
     last = said[-1]
+    assert len(ended) <= 1
     assert sum(isinstance(each, LAST) for each in said) == 1
     assert isinstance(last, PushDone | Landed) != was_bad
     if isinstance(last, Landed):
@@ -101,14 +99,15 @@ def test_the_last_event_comes_once_when_every_member_has_ended_and_is_the_worst_
 
 
 def test_a_room_is_granted_when_all_its_members_are():
-    fan_in = PushFanIn(ROOM, 2)
-    assert fan_in.hear(1, Granted(ROOM, 4)) == []
-    assert fan_in.hear(0, Granted(ROOM, 4)) == [Granted(ROOM, 4)]
+    rooms = PushRooms(lambda *_: None)
+    rooms.open(ROOM, 2)
+    assert rooms.hear(1, Granted(ROOM, 4)) is None
+    assert rooms.hear(0, Granted(ROOM, 4)) == Granted(ROOM, 4)
 
 
 def test_members_that_are_known_late_count_from_the_beginning():
-    rooms = OpenRooms(lambda *_: None)
-    rooms.open(PushFanIn(ROOM))
+    rooms = PushRooms(lambda *_: None)
+    rooms.open(ROOM)
     rooms.give_up(ROOM, None)
     rooms.report(0, 2, Released(ROOM))
     assert list(rooms.events()) == []
@@ -117,11 +116,11 @@ def test_members_that_are_known_late_count_from_the_beginning():
 
 
 def test_a_role_that_gives_up_a_room_that_failed_hears_no_error():
-    rooms = OpenRooms(lambda *_: None)
-    rooms.open(PushFanIn(ROOM, 2))
-    assert rooms.hear(0, Released(ROOM, error_of(0))) == []
+    rooms = PushRooms(lambda *_: None)
+    rooms.open(ROOM, 2)
+    assert rooms.hear(0, Released(ROOM, error_of(0))) is None
     rooms.give_up(ROOM, None)
-    assert rooms.hear(1, PushDone(ROOM, 1)) == [Released(ROOM)]
+    assert rooms.hear(1, PushDone(ROOM, 1)) == Released(ROOM)
 
 
 OTHER = Room(43)
@@ -135,9 +134,9 @@ def ended():
 @pytest.fixture
 def rooms(ended):
     """Two rooms, of two members each."""
-    made = OpenRooms(lambda room, error: ended.append((room, error)))
+    made = LandRooms(lambda room, error: ended.append((room, error)))
     for room in (ROOM, OTHER):
-        made.open(LandFanIn(room))
+        made.open(room)
     return made
 
 
@@ -161,8 +160,8 @@ def test_a_room_given_up_while_an_earlier_event_is_handled_hears_only_its_end(ro
 
 
 REPORTS = {
-    PushFanIn: [Granted(ROOM, 8), PushDone(ROOM, 1), Released(ROOM), Released(OTHER)],
-    LandFanIn: [
+    PushRooms: [Granted(ROOM, 8), PushDone(ROOM, 1), Released(ROOM), Released(OTHER)],
+    LandRooms: [
         Landed(ROOM, 1, 2, 3),
         Failed(ROOM, error_of(0)),
         Lost(ROOM, error_of(0)),
@@ -173,8 +172,8 @@ REPORTS = {
 
 @given(st.sampled_from([*REPORTS]), st.data())
 def test_no_report_that_cannot_be_raises_or_ends_a_room_twice(kind, data):
-    rooms = OpenRooms(lambda *_: None)
-    rooms.open(kind(ROOM, 2))
+    rooms = kind(lambda *_: None)
+    rooms.open(ROOM, 2)
     reports = st.tuples(st.integers(0, 1), st.sampled_from(REPORTS[kind]))
     for member, event in data.draw(st.lists(reports, max_size=8)):
         rooms.report(member, 2, event)

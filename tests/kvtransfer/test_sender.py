@@ -4,12 +4,12 @@ import pytest
 
 from tandem.kvtransfer import push_room
 from tandem.kvtransfer.events import Failed, Granted, Lost, Released, Safe
-from tandem.kvtransfer.transports.loopback import Fault, LoopbackConnection, LoopbackTransport
 from tandem.wire import channel
 from tandem.wire.errors import Aborted, ConfigInvalid, PeerLost, TransferFailed, TransferRefused
 from tandem.wire.generation import Room
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import DECODE_PAGES, PROMPT_PAGES, ROOM
+from tests.loopback import Fault, LoopbackConnection, LoopbackTransport
 from tests.patience import patiently
 
 

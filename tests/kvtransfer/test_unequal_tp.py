@@ -10,7 +10,6 @@ from tandem.kvtransfer.group import DecodeGroup, PrefillGroup
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sharding import Shard, held_heads
-from tandem.kvtransfer.transports.loopback import Fault, LoopbackTransport
 from tandem.kvtransfer.transports.shm import ShmTransport
 from tandem.kvtransfer.transports.tcp import TcpTransport
 from tandem.wire.channel import Waker, wait
@@ -22,6 +21,7 @@ from tandem.wire.hand_off import Welcome
 from tests.agents import decode_agent, prefill_agent
 from tests.calm import calm_receiver
 from tests.kvtransfer.rig import FakeDecode
+from tests.loopback import Fault, LoopbackTransport
 from tests.patience import PATIENCE_S, patiently
 
 ROOM = Room(42)
