@@ -249,14 +249,3 @@ def sender_session() -> Session[SenderState]:
 def receiver_session() -> Session[ReceiverState]:
     """Return decode's end of a new room."""
     return Session(RECEIVER, ReceiverState.RESERVING)
-
-
-def diagram(table: Table[State]) -> str:
-    """Return the table as lines `STATE  Event → STATE  actions`, for the documentation."""
-    lines = []
-    for state, arrows in table.items():
-        for event, step in arrows.items():
-            does = ", ".join(action.value for action in step.actions)
-            target = "·" if step.state is state else step.state.name
-            lines.append(f"{state.name:<14}{event.value:<18}→ {target:<14}{does}".rstrip())
-    return "\n".join(lines)
