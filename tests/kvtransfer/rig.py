@@ -218,18 +218,18 @@ class Scripted(LoopbackTransport):
 
     Attributes:
         holds: By the name of the call.
-        failures: Names of calls, each of which raises once.
+        failures: Names of calls, each of which raises once: `error`, or one that names the call.
     """
 
     def __init__(self, name="loopback"):
         super().__init__()
-        self.name, self.failures, self.is_fenced = name, [], False
+        self.name, self.failures, self.error, self.is_fenced = name, [], None, False
         self.holds = defaultdict(Hold)
 
     def follow(self, call):
         if call in self.failures:
             self.failures.remove(call)
-            raise OSError(f"{call} failed")
+            raise self.error or OSError(f"{call} failed")
         self.holds[call].pass_by()
 
     def listen(self, pool):
