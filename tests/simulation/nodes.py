@@ -200,7 +200,7 @@ class SimulatedNode:
             ),
         )
         passes = Repeated(self.process, self._pass)
-        waker.wake = passes.wake
+        waker.call = passes.wake
         passes.wake()
 
     def _pass(self) -> float:

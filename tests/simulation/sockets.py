@@ -15,11 +15,15 @@ from tests.simulation.processes import CURRENT
 
 
 class SimulatedWaker:
-    """A `Waker` that calls somebody."""
+    """A `Waker` that calls somebody, who may be known later than it is given away."""
 
-    def __init__(self, wake=lambda: None) -> None:
-        self.wake = wake
+    def __init__(self, call=lambda: None) -> None:
+        self.call = call
         self.timeout_s = 0.0
+
+    def wake(self) -> None:
+        """Call."""
+        self.call()
 
     def clear(self) -> None:
         """Nothing is kept."""
