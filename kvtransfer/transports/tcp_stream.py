@@ -412,7 +412,6 @@ class TcpListener:
                 raise PeerLost("fenced")
             peer.permits.check(room, batch)
             peer.reading[stream] = room
-            self._changed.notify_all()
         try:
             yield
         finally:
