@@ -111,6 +111,10 @@ class BootstrapPort:
         control: Runs everything here but the workers' jobs.
         heard: Called with every Grant and Withdraw of a link that stands.
         lost: Called once when a link is lost; its worker is closed already.
+
+    Attributes:
+        links: Those that stand or are being connected.
+        num_refused: Words of decode nodes that cannot be.
     """
 
     def __init__(
@@ -127,19 +131,9 @@ class BootstrapPort:
         self._end, self._inbox, self._control = end, inbox, control
         self._clock, self._rhythm = clock, Rhythm(heartbeat, clock())
         self._heard, self._lost = heard, lost
-        self._links: dict[Peer, DecodeLink] = {}
+        self.links: dict[Peer, DecodeLink] = {}
         self._ending: list[Worker] = []  # of lost links; perhaps in a write still
         self.num_refused = 0
-
-    @property
-    def num_strangers(self) -> int:
-        """Connections that sent no valid message."""
-        return self._inbox.num_strangers
-
-    @property
-    def num_links(self) -> int:
-        """Links that stand or are being connected."""
-        return len(self._links)
 
     def turn(self, waker: Waker) -> None:
         """Wait a moment, take all that came, ping, and drop the silent."""
@@ -151,7 +145,7 @@ class BootstrapPort:
 
     def send(self, link: DecodeLink, message: Message) -> None:
         """Send; a link that does not take the message is lost, since nobody sends it again."""
-        if self._links.get(link.peer) is not link:
+        if self.links.get(link.peer) is not link:
             return
         try:
             self._inbox.send(link.peer, message)
@@ -161,25 +155,25 @@ class BootstrapPort:
 
     def drop(self, link: DecodeLink, error: TandemError) -> None:
         """Lose a link; no-op when it is lost already."""
-        if self._links.get(link.peer) is not link:
+        if self.links.get(link.peer) is not link:
             return
         log.warning("kv_link.lost", decode_epoch=link.epoch, reason=str(error))
         self._refuse(link.peer, error)
-        del self._links[link.peer]
+        del self.links[link.peer]
         link.worker.close(link.hang_up)
         self._ending = [each for each in self._ending if each.is_running] + [link.worker]
         self._lost(link, error)
 
     def close(self) -> None:
         """Hang up on everybody. After it no write of ours is under way."""
-        for link in self._links.values():
+        for link in self.links.values():
             link.worker.close(link.hang_up)
-        for worker in (*self._ending, *(link.worker for link in self._links.values())):
+        for worker in (*self._ending, *(link.worker for link in self.links.values())):
             worker.join()
         self._inbox.close()
 
     def _hear(self, peer: Peer, message: ToPrefill) -> None:
-        link = self._links.get(peer)
+        link = self.links.get(peer)
         if isinstance(message, Hello):
             self._greet(peer, message)
         elif link is None or message.epoch != link.epoch:
@@ -198,7 +192,7 @@ class BootstrapPort:
             targets = {pair.destination: pair.heads for pair in pairs if pair.source == own_rank}
             if hello.tp_rank not in targets:
                 return self._redirect(peer, self._ports_of(sources))
-            for old in list(self._links.values()):
+            for old in list(self.links.values()):
                 if peer == old.peer or old.epoch == hello.epoch:
                     self.drop(old, PeerLost("decode made a new link"))
             worker = Worker("kv-push", self._control)
@@ -207,7 +201,7 @@ class BootstrapPort:
             log.warning("kv_link.refused", reason=str(error), see=see)
             self.num_refused += 1
             return self._refuse(peer, error)
-        self._links[peer] = link = DecodeLink(
+        self.links[peer] = link = DecodeLink(
             peer,
             hello.epoch,
             layout,
@@ -257,7 +251,7 @@ class BootstrapPort:
         return [ports[rank - 1] for rank in sources if rank] if ports else []
 
     def _welcome(self, link: DecodeLink, transport: str) -> None:
-        if self._links.get(link.peer) is not link:
+        if self.links.get(link.peer) is not link:
             return  # lost while it was being connected
         log.info("kv_link.up", decode_epoch=link.epoch, transport=transport)
         welcome = Welcome(
@@ -283,7 +277,7 @@ class BootstrapPort:
 
     def _keep_alive(self, now_s: float) -> None:
         is_ping_due = self._rhythm.is_ping_due(now_s)
-        for link in list(self._links.values()):
+        for link in list(self.links.values()):
             try:
                 self._rhythm.check("decode", link.last_heard_s, now_s)
             except PeerLost as error:

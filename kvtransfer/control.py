@@ -1,4 +1,4 @@
-"""What both agents are made of: a control thread, a worker for each link, and an outbox of events.
+"""What both agents are made of: a control thread, and a worker for each link.
 
 ```
  role ── post ─▶ control thread ── submit ─▶ worker: transports, host names, writes, checksums
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import TypeVar
 
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import Heartbeat, Waker
@@ -44,72 +44,7 @@ def transport_errors() -> Iterator[None]:
         raise TransferFailed(f"the transport failed: {error!r}") from error
 
 
-class RoomEvent(Protocol):
-    """What an agent reports to its role."""
-
-    @property
-    def room(self) -> Room:
-        """The room it is about."""
-        ...
-
-
-E = TypeVar("E", bound=RoomEvent)
 T = TypeVar("T")
-
-
-class Outbox(Generic[E]):
-    """Events on their way to the role's loop.
-
-    The role may give a room up while events of it are queued. Of such a room the role receives one
-    more event, `cancelled(room)`, in place of the last one.
-    `open`, `cancel` and `take` belong to the role's thread, `put` to the agent's.
-
-    Args:
-        waker: Rung whenever something is put.
-        last: The kinds of event after which a room is over.
-        cancelled: Makes the last event of a cancelled room.
-    """
-
-    def __init__(
-        self, waker: Waker | None, last: tuple[type[E], ...], cancelled: Callable[[Room], E]
-    ) -> None:
-        self._waker, self._last, self._cancelled_event = waker, last, cancelled
-        self._queue: deque[E] = deque()
-        self._live: set[Room] = set()
-        self._cancelled: set[Room] = set()
-
-    def open(self, room: Room) -> None:
-        """The role began with `room`."""
-        self._live.add(room)
-
-    def cancel(self, room: Room) -> bool:
-        """Note that the role gave `room` up. False when it is over or was cancelled already."""
-        is_live = room in self._live and room not in self._cancelled
-        if is_live:
-            self._cancelled.add(room)
-        return is_live
-
-    def put(self, event: E) -> None:
-        """Queue an event and ring."""
-        self._queue.append(event)
-        if self._waker is not None:
-            self._waker.wake()
-
-    def take(self) -> Iterator[E]:
-        """Yield what is queued, oldest first. What is not taken stays: an error loses no other event."""
-        for _ in range(len(self._queue)):
-            if (told := self._settled(self._queue.popleft())) is not None:
-                yield told
-
-    def _settled(self, event: E) -> E | None:
-        is_last = isinstance(event, self._last)
-        is_cancelled = event.room in self._cancelled
-        if is_last:
-            self._live.discard(event.room)
-            self._cancelled.discard(event.room)
-        if not is_cancelled:
-            return event
-        return self._cancelled_event(event.room) if is_last else None
 
 
 class ControlThread:

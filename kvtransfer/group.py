@@ -1,74 +1,19 @@
 """The agents of all ranks of a node as one agent: calls go to every rank, events come from all.
 
-The role uses a group as it uses a single agent. `fan_in.py` decides what the role receives when.
+The role uses a group as it uses a single agent. `events.py` decides what the role receives when.
 Everything here runs in the role's thread.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from tandem.kvtransfer.control import Outbox, RoomEvent
-from tandem.kvtransfer.events import PushDone, ReceiverEvent, SenderEvent
-from tandem.kvtransfer.fan_in import LandFanIn, PushFanIn, RoomFanIn
+from tandem.kvtransfer.events import LandRooms, PushDone, PushRooms, ReceiverEvent, SenderEvent
 from tandem.kvtransfer.push_room import PageRun, Wrote
-from tandem.kvtransfer.receiver import DecodeAgent, ReceiverStatistics, receiver_outbox
-from tandem.kvtransfer.sender import PrefillAgent, SenderStatistics, sender_outbox
+from tandem.kvtransfer.receiver import DecodeAgent, ReceiverStatistics
+from tandem.kvtransfer.sender import PrefillAgent, SenderStatistics
 from tandem.wire.errors import TandemError
 from tandem.wire.generation import Room, TokenLogprobs
-
-E = TypeVar("E", bound=RoomEvent)
-
-
-class _Rooms(Generic[E]):
-    """The rooms of a node, each over all ranks.
-
-    Args:
-        events: Of each rank: yields what happened there and was not taken yet.
-        end: Of each rank: has it end a room.
-    """
-
-    def __init__(
-        self,
-        outbox: Outbox[E],
-        events: Sequence[Callable[[], Iterator[E]]],
-        end: Sequence[Callable[[Room, TandemError | None], None]],
-    ) -> None:
-        self._outbox, self._events, self._end = outbox, events, end
-        self._fan_ins: dict[Room, RoomFanIn[E]] = {}
-
-    def open(self, fan_in: RoomFanIn[E]) -> None:
-        """The role began with a room."""
-        self._outbox.open(fan_in.room)
-        self._fan_ins[fan_in.room] = fan_in
-
-    def give_up(self, room: Room, error: TandemError | None) -> None:
-        """End a room on every rank; no-op when it is over."""
-        fan_in = self._fan_ins.get(room) if self._outbox.cancel(room) else None
-        if fan_in is not None and not fan_in.is_ending:
-            fan_in.give_up()
-            self._end_all(fan_in, error)
-
-    def settled(self) -> list[E]:
-        """Take what the ranks report; put out, and return, what is true of all of them."""
-        told = []
-        for rank, events in enumerate(self._events):
-            for event in events():
-                fan_in = self._fan_ins[event.room]
-                was_ending = fan_in.is_ending
-                for each in fan_in.hear(rank, event):
-                    self._outbox.put(each)
-                    told.append(each)
-                if fan_in.is_over:
-                    del self._fan_ins[event.room]
-                elif fan_in.is_ending and not was_ending:
-                    self._end_all(fan_in, fan_in.error)
-        return told
-
-    def _end_all(self, fan_in: RoomFanIn[E], error: TandemError | None) -> None:
-        for rank in fan_in.live_members:
-            self._end[rank](fan_in.room, error)
 
 
 class PrefillGroup:
@@ -80,16 +25,13 @@ class PrefillGroup:
     """
 
     def __init__(self, own: PrefillAgent, others: Sequence[PrefillAgent]) -> None:
-        self._ranks = ranks = [own, *others]
-        self._outbox = sender_outbox()
-        self._rooms = _Rooms(
-            self._outbox, [rank.events for rank in ranks], [rank.abort for rank in ranks]
-        )
+        self._ranks = [own, *others]
+        self._rooms = PushRooms(self._end)
         self._pushed_bytes = 0
 
     def expect(self, room: Room) -> None:
         """A request came: every rank waits for its grant."""
-        self._rooms.open(PushFanIn(room, len(self._ranks)))
+        self._rooms.open(room, len(self._ranks))
         for rank in self._ranks:
             rank.expect(room)
 
@@ -124,9 +66,15 @@ class PrefillGroup:
 
     def events(self) -> Iterator[SenderEvent]:
         """Yield what happened and was not taken yet, oldest first."""
-        for event in self._rooms.settled():
-            self._pushed_bytes += event.pushed_bytes if isinstance(event, PushDone) else 0
-        return self._outbox.take()
+        for number, rank in enumerate(self._ranks):
+            for event in rank.events():
+                if (told := self._rooms.hear(number, event)) is not None:
+                    self._pushed_bytes += told.pushed_bytes if isinstance(told, PushDone) else 0
+                    yield told
+
+    def _end(self, room: Room, error: TandemError | None) -> None:
+        for rank in self._ranks:
+            rank.abort(room, error)
 
     def statistics(self) -> SenderStatistics:
         """Return those of rank 0, with the bytes of all ranks in rooms that landed."""
@@ -149,11 +97,8 @@ class DecodeGroup:
     """
 
     def __init__(self, own: DecodeAgent, others: Sequence[DecodeAgent]) -> None:
-        self._ranks = ranks = [own, *others]
-        self._outbox = receiver_outbox()
-        self._rooms = _Rooms(
-            self._outbox, [rank.events for rank in ranks], [rank.withdraw for rank in ranks]
-        )
+        self._ranks = [own, *others]
+        self._rooms = LandRooms(self._end)
 
     def request(
         self,
@@ -164,7 +109,7 @@ class DecodeGroup:
         have_tokens: int = 0,
     ) -> None:
         """Grant the same pages of every rank."""
-        self._rooms.open(LandFanIn(room, len(self._ranks)))
+        self._rooms.open(room, len(self._ranks))
         for rank in self._ranks:
             rank.request(room, bootstrap_host, bootstrap_port, page_ids, have_tokens)
 
@@ -174,8 +119,14 @@ class DecodeGroup:
 
     def events(self) -> Iterator[ReceiverEvent]:
         """Yield what happened and was not taken yet, oldest first."""
-        self._rooms.settled()
-        return self._outbox.take()
+        for number, rank in enumerate(self._ranks):
+            for event in rank.events():
+                if (told := self._rooms.hear(number, event)) is not None:
+                    yield told
+
+    def _end(self, room: Room, error: TandemError | None) -> None:
+        for rank in self._ranks:
+            rank.withdraw(room, error)
 
     def statistics(self) -> ReceiverStatistics:
         """Return those of rank 0, with the bytes of all ranks, whose pages are of one size."""

@@ -1,9 +1,9 @@
 """The shape of a page of KV and of a pool of them. No memory, no copies."""
 
-from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
@@ -31,26 +31,13 @@ class Planes(NamedTuple):
     token_bytes: Int64s
 
 
-@dataclass(frozen=True, slots=True)
-class KVLayout:
-    """A pool of pages, C-contiguous as [page][layer][k, v][head][token][element].
+class KVLayout(LayoutInfo, frozen=True):
+    """A layout that can be: what a peer sends is a `LayoutInfo`.
 
-    Attributes:
-        page_size: Tokens in a page.
-        num_kv_heads: Heads that this process holds (a shard of the model's, under tensor parallelism).
-        dtype: Name of the element type; only compared.
-        itemsize: Bytes of one element.
-        layers: See `LayoutInfo`. A layout that has them counts all heads of a token as one.
+    Raises:
+        ValueError: A size is not positive, the layers contradict the sums, or the pool is larger
+            than any.
     """
-
-    num_pages: int
-    page_size: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    itemsize: int
-    layers: tuple[LayerKV, ...] = ()
 
     @classmethod
     def of_layers(
@@ -65,10 +52,9 @@ class KVLayout:
         return cls(num_pages, page_size, len(layers), 1, dim, dtype, itemsize, layers)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type is int and value < 1:
-                raise ValueError(f"{field.name} is {value}, must be at least 1")
+        for name, value in msgspec.structs.asdict(self).items():
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{name} is {value}, must be at least 1")
         if self.layers:
             self._check_layers()
         if self.pool_bytes > MAX_POOL_BYTES:
@@ -119,28 +105,17 @@ class KVLayout:
 
     def holds_same_heads(self, other: "KVLayout") -> bool:
         """Tell whether a head can be copied between the two; how many each has may differ."""
-        return self.head_shape == other.head_shape
-
-    @property
-    def head_shape(self) -> tuple[int, int, str, int, tuple[LayerKV, ...]]:
-        """Everything that the bytes of one token in one head depend on."""
-        return (self.num_layers, self.head_dim, self.dtype, self.itemsize, self.layers)
-
-    def to_info(self) -> LayoutInfo:
-        """Return the travelling form."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return LayoutInfo(**values | {"layers": list(self.layers)})
+        names = ("num_layers", "head_dim", "dtype", "itemsize", "layers")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     @classmethod
     def from_info(cls, info: LayoutInfo) -> "KVLayout":
-        """Rebuild a layout that came over the wire.
+        """Check a layout that came over the wire.
 
         Raises:
-            ValueError: A size is not positive, the layers contradict the sums, or the pool is larger
-                than any.
+            ValueError: See the class.
         """
-        values = {field.name: getattr(info, field.name) for field in fields(cls)}
-        return cls(**values | {"layers": tuple(info.layers)})
+        return cls(**msgspec.structs.asdict(info))
 
     @override
     def __str__(self) -> str:

@@ -170,7 +170,7 @@ def plan_copies(
 
     Args:
         source: Pages to read.
-        destination: Pages to write; `head_shape` as in the source.
+        destination: Pages to write; of the same heads as the source.
         tokens: Positions in the prompt, step 1, that both sides' pages cover.
         heads: Which heads; None means all, and then both sides hold equally many.
         layers: Which layers, step 1; None means all.

@@ -106,6 +106,10 @@ class PrefillLinks:
         heard: Called with every Landed and Released of a link that is up.
         lost: Called once when a link is lost, before its fence begins.
         fenced: Called when no write can arrive over a lost link any more.
+
+    Attributes:
+        links: Those that are up or being made, by address.
+        num_refused: Words of prefill nodes that cannot be.
     """
 
     def __init__(
@@ -128,7 +132,7 @@ class PrefillLinks:
         self._connect_timeout_s, self._heartbeat = connect_timeout_s, heartbeat
         self._rhythm = Rhythm(heartbeat, clock())
         self._up, self._heard, self._lost, self._fenced = up, heard, lost, fenced
-        self._links: dict[str, PrefillLink] = {}
+        self.links: dict[str, PrefillLink] = {}
         self._closing = threading.Event()
         self.num_refused = 0
 
@@ -137,18 +141,13 @@ class PrefillLinks:
         """Writes that our listeners refused, as far as they can tell."""
         return sum(getattr(each, "num_violations", 0) for each in self._listeners.values())
 
-    @property
-    def num_links(self) -> int:
-        """Links that are up or being made."""
-        return len(self._links)
-
     def want(self, host: str, port: int) -> PrefillLink:
         """Return the link to a bootstrap port, a new one if there is none."""
         address = tcp_address(host, port)
-        if (link := self._links.get(address)) is None:
+        if (link := self.links.get(address)) is None:
             now_s, worker = self._clock(), Worker("kv-link", self._control)
             link = PrefillLink(host, port, address, worker, now_s + OPEN_TIMEOUT_S, now_s)
-            self._links[address] = link
+            self.links[address] = link
             worker.submit(
                 partial(self._offer, link), partial(self._connect, link), partial(self.drop, link)
             )
@@ -200,7 +199,7 @@ class PrefillLinks:
 
     def turn(self, waker: Waker) -> None:
         """Wait a moment, take all that came, ping, and drop the silent."""
-        links = list(self._links.values())
+        links = list(self.links.values())
         sockets = [link.socket for link in links if link.socket is not None]
         is_connecting = any(link.socket and not link.is_greeted for link in links)
         wait(sockets, CONNECTING_TURN_S if is_connecting else TURN_S, waker)
@@ -220,7 +219,7 @@ class PrefillLinks:
         if not self._is_kept(link):
             return
         log.warning("kv_link.lost", address=link.address, reason=str(error))
-        del self._links[link.address]
+        del self.links[link.address]
         if link.socket is not None:
             link.socket.close()
         try:
@@ -236,7 +235,7 @@ class PrefillLinks:
     def close(self) -> None:
         """Close the sockets and, with them, all listeners."""
         self._closing.set()
-        for link in self._links.values():
+        for link in self.links.values():
             if link.socket is not None:
                 link.socket.close()
             link.worker.end()
@@ -280,7 +279,7 @@ class PrefillLinks:
             self._control.post(partial(self.drop, link, error))
 
     def _is_kept(self, link: PrefillLink) -> bool:
-        return self._links.get(link.address) is link
+        return self.links.get(link.address) is link
 
     def _next(self, link: PrefillLink) -> FromPrefill | None:
         """Return the next message. A message may lose the link, or have it go on over another socket."""
@@ -382,7 +381,7 @@ class PrefillLinks:
 
     def _keep_alive(self, now_s: float) -> None:
         is_ping_due = self._rhythm.is_ping_due(now_s)
-        for link in list(self._links.values()):
+        for link in list(self.links.values()):
             try:
                 self._keep_one_alive(link, now_s, is_ping_due=is_ping_due)
             except PeerLost as error:

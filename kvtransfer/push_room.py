@@ -2,7 +2,7 @@
 
 ```
  decode, --tp 2   room ─┬─ part 0 ── link ──▶ rank 0      ┐ each part is a hand-off of its own, with
-                        └─ part 1 ── link ──▶ rank 1      ┘ a session; the fan-in makes one of them
+                        └─ part 1 ── link ──▶ rank 1      ┘ a session; the role sees one of them
 ```
 
 Until it is known how many ranks of decode our heads go to, a room has one part, which stands for all.
@@ -23,7 +23,6 @@ import msgspec
 
 from tandem.kvtransfer.bootstrap import DecodeLink
 from tandem.kvtransfer.checksum import page_sums, sampled_slabs
-from tandem.kvtransfer.fan_in import PushFanIn
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
 from tandem.kvtransfer.region import MemoryRegion
@@ -109,7 +108,8 @@ class PushRoom:
     Attributes:
         is_expected: Whether the role asked for the room. From then on it has all its parts.
         parts: Those that are not over, by number.
-        fan_in: What all of them reported.
+        num_parts: How many there are in all, as far as it is known.
+        num_granted, num_landed, pushed_bytes: Over all parts, since the role asked for the room.
         expected_s, pushed_s, finished_s: When the role asked for the room, pushed its first pages, and
             had pushed all; None before.
     """
@@ -118,9 +118,9 @@ class PushRoom:
         self.room = room
         self.is_expected = False
         self.parts: dict[int, PushPart] = {}
-        self.fan_in = PushFanIn(room)
-        self._num_parts = 1
+        self.num_parts = 1
         self._is_spread = False  # whether it is known how many parts there are
+        self.num_granted = self.num_landed = self.pushed_bytes = 0
         self.expected_s: float | None = None
         self.pushed_s: float | None = None
         self.finished_s: float | None = None
@@ -132,10 +132,9 @@ class PushRoom:
             deadline_s: Of the parts that nobody granted yet.
         """
         self.is_expected = True
+        self.num_granted = self.num_landed = self.pushed_bytes = 0
         self.expected_s, self.pushed_s, self.finished_s = now_s, None, None
-        if self.fan_in.is_over:  # a part of the attempt before may still answer for it
-            self.fan_in = PushFanIn(self.room, self._num_parts)
-        for number in range(self._num_parts):
+        for number in range(self.num_parts):
             if number not in self.parts:
                 self.parts[number] = PushPart(self, number, deadline_s)
         return list(self.parts.values())
@@ -147,9 +146,9 @@ class PushRoom:
             return "this room is granted already"
         if not self._is_spread:
             return ""
-        if self._num_parts != link.num_parts:
+        if self.num_parts != link.num_parts:
             return "this room is granted by a node of another size"
-        if part is None and self.is_expected and not self.fan_in.is_over:
+        if part is None and self.is_expected:
             return "this room is over"
         return ""
 
@@ -167,9 +166,7 @@ class PushRoom:
 
     def _spread(self, num_parts: int) -> None:
         """It is known how many ranks decode has: make the parts beside the first."""
-        self._num_parts, self._is_spread = num_parts, True
-        if not self.fan_in.is_over:
-            self.fan_in.widen(num_parts)
+        self.num_parts, self._is_spread = num_parts, True
         if (first := self.parts.get(0)) is not None:  # the role asked for the room already
             self.parts |= {number: first.twin(number) for number in range(1, num_parts)}
 
@@ -200,6 +197,11 @@ class PushPart:
     own_pages: dict[int, int] = field(default_factory=dict)
     refusal: TransferRefused | None = None
     pushed_bytes: int = 0
+
+    def may_write(self, link: DecodeLink) -> bool:
+        """Whether a grant over this link stands, or its writes may still be under way."""
+        is_granted = self.grant is not None and self.link is link
+        return is_granted and self.session.state is not SenderState.REFUSING
 
     def twin(self, number: int) -> "PushPart":
         """Return the same for another link. Only before it is granted."""

@@ -24,9 +24,16 @@ import msgspec
 from typing_extensions import override
 
 from tandem.kvtransfer.checksum import Verify, page_sums, sampled_slabs
-from tandem.kvtransfer.control import ControlThread, Outbox, transport_errors
-from tandem.kvtransfer.events import Failed, Landed, Lost, ReceiverEvent, ReceiverTimes, Safe
-from tandem.kvtransfer.fan_in import LandFanIn
+from tandem.kvtransfer.control import ControlThread, transport_errors
+from tandem.kvtransfer.events import (
+    Failed,
+    Landed,
+    LandRooms,
+    Lost,
+    ReceiverEvent,
+    ReceiverTimes,
+    Safe,
+)
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import HeadRange, PagedTokens
 from tandem.kvtransfer.prefill_links import PrefillLink, PrefillLinks
@@ -58,7 +65,6 @@ class LandRoom:
     Attributes:
         parts: The first determines over how many links the room goes, once its own is up. Its Landed
             reports the most: prefill's rank 0 wrote it, if that has heads of ours.
-        fan_in: What all of them reported.
         granted_s: When the first part was granted; None before.
     """
 
@@ -66,7 +72,6 @@ class LandRoom:
         self, room: Room, link: PrefillLink, page_ids: Sequence[int], have_tokens: int
     ) -> None:
         self.room, self.page_ids, self.have_tokens = room, page_ids, have_tokens
-        self.fan_in = LandFanIn(room)
         self.is_spread = False
         self.granted_s: float | None = None
         self.parts = [LandPart(self, 0, link)]
@@ -74,10 +79,14 @@ class LandRoom:
     def spread(self, links: Sequence[PrefillLink]) -> list["LandPart"]:
         """Make the parts for these links, which are those beside the first."""
         self.is_spread = True
-        self.fan_in.widen(1 + len(links))
         new = [LandPart(self, number, link) for number, link in enumerate(links, 1)]
         self.parts += new
         return new
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every part is."""
+        return all(part.session.is_over for part in self.parts)
 
 
 @dataclass(eq=False, slots=True)
@@ -154,11 +163,6 @@ class ReceiverStatistics(msgspec.Struct, frozen=True, kw_only=True):
     saved_bytes: int
 
 
-def receiver_outbox(waker: Waker | None = None) -> Outbox[ReceiverEvent]:
-    """Return an outbox of what happens to rooms at decode."""
-    return Outbox(waker, (Landed, Failed, Safe), Safe)
-
-
 class DecodeAgent:
     """The receiving end of every room of one decode node.
 
@@ -189,7 +193,7 @@ class DecodeAgent:
         layout: KVLayout,
         region: MemoryRegion,
         transports: Sequence[Transport],
-        waker: Waker | None = None,
+        waker: Waker,
         key: ChannelKey | None = None,
         timeouts: ReceiverTimeouts | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -199,7 +203,7 @@ class DecodeAgent:
         self._epoch, self._layout, self._region = epoch, layout, region
         self._is_verified = verify != "off"
         self._timeouts, self._clock = timeouts or ReceiverTimeouts(), clock
-        self._outbox = receiver_outbox(waker)
+        self._told = LandRooms(self._end_parts, waker.wake)
         self._rooms: dict[Room, LandRoom] = {}  # until the last of their parts is over
         self._done: Counter[Action] = Counter()
         self.times = ReceiverTimes()
@@ -210,7 +214,7 @@ class DecodeAgent:
         hello = hand_off.Hello(
             epoch=epoch,
             fingerprint=fingerprint,
-            layout=layout.to_info(),
+            layout=layout,
             offers=[],
             tp_rank=shard.tp_rank,
             tp_size=shard.tp_size,
@@ -249,7 +253,7 @@ class DecodeAgent:
             page_ids: For the prompt's tokens `have_tokens` and on, in order.
             have_tokens: Prompt tokens already held; whole pages.
         """
-        self._outbox.open(room)
+        self._told.open(room)
         self._control.post(
             lambda: self._request(room, bootstrap_host, bootstrap_port, page_ids, have_tokens)
         )
@@ -259,19 +263,17 @@ class DecodeAgent:
 
         Prefill receives `error`, and reports it to its client.
         """
-        if self._outbox.cancel(room):
-            why = error or Aborted("decode gave the request up")
-            self._control.post(lambda: self._give_up(room, why))
+        self._told.give_up(room, error or Aborted("decode gave the request up"))
 
     def events(self) -> Iterator[ReceiverEvent]:
         """Yield what happened and was not taken yet, oldest first."""
-        return self._outbox.take()
+        return self._told.events()
 
     def statistics(self) -> ReceiverStatistics:
         """Return what is held now and was done so far."""
         states = Counter(part.session.state for part in self._parts())
         return ReceiverStatistics(
-            num_links=self._links.num_links,
+            num_links=len(self._links.links),
             num_reserving=states[ReceiverState.RESERVING],
             num_granted=states[ReceiverState.GRANTED],
             num_withdrawn=states[ReceiverState.WITHDRAWN],
@@ -292,6 +294,10 @@ class DecodeAgent:
     @override
     def __repr__(self) -> str:
         return f"DecodeAgent({self.statistics()})"
+
+    def _end_parts(self, room: Room, error: TandemError | None) -> None:
+        why = error or PeerLost("prefill gave the request up")
+        self._control.post(lambda: self._withdraw(room, why))
 
     # ── the control thread ───────────────────────────────────────────────────────────────────────
 
@@ -322,7 +328,7 @@ class DecodeAgent:
             with transport_errors():
                 link = self._links.want(host, port)
         except TandemError as error:
-            self._outbox.put(Failed(room, error))
+            self._told.report(0, 1, Failed(room, error))
             return
         self._rooms[room] = entry = LandRoom(room, link, page_ids, have_tokens)
         if link.is_up:
@@ -413,7 +419,7 @@ class DecodeAgent:
         for action in part.session.apply(event, error):
             self._done[action] += 1
             self._act(part, action)
-        if part.room.fan_in.is_over and self._rooms.get(part.room.room) is part.room:
+        if part.room.is_over and self._rooms.get(part.room.room) is part.room:
             del self._rooms[part.room.room]
 
     def _act(self, part: LandPart, action: Action) -> None:
@@ -441,16 +447,10 @@ class DecodeAgent:
                 raise AssertionError(action)
 
     def _report(self, part: LandPart, event: ReceiverEvent) -> None:
-        """Report what happened to one part, as far as it is true of all."""
-        fan_in = part.room.fan_in
-        was_ending = fan_in.is_ending
-        for each in fan_in.hear(part.number, event):
-            if isinstance(each, Landed):
-                self._observe(part.room)
-            self._outbox.put(each)
-        if fan_in.is_ending and not was_ending:
-            why = fan_in.error or PeerLost("prefill gave the request up")
-            self._control.post(partial(self._end_parts, part.room, why))
+        room = part.room
+        if all(each.session.state is ReceiverState.READY for each in room.parts):
+            self._observe(room)
+        self._told.report(part.number, len(room.parts), event)
 
     def _observe(self, room: LandRoom) -> None:
         if room.granted_s is not None:
@@ -458,15 +458,10 @@ class DecodeAgent:
         self._received_bytes += len(room.page_ids) * self._layout.page_bytes
         self._saved_bytes += room.have_tokens * self._layout.all_heads_bytes
 
-    def _give_up(self, room: Room, why: TandemError) -> None:
-        entry = self._rooms.get(room)
-        if entry is not None and not entry.fan_in.is_ending:
-            entry.fan_in.give_up()
-            self._end_parts(entry, why)
-
-    def _end_parts(self, room: LandRoom, why: TandemError) -> None:
-        for part in room.parts:
-            self._apply(part, Event.WITHDRAW_ASKED, why)
+    def _withdraw(self, room: Room, why: TandemError) -> None:
+        if (entry := self._rooms.get(room)) is not None:
+            for part in entry.parts:
+                self._apply(part, Event.WITHDRAW_ASKED, why)
 
     def _send_grant(self, part: LandPart) -> None:
         now_s, room = self._clock(), part.room

@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,30 +21,11 @@ from typing_extensions import Buffer, override
 
 from tandem.wire.errors import ConfigInvalid, TransferRefused
 
+if TYPE_CHECKING:
+    import torch
+
 SHM_DIR = Path("/dev/shm")  # noqa: S108 - names in it are random and files are ours alone
 POOL_NAME = re.compile(r"tandem-[\w-]{1,64}-[0-9a-f]{16}\.pool")
-
-
-class DeviceTensor(Protocol):
-    """What is asked of a tensor in a device's memory; torch's have it all."""
-
-    @property
-    def device(self) -> object:
-        """Where it is; `cuda:0`, as text."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        ...
-
-    def data_ptr(self) -> int:
-        """Return the address of the first byte."""
-        ...
-
-    def is_contiguous(self) -> bool:
-        """Tell whether there are no gaps between the elements."""
-        ...
 
 
 Read = Callable[[Sequence[slice]], Iterable[Buffer]]
@@ -169,10 +150,10 @@ class DeviceRegion(MemoryRegion):
         tensor: What it is the memory of; None once it is closed.
     """
 
-    def __init__(self, tensor: DeviceTensor, read: Read | None = None) -> None:
+    def __init__(self, tensor: "torch.Tensor", read: Read | None = None) -> None:
         if not tensor.is_contiguous():
             raise ValueError("a region is contiguous, and this tensor is not")
-        self.tensor: DeviceTensor | None = tensor
+        self.tensor: torch.Tensor | None = tensor
         self._read = read
         self._size_bytes, self._address = tensor.nbytes, tensor.data_ptr()
         self.device = str(tensor.device)

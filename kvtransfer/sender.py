@@ -22,9 +22,15 @@ from typing_extensions import override
 
 from tandem.kvtransfer.bootstrap import BootstrapPort, DecodeLink, SenderEnd
 from tandem.kvtransfer.checksum import Verify, one_in
-from tandem.kvtransfer.control import ControlThread, Outbox
-from tandem.kvtransfer.events import Granted, PushDone, Released, SenderEvent, SenderTimes
-from tandem.kvtransfer.fan_in import PushFanIn
+from tandem.kvtransfer.control import ControlThread
+from tandem.kvtransfer.events import (
+    Granted,
+    PushDone,
+    PushRooms,
+    Released,
+    SenderEvent,
+    SenderTimes,
+)
 from tandem.kvtransfer.push_room import (
     LEAST_BYTES,
     PageRun,
@@ -91,11 +97,6 @@ class SenderStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_strangers: int = 0
 
 
-def sender_outbox(waker: Waker | None = None) -> Outbox[SenderEvent]:
-    """Return an outbox of what happens to rooms at prefill."""
-    return Outbox(waker, (PushDone, Released), Released)
-
-
 class PrefillAgent:
     """The sending end of every room of one prefill node.
 
@@ -123,7 +124,7 @@ class PrefillAgent:
         address: str,
         end: SenderEnd,
         *,
-        waker: Waker | None = None,
+        waker: Waker,
         key: ChannelKey | None = None,
         timeouts: SenderTimeouts | None = None,
         verify: Verify = "sample",
@@ -134,19 +135,19 @@ class PrefillAgent:
         self._timeouts = timeouts or SenderTimeouts()
         self._one_in, self._least_bytes = one_in(verify), least_bytes
         heartbeat = self._timeouts.heartbeat
-        inbox: Inbox[hand_off.ToPrefill] = Inbox(address, hand_off.ToPrefill, key, heartbeat)
-        self.port = inbox.port
+        self._inbox: Inbox[hand_off.ToPrefill] = Inbox(address, hand_off.ToPrefill, key, heartbeat)
+        self.port = self._inbox.port
         self._control = ControlThread("kv-prefill", self._turn)
         self._bootstrap = BootstrapPort(
             end,
-            inbox,
+            self._inbox,
             self._control,
             heartbeat=heartbeat,
             clock=clock,
             heard=self._hear,
             lost=self._lose,
         )
-        self._outbox = sender_outbox(waker)
+        self._told = PushRooms(self._end_parts, waker.wake)
         self._rooms: dict[Room, PushRoom] = {}  # until the last of their parts is over
         self.times = SenderTimes()
         self._done: Counter[Action] = Counter()
@@ -157,7 +158,7 @@ class PrefillAgent:
 
     def expect(self, room: Room) -> None:
         """A request came: wait for its grant."""
-        self._outbox.open(room)
+        self._told.open(room)
         now_s = self._clock()
         self._control.post(lambda: self._expect(room, now_s))
 
@@ -213,26 +214,24 @@ class PrefillAgent:
 
     def abort(self, room: Room, error: TandemError | None = None) -> None:
         """Give a room up; decode receives `error`. `Released` follows. No-op when it is over."""
-        if self._outbox.cancel(room):
-            why = error or Aborted("prefill gave the request up")
-            self._control.post(lambda: self._give_up(room, why))
+        self._told.give_up(room, error)
 
     def events(self) -> Iterator[SenderEvent]:
         """Yield what happened and was not taken yet, oldest first."""
-        return self._outbox.take()
+        return self._told.events()
 
     def statistics(self) -> SenderStatistics:
         """Return what is held now and was done so far."""
         states = Counter(part.session.state for part in self._parts())
         return SenderStatistics(
-            num_links=self._bootstrap.num_links,
+            num_links=len(self._bootstrap.links),
             num_waiting=states[SenderState.WAITING],
             num_early_grants=states[SenderState.GRANTED_EARLY],
             num_pushing=states[SenderState.PUSHING] + states[SenderState.RELEASING],
             num_landed=self._done[Action.SEND_LANDED],
             num_released=self._done[Action.TELL_RELEASED],
             num_refused=self._bootstrap.num_refused,
-            num_strangers=self._bootstrap.num_strangers,
+            num_strangers=self._inbox.num_strangers,
             pushed_bytes=self._pushed_bytes,
             saved_bytes=self._saved_bytes,
         )
@@ -245,6 +244,10 @@ class PrefillAgent:
     @override
     def __repr__(self) -> str:
         return f"PrefillAgent(port={self.port}, {self.statistics()})"
+
+    def _end_parts(self, room: Room, error: TandemError | None) -> None:
+        why = error or Aborted("prefill gave the request up")
+        self._control.post(lambda: self._abort(room, why))
 
     # ── the control thread ───────────────────────────────────────────────────────────────────────
 
@@ -286,12 +289,7 @@ class PrefillAgent:
             self._apply(part, Event.EXPECTED)
 
     def _take_grant(self, link: DecodeLink, grant: hand_off.Grant, known: PushPart | None) -> None:
-        if (
-            known is not None
-            and known.grant is not None
-            and known.link is link
-            and known.session.state is not SenderState.REFUSING
-        ):
+        if known is not None and known.may_write(link):
             # Released would end the first grant at decode, under writes that are still going on.
             self._bootstrap.num_refused += 1
             return self._bootstrap.drop(link, PeerLost("decode granted a room twice"))
@@ -426,38 +424,33 @@ class PrefillAgent:
         self._bootstrap.send(link, word)
 
     def _report(self, part: PushPart, event: SenderEvent) -> None:
-        """Report what happened to one part, as far as it is true of all."""
-        fan_in = part.room.fan_in
-        was_ending = fan_in.is_ending
-        for each in fan_in.hear(part.number, event):
-            self._observe(part, each)
-            self._outbox.put(each)
-        if fan_in.is_ending and not was_ending:
-            why = fan_in.error or Aborted("another part of the request ended")
-            self._control.post(partial(self._end_parts, part.room, fan_in, why))
+        room = part.room
+        self._observe(part, event)
+        self._told.report(part.number, room.num_parts, event)
 
     def _observe(self, part: PushPart, event: SenderEvent) -> None:
+        """Measure what is true of all parts."""
         now_s, times, room = self._clock(), self.times, part.room
-        if isinstance(event, Granted) and room.expected_s is not None:
-            times.bootstrap_seconds.observe(now_s - room.expected_s)
+        if isinstance(event, Granted):
+            room.num_granted += 1
+            if room.num_granted == room.num_parts and room.expected_s is not None:
+                times.bootstrap_seconds.observe(now_s - room.expected_s)
         if isinstance(event, PushDone):
-            self._pushed_bytes += event.pushed_bytes
-            have_tokens = part.destination.first_token
-            self._saved_bytes += have_tokens * self._end.layout.all_heads_bytes
-        if isinstance(event, PushDone) and event.pushed_bytes:  # else decode had it all
-            if room.pushed_s is not None:
-                times.push_seconds.observe(now_s - room.pushed_s)
+            room.num_landed += 1
+            room.pushed_bytes += event.pushed_bytes
+            if room.num_landed == room.num_parts:
+                self._observe_landed(part, now_s)
+
+    def _observe_landed(self, last: PushPart, now_s: float) -> None:
+        times, room = self.times, last.room
+        self._pushed_bytes += room.pushed_bytes
+        self._saved_bytes += last.destination.first_token * self._end.layout.all_heads_bytes
+        if room.pushed_bytes and room.pushed_s is not None:  # else decode had it all
+            times.push_seconds.observe(now_s - room.pushed_s)
             if room.finished_s is not None:
                 times.push_exposed_seconds.observe(now_s - room.finished_s)
 
-    def _give_up(self, room: Room, why: TandemError) -> None:
-        entry = self._rooms.get(room)
-        if entry is not None and not (entry.fan_in.is_over or entry.fan_in.is_ending):
-            entry.fan_in.give_up()
-            self._end_parts(entry, entry.fan_in, why)
-
-    def _end_parts(self, room: PushRoom, fan_in: PushFanIn, why: TandemError) -> None:
-        """End a room, unless it is over, or the role has begun with it anew."""
-        if room.fan_in is fan_in and not fan_in.is_over:
-            for part in list(room.parts.values()):
+    def _abort(self, room: Room, why: TandemError) -> None:
+        if (entry := self._rooms.get(room)) is not None:
+            for part in list(entry.parts.values()):
                 self._apply(part, Event.ABORT_ASKED, why)

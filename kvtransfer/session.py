@@ -16,10 +16,6 @@
 A driver feeds events and carries out the actions it gets back. The rule the tables keep: prefill
 sends `Landed` or `Released` once, and only when no write of the room is in flight; decode takes pages
 for its own only after one of the two, or after the fence.
-
-Two things happen before an event and are no actions: decode revokes the room's grant before it looks at
-what has landed (`LandedArrived`, `CorruptedArrived`, `ReleasedArrived`), and fences a lost link as a whole
-(`Fenced`).
 """
 
 from collections.abc import Mapping
@@ -33,38 +29,26 @@ from tandem.wire.errors import TandemError
 
 
 class Event(Enum):
-    """Something that happened to a room, at the end that is named; an error may come with it."""
+    """Something that happened to a room at one end; an error may come with it."""
 
-    EXPECTED = "Expected"
-    """Prefill: the request came."""
+    # Prefill.
+    EXPECTED = "Expected"  # the request came
     GRANT_ARRIVED = "GrantArrived"
-    """Prefill: decode's grant came."""
-    WITHDRAW_ARRIVED = "WithdrawArrived"
-    """Prefill: decode wants its pages back."""
-    ABORT_ASKED = "AbortAsked"
-    """Prefill: this end gave the request up."""
-    WRITES_DONE = "WritesDone"
-    """Prefill: everything is pushed and landed."""
-    WRITE_FAILED = "WriteFailed"
-    """Prefill: a write was refused, and none of its bytes is under way."""
-    WRITES_STOPPED = "WritesStopped"
-    """Prefill: asked to stop, and no write is in flight any more."""
-    LINK_READY = "LinkReady"
-    """Decode: prefill sent Welcome."""
-    LANDED_ARRIVED = "LandedArrived"
-    """Decode: prefill sent Landed; the grant is revoked, and the bytes are those that were sent."""
-    CORRUPTED_ARRIVED = "CorruptedArrived"
-    """Decode: prefill sent Landed; the grant is revoked, and the bytes are others."""
+    WITHDRAW_ARRIVED = "WithdrawArrived"  # decode wants its pages back
+    ABORT_ASKED = "AbortAsked"  # this end gave the request up
+    WRITES_DONE = "WritesDone"  # everything is pushed and landed
+    WRITE_FAILED = "WriteFailed"  # a write was refused, and none of its bytes is under way
+    WRITES_STOPPED = "WritesStopped"  # asked to stop, and no write is in flight any more
+    # Decode. With the three that arrive, the grant is revoked already.
+    LINK_READY = "LinkReady"  # prefill sent Welcome
+    LANDED_ARRIVED = "LandedArrived"  # the bytes are those that were sent
+    CORRUPTED_ARRIVED = "CorruptedArrived"  # prefill sent Landed, and the bytes are others
     RELEASED_ARRIVED = "ReleasedArrived"
-    """Decode: prefill sent Released, and the grant is revoked."""
-    WITHDRAW_ASKED = "WithdrawAsked"
-    """Decode: this end wants the pages back."""
-    FENCED = "Fenced"
-    """Decode: no write of the lost prefill can arrive any more."""
-    LINK_LOST = "LinkLost"
-    """Both: the far side is gone, or never was there."""
-    TIMED_OUT = "TimedOut"
-    """Both: the next thing did not come in time."""
+    WITHDRAW_ASKED = "WithdrawAsked"  # this end wants the pages back
+    FENCED = "Fenced"  # no write of the lost prefill can arrive any more
+    # Both.
+    LINK_LOST = "LinkLost"  # the far side is gone, or never was there
+    TIMED_OUT = "TimedOut"  # the next thing did not come in time
 
 
 class SenderState(Enum):
@@ -265,14 +249,3 @@ def sender_session() -> Session[SenderState]:
 def receiver_session() -> Session[ReceiverState]:
     """Return decode's end of a new room."""
     return Session(RECEIVER, ReceiverState.RESERVING)
-
-
-def diagram(table: Table[State]) -> str:
-    """Return the table as lines `STATE  Event → STATE  actions`, for the documentation."""
-    lines = []
-    for state, arrows in table.items():
-        for event, step in arrows.items():
-            does = ", ".join(action.value for action in step.actions)
-            target = "·" if step.state is state else step.state.name
-            lines.append(f"{state.name:<14}{event.value:<18}→ {target:<14}{does}".rstrip())
-    return "\n".join(lines)

@@ -46,10 +46,14 @@ class LayerKV(msgspec.Struct, frozen=True):
     value_dim: int
 
 
-class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape of one page, [layer][k, v][head][token][element], and of the pool.
+class LayoutInfo(msgspec.Struct, frozen=True):
+    """A pool of pages, C-contiguous as [page][layer][k, v][head][token][element].
 
     Attributes:
+        page_size: Tokens in a page.
+        num_kv_heads: Heads that one rank holds.
+        dtype: Name of the element type; only compared.
+        itemsize: Bytes of one element.
         layers: One for each layer where they differ, or K and V do; `num_kv_heads` is then 1 and
             `head_dim` all elements of a token. Empty where every layer is alike.
     """
@@ -61,7 +65,7 @@ class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     dtype: str
     itemsize: int
-    layers: Annotated[list[LayerKV], msgspec.Meta(max_length=MAX_LAYERS)] = []
+    layers: Annotated[tuple[LayerKV, ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()
 
 
 # Ranks of one node. No group of GPUs that shares every layer is as large.

@@ -26,7 +26,13 @@ from mooncake.engine import TransferEngine
 
 from tandem.kvtransfer.plan import CopyPlan, Int64s
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports.base import Listener, Pool, TransportConfig, need_cpu_memory
+from tandem.kvtransfer.transports.base import (
+    Listener,
+    Pool,
+    TransportConfig,
+    need_cpu_memory,
+    read_offer,
+)
 from tandem.kvtransfer.transports.one_sided import (
     Memory,
     OneSidedConnection,
@@ -83,10 +89,7 @@ class MooncakeTransport:
         Raises:
             TransferRefused: This offer is not understood, or nobody answers.
         """
-        try:
-            facts = msgspec.convert(offer.descriptor, _Offer)
-        except msgspec.ValidationError as error:
-            raise TransferRefused(f"this is no offer of Mooncake: {error}") from error
+        facts = read_offer(offer, _Offer)
         return OneSidedConnection(
             facts,
             region,

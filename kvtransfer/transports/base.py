@@ -15,8 +15,9 @@ transport by an entry point of group `tandem.transports` that names a `Transport
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NewType, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 
 from tandem.kvtransfer.plan import CopyPlan, Int64s, touched_pages
@@ -60,6 +61,21 @@ class Admission:
     offer: TransportOffer
 
 
+Facts = TypeVar("Facts", bound=msgspec.Struct)
+
+
+def read_offer(offer: TransportOffer, kind: type[Facts]) -> Facts:
+    """Return what the descriptor of an offer holds.
+
+    Raises:
+        TransferRefused: It is not of this kind.
+    """
+    try:
+        return msgspec.convert(offer.descriptor, kind)
+    except msgspec.ValidationError as error:
+        raise TransferRefused(f"an invalid offer of {offer.name}: {error}") from error
+
+
 def need_cpu_memory(name: str, pool: Pool) -> None:
     """Refuse a pool that transport `name` cannot copy into.
 
@@ -75,13 +91,11 @@ def need_cpu_memory(name: str, pool: Pool) -> None:
 class Listener(Protocol):
     """The receiving end: owns who may write where. Every method may be called from any thread.
 
-    What concerns one peer is called in the order of the protocol, by a worker of its link: other links
-    do not wait for it.
+    What concerns one peer is called in the order of the protocol, by a worker of its link.
 
-    A listener that sees the writes checks each against its grant (`Permits`), and may have an attribute
-    `num_violations`: how many it refused because no grant, or no admitted peer, stood behind them. A
-    one-sided listener sees none: its `permit` and `revoke` check nothing, and its fence is all that keeps a
-    peer out that breaks the protocol.
+    A listener that sees the writes checks each against its grant (`Permits`), and may count in
+    `num_violations` those that it refused. A one-sided listener sees none: its `permit` and `revoke` check
+    nothing, and only its fence keeps a peer out that breaks the protocol.
     """
 
     def admit(self, toward_host: str) -> Admission:
@@ -166,15 +180,12 @@ class TransportConfig:
 
     Attributes:
         host: Address to listen on; 0.0.0.0 and :: mean all.
-        num_streams: Connections that share one large write, where the transport has such. One TCP
-            stream fills 10 Gbit/s; several are for the links above that.
         interface: Name of the network interface to listen on and to send from, where the transport
             knows such; empty for the one of `host`.
         directory: What transports that go through files share; empty for none.
     """
 
     host: str = "127.0.0.1"
-    num_streams: int = 4
     interface: str = ""
     directory: str = ""
 

@@ -26,13 +26,8 @@ from typing_extensions import override
 
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports.base import Pool, TransportConfig
-from tandem.kvtransfer.transports.shm import (
-    ControlConnection,
-    ControlListener,
-    ControlOffer,
-    read_offer,
-)
+from tandem.kvtransfer.transports.base import Pool, TransportConfig, read_offer
+from tandem.kvtransfer.transports.shm import ControlConnection, ControlListener, ControlOffer
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tandem.wire.hand_off import TransportOffer
 

@@ -17,12 +17,10 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
-
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports import tcp_stream as frames
-from tandem.kvtransfer.transports.base import check_bounds
+from tandem.kvtransfer.transports.base import check_bounds, read_offer
 from tandem.kvtransfer.transports.tcp_stream import Lane, OpenLane, TcpOffer
 from tandem.wire.errors import PeerLost, TransferRefused
 from tandem.wire.generation import Room
@@ -42,6 +40,9 @@ class StreamConnection:
     Args:
         offer: Of a `TcpListener`.
         source_host: Address to send from; empty for the one that routing picks.
+
+    Raises:
+        TransferRefused: Nobody answers, or the listener there does not accept us.
     """
 
     def __init__(
@@ -49,23 +50,22 @@ class StreamConnection:
         offer: TransportOffer,
         region: MemoryRegion,
         open_lane: OpenLane,
-        *,
         num_streams: int = 1,
         source_host: str = "",
     ) -> None:
         self._size_bytes = region.size_bytes
         self._streams: list[socket.socket] = []
         self._lanes: list[Lane] = []
+        facts = read_offer(offer, TcpOffer)
         with contextlib.ExitStack() as opened:
             try:
-                facts = msgspec.convert(offer.descriptor, TcpOffer)
                 for _ in range(num_streams):
                     stream = opened.enter_context(open_stream(facts, source_host))
                     lane = open_lane(stream, region)
                     opened.callback(lane.close)
                     self._streams.append(stream)
                     self._lanes.append(lane)
-            except (msgspec.ValidationError, OSError, PeerLost) as error:
+            except (OSError, PeerLost) as error:
                 raise TransferRefused(f"cannot connect: {error}") from error
             self._threads = opened.enter_context(ThreadPoolExecutor(num_streams, "kv-stream"))
             self._opened = opened.pop_all()

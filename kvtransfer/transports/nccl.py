@@ -83,7 +83,7 @@ class NcclTransport:
 
 def _tensor(region: MemoryRegion) -> torch.Tensor:
     if isinstance(region, DeviceRegion):
-        assert isinstance(region.tensor, torch.Tensor)
+        assert region.tensor is not None
         return region.tensor
     return torch.from_numpy(region.array())
 

@@ -27,7 +27,7 @@ from typing import Annotated
 import msgspec
 
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports.base import Listener, Pool, TransportConfig
+from tandem.kvtransfer.transports.base import Listener, Pool, TransportConfig, read_offer
 from tandem.kvtransfer.transports.one_sided import OneSidedConnection, Places
 from tandem.wire.errors import ConfigInvalid, TransferRefused
 from tandem.wire.hand_off import TransportOffer
@@ -85,11 +85,11 @@ class NixlTransport:
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> OneSidedConnection:
         """Make an agent and connect it to the offer's."""
+        facts = read_offer(offer, _Offer)
         try:
-            facts = msgspec.convert(offer.descriptor, _Offer)
             metadata = base64.b64decode(facts.metadata, validate=True)
-        except (msgspec.ValidationError, binascii.Error) as error:
-            raise TransferRefused(f"this is no offer of NIXL: {error}") from error
+        except binascii.Error as error:
+            raise TransferRefused(f"an invalid offer of nixl: {error}") from error
         return OneSidedConnection(
             facts,
             region,

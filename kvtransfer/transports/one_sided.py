@@ -6,18 +6,14 @@
    peer b ── ReceivingEnd                                 ◀──── SendingEnd of another node
 ```
 
-What holds against whom:
-
-- *A write after the fence* is impossible for anybody. Each peer writes through a receiving end made for
-  it alone, and the fence destroys that end: its sockets and queues, and its registration. What each
-  library leaves for that is in the docstring of its module.
+- *A write after the fence* is impossible. Each peer writes through a receiving end made for it alone,
+  and the fence destroys that end: its sockets, queues and registration.
 - *A write outside the pool* is refused by the library where it checks registrations.
 - *A write outside the grant, or after it was revoked*, is seen by nobody. A peer that keeps the protocol
-  makes none, also not in a race: it sends `Landed` or `Released`, which is what a revocation waits for,
-  when nothing of the room is under way. A peer that lies can until it is fenced.
+  makes none: a revocation follows its last word on the room. A peer that lies can until it is fenced.
 
-Each end has a token beside the pool, one random number that the offer names. A writer reads it when it
-connects, and so finds out whether the owner answers, and is the one that made the offer.
+Each end has a token beside the pool, a random number that the offer names. A writer reads it when it
+connects: so it knows that the owner answers, and is the one that made the offer.
 """
 
 import secrets

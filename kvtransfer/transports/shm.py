@@ -27,7 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -45,6 +45,7 @@ from tandem.kvtransfer.transports.base import (
     TransportConfig,
     check_bounds,
     new_peer_key,
+    read_offer,
 )
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tandem.wire.generation import Room
@@ -74,9 +75,6 @@ class ControlOffer(msgspec.Struct, frozen=True, kw_only=True):
     def pool_bytes(self) -> int:
         """Bytes of the whole pool."""
         return self.page_bytes * self.num_pages
-
-
-Facts = TypeVar("Facts", bound=ControlOffer)
 
 
 def control_path(pool_path: Path, peer: str) -> Path:
@@ -324,18 +322,6 @@ class ControlConnection(ABC):
         if self._mutex.acquire(timeout=0.1):
             self._opened.close()
             self._mutex.release()
-
-
-def read_offer(offer: TransportOffer, kind: type[Facts]) -> Facts:
-    """Return the descriptor as one of `kind`.
-
-    Raises:
-        TransferRefused: It is none.
-    """
-    try:
-        return msgspec.convert(offer.descriptor, kind)
-    except msgspec.ValidationError as error:
-        raise TransferRefused(f"an offer of {offer.name} that is none: {error}") from error
 
 
 class ShmTransport:

@@ -16,6 +16,9 @@ from tandem.kvtransfer.transports.tcp_stream import TcpLane, TcpListener
 from tandem.wire.errors import ConfigInvalid, TransferRefused
 from tandem.wire.hand_off import TransportOffer
 
+# One stream fills 10 Gbit/s; several are for the links above that.
+NUM_STREAMS = 4
+
 
 class TcpTransport:
     """TCP with scatter and gather.
@@ -46,13 +49,7 @@ class TcpTransport:
                 source_host = address_of(interface, family_of(str(offer.descriptor.get("host"))))
             except ConfigInvalid as error:
                 raise TransferRefused(f"cannot open a stream: {error}") from error
-        return StreamConnection(
-            offer,
-            region,
-            TcpLane,
-            num_streams=self._config.num_streams,
-            source_host=source_host,
-        )
+        return StreamConnection(offer, region, TcpLane, NUM_STREAMS, source_host)
 
 
 # ── network interfaces ───────────────────────────────────────────────────────────────────────────

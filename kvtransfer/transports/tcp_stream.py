@@ -11,10 +11,10 @@
 
 Integers are little-endian. The secret itself never travels here: it came with the offer.
 
-The receiving end reads straight into the pool. A thread accepts, and one more serves each stream. Bytes are read only after their header was found
-to lie inside a live grant of that peer; anything else ends the stream and is counted. While a stream
-reads into the pages of a room it is marked with that room, so that a revocation or a fence can cut it
-and wait until it has let go of the pages.
+A thread accepts, and one more serves each stream, which it reads straight into the pool. Bytes are
+read only when their table lies inside a live grant of that peer; anything else ends the stream and is
+counted. A stream that reads into pages is marked with their room, so that a revocation or a fence can
+cut it and wait until it has let go of the pages.
 
 Transports that move bytes by other means listen here too: peers prove themselves and announce each
 batch on a stream, and a `Lane` beside it brings the bytes (`lanes.py`).
@@ -412,7 +412,6 @@ class TcpListener:
                 raise PeerLost("fenced")
             peer.permits.check(room, batch)
             peer.reading[stream] = room
-            self._changed.notify_all()
         try:
             yield
         finally:

@@ -10,11 +10,12 @@ its own. When a stream breaks or is cut, its thread closes the endpoint, which e
 way, and never makes that worker progress again; only then are the pages let go.
 """
 
+import contextlib
 import os
 import secrets
 import select
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -114,7 +115,8 @@ class UcxLane:
             staging = np.empty(batch.total_bytes, np.uint8)
             gather(self._memory, batch, staging)
             views = [staging.data]
-        self._run([self._endpoint.tag_send(Array(view), self._peers_tag) for view in views])
+        with self._breaking():
+            self._run([self._endpoint.tag_send(Array(view), self._peers_tag) for view in views])
 
     def receive(self, batch: CopyPlan, open_pages: OpenPages) -> None:
         """Post the receives, report READY, and complete them."""
@@ -126,25 +128,31 @@ class UcxLane:
             return self._receive([self._view[to : to + size] for _, to, size in batch.copies()])
 
     def _receive(self, views: Sequence[memoryview]) -> None:
-        requests = [self._endpoint.tag_recv(Array(view), self._tag) for view in views]
-        frames.send_from(self._stream, [memoryview(lanes.READY)])
-        self._run(requests)
+        with self._breaking():
+            requests = [self._endpoint.tag_recv(Array(view), self._tag) for view in views]
+            frames.send_from(self._stream, [memoryview(lanes.READY)])
+            self._run(requests)
 
     def close(self) -> None:
         """Close the endpoint; what is posted ends here."""
         self._endpoint.close_blocking()
 
-    def _run(self, requests: Sequence[ucx.UCXRequest]) -> None:
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Close the endpoint before the pages are let go, if a message may still be posted for them."""
         try:
-            for request in requests:
-                while not request.completed:
-                    self._worker.progress()
-                    if not request.completed and self._worker.arm():
-                        self._wait()
-                request.check_error()
+            yield
         except (ucx.UCXError, PeerLost) as error:
-            self.close()  # before the pages are let go
+            self.close()
             raise PeerLost(f"the UCX endpoint broke: {error}") from error
+
+    def _run(self, requests: Sequence[ucx.UCXRequest]) -> None:
+        for request in requests:
+            while not request.completed:
+                self._worker.progress()
+                if not request.completed and self._worker.arm():
+                    self._wait()
+            request.check_error()
 
     def _wait(self) -> None:
         for fd, _ in self._events.poll(LOOK_AGAIN_MS):

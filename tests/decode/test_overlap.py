@@ -4,10 +4,9 @@ from itertools import product
 
 import pytest
 
-from tandem.kvtransfer.transports.base import TransportConfig
-from tandem.kvtransfer.transports.loopback import Fault, LoopbackTransport
 from tandem.kvtransfer.transports.tcp import TcpTransport
 from tests.hand_off_rig import PAGE, Pair, prompt_of
+from tests.loopback import Fault, LoopbackTransport
 from tests.patience import PATIENCE_S
 from tests.sample import sampled
 
@@ -78,7 +77,7 @@ def test_the_first_token_does_not_wait_for_the_transfer(make_pair):
 
 
 def test_a_second_turn_moves_only_its_new_pages_layer_by_layer(make_pair):
-    pair = make_pair(TcpTransport(TransportConfig(num_streams=1)))
+    pair = make_pair(TcpTransport())
     prompt = prompt_of(48)
     pair.start("a", prompt, max_new_tokens=9)
     pair.run_until(pair.all_pages_are_back)

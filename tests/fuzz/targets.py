@@ -132,7 +132,7 @@ def bootstrap() -> Iterator[Target]:
                 hello = hand_off.Hello(
                     epoch=epoch,
                     fingerprint="llama",
-                    layout=shape.to_info(),
+                    layout=shape,
                     offers=[admission.offer],
                 )
                 _say(link, msgspec.msgpack.encode(hello))

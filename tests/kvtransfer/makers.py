@@ -11,10 +11,10 @@ from pathlib import Path
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool, Transport, TransportConfig
 from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from tandem.kvtransfer.transports.loopback import LoopbackTransport
 from tandem.kvtransfer.transports.registry import BUILT_IN, GROUP, transports
 from tandem.wire.errors import ConfigInvalid
 from tests.kvtransfer.host_device import HostDevice
+from tests.loopback import LoopbackTransport
 
 DIRECTORY = "TANDEM_TEST_DIRECTORY"
 """Names the environment variable that tells transport `file` where to work."""

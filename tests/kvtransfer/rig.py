@@ -11,17 +11,17 @@ from tandem.kvtransfer.events import Granted, Landed, PushDone
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool
-from tandem.kvtransfer.transports.loopback import (
-    LoopbackConnection,
-    LoopbackListener,
-    LoopbackTransport,
-)
 from tandem.wire import hand_off
 from tandem.wire.channel import Inbox, Link, Waker, wait
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import Epoch, Room
 from tests.agents import decode_agent, prefill_agent
 from tests.calm import CALM
+from tests.loopback import (
+    LoopbackConnection,
+    LoopbackListener,
+    LoopbackTransport,
+)
 from tests.patience import PATIENCE_S, patiently
 
 ROOM = Room(42)
@@ -218,18 +218,18 @@ class Scripted(LoopbackTransport):
 
     Attributes:
         holds: By the name of the call.
-        failures: Names of calls, each of which raises once.
+        failures: Names of calls, each of which raises once: `error`, or one that names the call.
     """
 
     def __init__(self, name="loopback"):
         super().__init__()
-        self.name, self.failures, self.is_fenced = name, [], False
+        self.name, self.failures, self.error, self.is_fenced = name, [], None, False
         self.holds = defaultdict(Hold)
 
     def follow(self, call):
         if call in self.failures:
             self.failures.remove(call)
-            raise OSError(f"{call} failed")
+            raise self.error or OSError(f"{call} failed")
         self.holds[call].pass_by()
 
     def listen(self, pool):
@@ -351,7 +351,7 @@ class FakeDecode(FakeEnd):
         honest = {
             "epoch": self.epoch,
             "fingerprint": "llama",
-            "layout": self.shape.to_info(),
+            "layout": self.shape,
             "offers": [self.admission.offer],
         }
         self.say(hand_off.Hello(**{**honest, **lies}))

@@ -7,8 +7,6 @@ import pytest
 from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
 from tandem.kvtransfer.plan import PagedTokens, plan_copies
 from tandem.kvtransfer.session import SenderState
-from tandem.kvtransfer.transports.base import TransportConfig
-from tandem.kvtransfer.transports.loopback import Fault, LoopbackTransport
 from tandem.kvtransfer.transports.shm import ShmTransport
 from tandem.kvtransfer.transports.tcp import TcpTransport
 from tandem.wire.errors import (
@@ -29,6 +27,7 @@ from tests.kvtransfer.rig import (
     PROMPT_PAGES,
     ROOM,
     begin,
+    has_turned,
     layout,
     pages,
     push_all,
@@ -36,6 +35,7 @@ from tests.kvtransfer.rig import (
     serve_the_next,
     until,
 )
+from tests.loopback import Fault, LoopbackTransport
 from tests.patience import PATIENCE_S
 
 # ── the happy path ───────────────────────────────────────────────────────────────────────────────
@@ -111,7 +111,7 @@ def test_what_is_pushed_and_finished_before_the_grant_is_kept_for_it(cluster):
 
 
 def test_nodes_of_different_page_sizes_hand_off(cluster):
-    cluster.use(TcpTransport(TransportConfig(num_streams=2)))
+    cluster.use(TcpTransport())
     small = layout(page_size=2, num_pages=20)
     prefill, decode = cluster.prefill(), cluster.decode(shape=small)
     prefill.agent.expect(ROOM)
@@ -205,7 +205,8 @@ def test_a_room_given_up_in_the_middle_of_a_write_ends_only_after_the_write(clus
     assert cluster.transport.hanging.wait(PATIENCE_S)
     if by == "prefill":
         prefill.agent.abort(ROOM)
-        prefill.wait_until(lambda now: now.num_pushing == 1)
+        has_turned(prefill.agent)
+        assert prefill.agent.statistics().num_pushing == 1
     else:
         prefill.next(Granted)
         decode.agent.withdraw(ROOM)
@@ -263,6 +264,7 @@ def test_a_prefill_that_does_not_answer_a_withdraw_is_cut_off(cluster):
     decode.agent.withdraw(ROOM)
     # What a cut takes with it that has not arrived, prefill would never hear.
     until(lambda: any(p.session.state is SenderState.RELEASING for p in prefill.agent._parts()))
+    has_turned(decode.agent)  # it has noted when it sent the withdrawal
     assert list(decode.agent.events()) == []
     cluster.clock.now_s += 10.5
     assert decode.next() == Safe(ROOM)
@@ -455,7 +457,7 @@ def mark(decode, page_ids=DECODE_PAGES):
 
 
 def connection_of(prefill):
-    (link,) = prefill.agent._bootstrap._links.values()
+    (link,) = prefill.agent._bootstrap.links.values()
     return link.connection
 
 

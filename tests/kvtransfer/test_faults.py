@@ -10,9 +10,8 @@ from contextlib import ExitStack, closing
 import pytest
 
 from tests.faults.network import Network, has_network
-from tests.kvtransfer.fault_rig import FarNode, begin_push, hand_off
+from tests.kvtransfer.far_node import FarNode, begin_push, hand_off
 from tests.kvtransfer.makers import cross_process
-from tests.patience import PATIENCE_S
 
 
 class Nodes:
@@ -39,49 +38,36 @@ def nodes(request, tmp_path):
         yield Nodes(stack, request.param, tmp_path)
 
 
-def notices(node, event, room):
-    """Wait for what a node must say by itself, and return it.
-
-    Noticing takes one ping after a death and the heartbeat's limit otherwise, and longer on a busy machine: the limit
-    is for a node that does not notice at all.
-    """
-    return node.hear(event, room, PATIENCE_S)
-
-
 def test_a_prefill_killed_while_it_pushes_is_lost_and_its_pages_come_back(nodes):
     prefill, decode, healthy = nodes.start("prefill", "decode", "prefill")
     begin_push(prefill, decode, 1)
     prefill.signal(signal.SIGKILL)
-    assert notices(decode, "Lost", 1)["error"] == "peer_lost"
-    notices(decode, "Safe", 1)
+    assert decode.hear("Lost", 1)["error"] == "peer_lost"
+    decode.hear("Safe", 1)
     hand_off(healthy, decode, 2)
-    report = decode.report()
-    assert report["is_all_free"]
-    assert report["is_untouched"]
+    decode.check_all_back()
 
 
 def test_a_decode_killed_while_it_is_written_releases_prefills_pages(nodes):
     prefill, decode, healthy = nodes.start("prefill", "decode", "decode")
     begin_push(prefill, decode, 1)
     decode.signal(signal.SIGKILL)
-    assert notices(prefill, "Released", 1)["error"] == "peer_lost"
+    assert prefill.hear("Released", 1)["error"] == "peer_lost"
     hand_off(prefill, healthy, 2)
-    assert prefill.report()["is_all_free"]
+    prefill.check_all_back()
 
 
 def test_a_prefill_stopped_while_it_pushes_writes_nothing_when_it_goes_on(nodes):
     prefill, decode, healthy = nodes.start("prefill", "decode", "prefill", mood="alert")
     begin_push(prefill, decode, 1)
     prefill.signal(signal.SIGSTOP)
-    assert notices(decode, "Lost", 1)["error"] == "peer_lost"
+    assert decode.hear("Lost", 1)["error"] == "peer_lost"
     hand_off(healthy, decode, 2)  # while a stopped writer may hold up the fence of its own pages
     prefill.signal(signal.SIGCONT)
-    assert notices(prefill, "Released", 1)["error"] == "peer_lost"
-    notices(decode, "Safe", 1)
-    report = decode.report()
-    assert report["is_all_free"]
-    assert report["is_untouched"]
-    assert prefill.report()["is_all_free"]
+    assert prefill.hear("Released", 1)["error"] == "peer_lost"
+    decode.hear("Safe", 1)
+    decode.check_all_back()
+    prefill.check_all_back()
     hand_off(prefill, decode, 3)
 
 
@@ -89,15 +75,13 @@ def test_a_decode_stopped_while_it_is_written_is_lost_to_prefill_and_finds_out(n
     prefill, decode, healthy = nodes.start("prefill", "decode", "decode", mood="alert")
     begin_push(prefill, decode, 1)
     decode.signal(signal.SIGSTOP)
-    assert notices(prefill, "Released", 1)["error"] == "peer_lost"
+    assert prefill.hear("Released", 1)["error"] == "peer_lost"
     hand_off(prefill, healthy, 2)
     decode.signal(signal.SIGCONT)
-    assert notices(decode, "Lost", 1)["error"] == "peer_lost"
-    notices(decode, "Safe", 1)
+    assert decode.hear("Lost", 1)["error"] == "peer_lost"
+    decode.hear("Safe", 1)
     hand_off(prefill, decode, 3)
-    report = decode.report()
-    assert report["is_all_free"]
-    assert report["is_untouched"]
+    decode.check_all_back()
 
 
 # ── links ────────────────────────────────────────────────────────────────────────────────────────
@@ -127,20 +111,18 @@ if has_network():
         prefill, decode = start_apart(nodes, network, "alert")
         begin_push(prefill, decode, 1)
         network.set_link("decode", is_cut=True)
-        assert notices(decode, "Lost", 1)["error"] == "peer_lost"
-        notices(decode, "Safe", 1)
-        assert notices(prefill, "Released", 1)["error"] == "peer_lost"
+        assert decode.hear("Lost", 1)["error"] == "peer_lost"
+        decode.hear("Safe", 1)
+        assert prefill.hear("Released", 1)["error"] == "peer_lost"
         network.set_link("decode", is_cut=False)
         hand_off(prefill, decode, 2)
-        report = decode.report()
-        assert report["is_all_free"]
-        assert report["is_untouched"]
-        assert prefill.report()["is_all_free"]
+        decode.check_all_back()
+        prefill.check_all_back()
 
     @pytest.mark.parametrize("nodes", ["tcp"], indirect=True)
     def test_a_slow_link_that_loses_packets_hands_off_every_byte(nodes, network):
         network.set_link("decode", delay_ms=10, loss=0.01)
         prefill, decode = start_apart(nodes, network, "calm")
         hand_off(prefill, decode, 1)
-        assert decode.report()["is_all_free"]
-        assert prefill.report()["is_all_free"]
+        decode.check_all_back()
+        prefill.check_all_back()

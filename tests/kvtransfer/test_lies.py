@@ -13,6 +13,7 @@ from tandem.wire import hand_off
 from tandem.wire.channel import MAX_MESSAGE_BYTES, wait
 from tandem.wire.errors import ErrorInfo, PeerLost, TransferRefused
 from tandem.wire.generation import Epoch, Room
+from tandem.wire.hand_off import LayoutInfo
 from tests.calm import calm_receiver
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import DECODE_PAGES, ROOM, serve_the_next
@@ -58,7 +59,7 @@ def offers(num, descriptor):
 SIZES = ("num_pages", "page_size", "num_layers", "num_kv_heads", "head_dim", "itemsize")
 FALSE_HELLOS = [
     *[
-        ({"layout": msgspec.structs.replace(rig.layout().to_info(), **{name: size})}, "layout")
+        ({"layout": LayoutInfo(**{**msgspec.structs.asdict(rig.layout()), name: size})}, "layout")
         for name in SIZES
         for size in (-HUGE, -1, 0, HUGE, 2**63 - 1)
     ],

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import (
-    LEAST_ROWS,
     CopyPlan,
     HeadRange,
     PagedTokens,
@@ -136,32 +135,6 @@ def test_blocks_do_the_same_copies(problem):
     expected = execute(plan, src, dst)
     copy_blocks(plan, *(each.reshape(-1).view(np.uint8) for each in (src, dst)))
     np.testing.assert_array_equal(dst, expected)
-
-
-@st.composite
-def rows(draw):
-    """Return copies at distances of a few kinds, none over another."""
-    steps = draw(st.lists(st.sampled_from([(8, 8), (8, 16), (24, 8), (0, 8)]), max_size=30))
-    sizes = draw(st.lists(st.sampled_from([4, 8]), min_size=len(steps), max_size=len(steps)))
-    begin, to = (np.cumsum([0] + [step[i] for step in steps])[: len(steps)] for i in range(2))
-    return CopyPlan(begin.astype(np.int64), to.astype(np.int64), np.array(sizes, np.int64))
-
-
-@given(rows())
-def test_every_copy_is_in_one_block_or_alone(plan):
-    blocks, alone = plan.blocks()
-    copies = list(alone.copies())
-    for block in blocks:
-        copies += [
-            (
-                block.source_offset + i * block.source_stride,
-                block.destination_offset + i * block.destination_stride,
-                block.row_bytes,
-            )
-            for i in range(block.num_rows)
-        ]
-        assert block.num_rows >= LEAST_ROWS - 1
-    assert sorted(copies, key=lambda copy: copy[1]) == list(plan.copies())
 
 
 def test_some_heads_of_a_page_are_one_block():

@@ -7,7 +7,6 @@ import pytest
 
 from tandem.kvtransfer import prefill_links
 from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, Safe
-from tandem.kvtransfer.transports.loopback import LoopbackTransport
 from tandem.wire.channel import wait
 from tandem.wire.errors import TransferFailed, TransferTimeout
 from tandem.wire.generation import Room
@@ -15,6 +14,7 @@ from tandem.wire.hand_off import Grant, Withdraw
 from tests.calm import calm_receiver
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import ROOM
+from tests.loopback import LoopbackTransport
 from tests.patience import PATIENCE_S, patiently
 
 

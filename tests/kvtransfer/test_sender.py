@@ -4,28 +4,20 @@ import pytest
 
 from tandem.kvtransfer import push_room
 from tandem.kvtransfer.events import Failed, Granted, Lost, Released, Safe
-from tandem.kvtransfer.transports.loopback import Fault, LoopbackConnection, LoopbackTransport
 from tandem.wire import channel
 from tandem.wire.errors import Aborted, ConfigInvalid, PeerLost, TransferFailed, TransferRefused
 from tandem.wire.generation import Room
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import DECODE_PAGES, PROMPT_PAGES, ROOM
+from tests.loopback import Fault, LoopbackTransport
 from tests.patience import patiently
-
-
-def begin(cluster):
-    """Return both ends of a room that is granted."""
-    prefill, decode = cluster.prefill(), cluster.decode()
-    prefill.agent.expect(ROOM)
-    rig.request(decode, prefill)
-    prefill.next(Granted)
-    return prefill, decode
 
 
 def test_pages_of_a_push_that_broke_come_back_only_behind_a_fence(cluster):
     # As of a one-sided library: the first write still is under way when the second breaks.
     cluster.use(LoopbackTransport([Fault("late"), Fault("break", at_write=1)]))
-    prefill, decode = begin(cluster)
+    prefill, decode = rig.begin(cluster)
+    prefill.next(Granted)
     prefill.agent.push(ROOM, PROMPT_PAGES[:2], 0)
     prefill.agent.push(ROOM, PROMPT_PAGES[2:], 2)
     assert isinstance(decode.next(Lost).error, TransferFailed)
@@ -41,33 +33,14 @@ class Panic(BaseException):
     """What a library in Rust raises."""
 
 
-class Raising(LoopbackTransport):
-    """Raises this in its first write."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.errors = [error]
-
-    def connect(self, offer, region):
-        return RaisingConnection(self, self._listeners[offer.descriptor["peer"]], offer, region)
-
-
-class RaisingConnection(LoopbackConnection):
-    def __init__(self, transport, listener, offer, region):
-        super().__init__(transport, listener, offer.descriptor["peer"], region)
-
-    def write(self, room, plan):
-        while self._transport.errors:
-            raise self._transport.errors.pop()
-        super().write(room, plan)
-
-
 @pytest.mark.parametrize(
     "error", [OSError("broken"), ConfigInvalid("no such device"), MemoryError(), Panic()]
 )
 def test_only_a_refusal_says_that_no_write_is_under_way(cluster, error):
-    cluster.use(Raising(error))
-    prefill, decode = begin(cluster)
+    cluster.use(script := rig.Scripted())
+    script.failures, script.error = ["write"], error
+    prefill, decode = rig.begin(cluster)
+    prefill.next(Granted)
     rig.push_all(prefill)
     decode.next(Lost)
     assert decode.next() == Safe(ROOM)

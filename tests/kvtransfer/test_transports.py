@@ -19,7 +19,6 @@ from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
 from tandem.kvtransfer.region import SHM_DIR, MemoryRegion
 from tandem.kvtransfer.transports.base import NO_ROOM, Pool, TransportConfig
-from tandem.kvtransfer.transports.loopback import Fault, LoopbackTransport
 from tandem.kvtransfer.transports.registry import choose, listen, transports
 from tandem.kvtransfer.transports.shm import ShmTransport
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
@@ -28,6 +27,7 @@ from tandem.wire.hand_off import TransportOffer
 from tests.fork_server import Forked
 from tests.kvtransfer import far_end
 from tests.kvtransfer.makers import DIRECTORY, NAMES, OTHER_PROCESS, make
+from tests.loopback import Fault, LoopbackTransport
 from tests.patience import PATIENCE_S, patiently
 
 NUM_PAGES = 64

@@ -1,9 +1,8 @@
 """Nodes of different tensor-parallel sizes, all ranks in one process: every head of every page."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tandem.engine.kv_cache import KVCache
 from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
@@ -11,7 +10,6 @@ from tandem.kvtransfer.group import DecodeGroup, PrefillGroup
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sharding import Shard, held_heads
-from tandem.kvtransfer.transports.loopback import Fault, LoopbackTransport
 from tandem.kvtransfer.transports.shm import ShmTransport
 from tandem.kvtransfer.transports.tcp import TcpTransport
 from tandem.wire.channel import Waker, wait
@@ -22,7 +20,8 @@ from tandem.wire.hand_off import Released as ReleasedWord
 from tandem.wire.hand_off import Welcome
 from tests.agents import decode_agent, prefill_agent
 from tests.calm import calm_receiver
-from tests.kvtransfer.rig import FakeDecode
+from tests.kvtransfer.rig import FakeDecode, Node
+from tests.loopback import Fault, LoopbackTransport
 from tests.patience import PATIENCE_S, patiently
 
 ROOM = Room(42)
@@ -31,7 +30,7 @@ LAYERS, PAGE, TOKEN_BYTES = 2, 4, 32
 SIZES = [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (1, 4), (2, 2)]
 
 
-class Half:
+class Half(Node):
     """One node: its ranks, what each holds of `kv`, and the pages as its role counts them.
 
     Attributes:
@@ -58,16 +57,12 @@ class Half:
             for region, heads in zip(self.regions, self.held, strict=True)
         ]
         self.cache = KVCache(NUM_PAGES, page_size)
-        self.pages: list[int] = []
-        self._seen: list[object] = []
+        self.pages, self._seen = [], []
 
-    def next(self):
-        for _ in patiently():
-            self._seen += self.group.events()
-            if self._seen:
-                return self._seen.pop(0)
-            wait([], 0.05, self.waker)
-        raise AssertionError(([agent.statistics() for agent in self.agents], self))
+    @property
+    def agent(self):
+        """What the role asks: the agents of all ranks as one."""
+        return self.group
 
     def wait_until(self, is_so):
         for _ in patiently():

@@ -2,11 +2,11 @@
 
 import pytest
 
-from tandem.kvtransfer.transports.loopback import Fault, LoopbackTransport
 from tandem.wire.errors import EngineFailed, InvalidRequest
 from tandem.wire.generation import GenerateRequest, LogprobsWanted, RequestId, SamplingParams
 from tandem.wire.messages import StartColocated
 from tests.hand_off_rig import Pair, prompt_of
+from tests.loopback import Fault, LoopbackTransport
 
 
 @pytest.fixture

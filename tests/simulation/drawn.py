@@ -3,10 +3,10 @@
 import random
 from dataclasses import replace
 
-from tandem.kvtransfer.transports.loopback import Fault
 from tandem.router.config import AdmissionConfig, Limits
 from tandem.router.policies import POLICIES
 from tandem.wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
+from tests.loopback import Fault
 from tests.simulation.clients import Client
 from tests.simulation.nodes import NodeShape
 from tests.simulation.world import Plan

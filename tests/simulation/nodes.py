@@ -10,11 +10,6 @@ from tandem.kvtransfer.plan import touched_pages
 from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import PrefillAgent, SenderTimeouts
-from tandem.kvtransfer.transports.loopback import (
-    LoopbackConnection,
-    LoopbackListener,
-    LoopbackTransport,
-)
 from tandem.node.announce import INTERVAL_S, TTL_S
 from tandem.node.answers import Answers
 from tandem.node.engine_process import Drain, Resume
@@ -26,6 +21,11 @@ from tandem.router.membership import Announcement
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import new_epoch
 from tandem.wire.messages import ModelInfo, NodeInfo, ToEngine
+from tests.loopback import (
+    LoopbackConnection,
+    LoopbackListener,
+    LoopbackTransport,
+)
 from tests.simulation.processes import CURRENT, Process, Repeated
 from tests.simulation.sockets import SimulatedInbox, SimulatedWaker
 from tests.simulation.toy import CONTEXT, EOS, VOCAB, toy_engine, toy_layout
@@ -200,7 +200,7 @@ class SimulatedNode:
             ),
         )
         passes = Repeated(self.process, self._pass)
-        waker.wake = passes.wake
+        waker.call = passes.wake
         passes.wake()
 
     def _pass(self) -> float:

@@ -15,11 +15,15 @@ from tests.simulation.processes import CURRENT
 
 
 class SimulatedWaker:
-    """A `Waker` that calls somebody."""
+    """A `Waker` that calls somebody, who may be known later than it is given away."""
 
-    def __init__(self, wake=lambda: None) -> None:
-        self.wake = wake
+    def __init__(self, call=lambda: None) -> None:
+        self.call = call
         self.timeout_s = 0.0
+
+    def wake(self) -> None:
+        """Call."""
+        self.call()
 
     def clear(self) -> None:
         """Nothing is kept."""
@@ -78,8 +82,8 @@ class SimulatedInbox(Generic[In]):
         self._connections.pop(connection.peer, None)
 
 
-class SimulatedLink(Generic[In]):
-    """See `tandem.wire.channel.Link`: connects, and connects again when it broke."""
+class _ConnectingEnd(Generic[In]):
+    """What both connecting ends do."""
 
     def __init__(self, address, incoming, key=None, heartbeat=None) -> None:
         del key, heartbeat
@@ -87,12 +91,8 @@ class SimulatedLink(Generic[In]):
         self.process = CURRENT.get()
         self.is_closed = False
         self.refusal = ""
-        self.ring = lambda: None
         self._queue, self._connection = deque(), None
         self.process.world.network.connect(self, address)
-
-    def receive(self):
-        return self._codec.decode(self._queue.popleft()) if self._queue else None
 
     def send(self, message) -> None:
         if self._connection is None:
@@ -103,6 +103,15 @@ class SimulatedLink(Generic[In]):
         self.is_closed = True
         if self._connection is not None:
             self._connection.close(CLIENT)
+
+
+class SimulatedLink(_ConnectingEnd[In]):
+    """See `tandem.wire.channel.Link`: connects, and connects again when it broke."""
+
+    ring = staticmethod(lambda: None)
+
+    def receive(self):
+        return self._codec.decode(self._queue.popleft()) if self._queue else None
 
     def connected(self, connection) -> None:
         self._connection = connection
@@ -119,22 +128,16 @@ class SimulatedLink(Generic[In]):
             world.network.connect(self, self.address, world.draw.uniform(0.1, 1.0))
 
 
-class SimulatedAsyncLink(Generic[In]):
+class SimulatedAsyncLink(_ConnectingEnd[In]):
     """See `tandem.wire.async_link.AsyncLink`: one connection, and none after it."""
 
-    def __init__(self, address, incoming, key=None, heartbeat=None) -> None:
-        del key, heartbeat
-        self.address, self._codec = address, Codec(incoming)
-        self.process = CURRENT.get()
-        self.is_closed = False
-        self.refusal = ""
-        self._queue, self._connection = deque(), None
+    def __init__(self, *args, **named) -> None:
         self._arrived, self._lost = asyncio.Event(), asyncio.Event()
-        self.process.world.network.connect(self, address)
+        super().__init__(*args, **named)
 
     @classmethod
-    async def open(cls, address, incoming, key=None, heartbeat=None):
-        return cls(address, incoming, key, heartbeat)
+    async def open(cls, *args, **named):
+        return cls(*args, **named)
 
     async def receive(self):
         await asyncio.sleep(0)
@@ -150,19 +153,16 @@ class SimulatedAsyncLink(Generic[In]):
     def send(self, message) -> None:
         if self._lost.is_set() or self.is_closed:
             raise PeerLost(f"link to {self.address} was lost or closed")
-        if self._connection is None:
-            raise PeerLost(f"no connection to {self.address}")
-        self.process.world.said(self.process, message)
-        self._connection.send(CLIENT, self._codec.encode(message), type(message).__name__)
+        if self._connection is not None:
+            self.process.world.said(self.process, message)
+        super().send(message)
 
     async def wait_lost(self) -> None:
         await self._lost.wait()
 
     def close(self) -> None:
-        self.is_closed = True
         self._arrived.set()
-        if self._connection is not None:
-            self._connection.close(CLIENT)
+        super().close()
 
     def connected(self, connection) -> None:
         self._connection = connection

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from tandem.kvtransfer.transports.loopback import Fault
 from tandem.router.config import AdmissionConfig
 from tandem.router.membership import Announcement
 from tandem.router.node_http import NodeUnusable
 from tandem.wire.errors import TandemError
 from tandem.wire.messages import StartColocated, StartDecode, StartPrefill
+from tests.loopback import Fault
 from tests.simulation.clients import Client
 from tests.simulation.network import Network
 from tests.simulation.nodes import NodeShape, SimulatedNode, SimulatedTransport

@@ -73,7 +73,7 @@ def _values(kind: inspect.Type, hints: Mapping[str, Any_]) -> Any_:
             return st.sampled_from(values)
         case inspect.UnionType(types=types):
             return st.one_of(*(_values(each, hints) for each in types))
-        case inspect.ListType(item_type=item):
+        case inspect.ListType(item_type=item) | inspect.VarTupleType(item_type=item):
             items = _values(item, hints)
             return st.lists(items, max_size=MOST_ITEMS) | items.map(lambda one: [one] * 300)
         case inspect.TupleType(item_types=items_):

@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from tandem.decode.role import DecodeRole
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports.loopback import LoopbackTransport
 from tandem.node.answers import Answers
 from tandem.node.loop import EngineLoop
 from tandem.prefill.role import PrefillRole
@@ -25,6 +24,7 @@ from tandem.wire.messages import (
 from tests.agents import decode_agent, prefill_agent
 from tests.calm import CALM, calm_receiver, calm_sender
 from tests.engine.toy_runner import toy_engine
+from tests.loopback import LoopbackTransport
 from tests.patience import patiently
 
 NUM_PAGES, PAGE = 24, 4

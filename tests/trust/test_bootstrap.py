@@ -35,7 +35,7 @@ HINTS = {
     "epoch": st.just(EPOCH),
     "room": st.integers(1, 3),
     "fingerprint": st.just("llama"),
-    "layout": st.just(rig.layout().to_info()),
+    "layout": st.just(rig.layout()),
     "page_ids": st.lists(st.integers(0, 15), max_size=5),
     "have_tokens": st.sampled_from([0, 4, 8]),
     "tp_rank": st.just(0),
@@ -73,7 +73,7 @@ def test_no_word_of_a_decode_node_keeps_a_room_of_prefill_open(cluster):
                 room = Room(next(rooms))
                 prefill.agent.expect(room)
                 offers = [listener.admit("").offer]
-                layout = shape.to_info()
+                layout = shape
                 _say(link, Hello(epoch=EPOCH, fingerprint="llama", layout=layout, offers=offers))
                 while not isinstance(rig.receive(link), Welcome):
                     pass

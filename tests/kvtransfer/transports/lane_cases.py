@@ -1,43 +1,78 @@
-"""What holds for every two-sided transport; each one's test file takes these with a `rig` of its own."""
+"""What holds for every two-sided transport, and the rig of it; each one's tests take both from here."""
 
+import contextlib
 import threading
 
 import numpy as np
 import pytest
 
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports import tcp_stream as frames
+from tandem.kvtransfer.transports.base import Pool
+from tandem.kvtransfer.transports.lanes import open_stream
+from tandem.kvtransfer.transports.tcp_stream import TcpOffer
 from tandem.wire.errors import PeerLost
-from tests.kvtransfer.transports.lane_rig import (
-    LIES,
-    NUM_PAGES,
-    PAGE_BYTES,
-    POOL_BYTES,
-    ROOM,
-    copies,
-)
+from tandem.wire.generation import Room
 from tests.patience import PATIENCE_S
 
+PAGE_BYTES, NUM_PAGES = 64 << 10, 32
+POOL_BYTES = PAGE_BYTES * NUM_PAGES
+ROOM = Room(1)
 
-@pytest.mark.parametrize("num_copies", [-1, 0, frames.MAX_COPIES + 1, 2**62])
-def test_a_table_of_a_senseless_length_is_refused_unread_and_counted(rig, num_copies):
-    assert rig.answer(frames.HEADER.pack(ROOM, num_copies)) == frames.REFUSED
-    assert rig.listener.num_violations == 1
+
+def copies(*rows):
+    """Return a plan of (source, destination, size)."""
+    return CopyPlan(*np.array(rows, np.int64).reshape(-1, 3).T.copy())
+
+
+class LaneRig:
+    """A pool behind a listener, and raw streams to it: to send on them what no honest sender sends."""
+
+    def __init__(self, transport, open_lane):
+        self.transport, self._open_lane = transport, open_lane
+        self.source = MemoryRegion.private(POOL_BYTES)
+        self.source.array()[:] = np.random.default_rng(0).integers(0, 256, POOL_BYTES, np.uint8)
+        self.pool = MemoryRegion.private(POOL_BYTES)
+        self.listener = transport.listen(Pool(self.pool, PAGE_BYTES, NUM_PAGES))
+        self.admission = self.listener.admit("127.0.0.1")
+        self.listener.permit(self.admission.peer, ROOM, range(NUM_PAGES))
+
+    def connect(self):
+        return self.transport.connect(self.admission.offer, self.source)
+
+    def stream(self):
+        """Return a stream that has proved the secret, and its lane."""
+        stream = open_stream(TcpOffer(**self.admission.offer.descriptor))
+        return stream, self._open_lane(stream, self.source)
+
+    def close(self):
+        self.listener.close()
+        self.source.close()
+        self.pool.close()
+
+
+TWICE_THE_POOL = [(0, page * PAGE_BYTES, PAGE_BYTES) for page in range(NUM_PAGES)] * 2
+LIES = {
+    **{f"{n} copies": frames.HEADER.pack(ROOM, n) for n in (-1, 0, frames.MAX_COPIES + 1, 2**62)},
+    "before the pool": frames.table_of(ROOM, copies((0, -PAGE_BYTES, PAGE_BYTES))),
+    "past its end": frames.table_of(ROOM, copies((0, POOL_BYTES - 10, 11))),
+    "overflow": frames.table_of(ROOM, copies((0, 2**63 - 10, 100))),
+    "longer than it": frames.table_of(ROOM, copies((0, 0, POOL_BYTES + 1))),
+    "together longer than it": frames.table_of(ROOM, copies(*TWICE_THE_POOL)),
+    "empty": frames.table_of(ROOM, copies((0, 0, 0))),
+    "negative": frames.table_of(ROOM, copies((0, 0, -5))),
+    "another room": frames.table_of(2, copies((0, 0, PAGE_BYTES))),
+}
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_copy_that_leaves_the_pool_is_refused_unread_and_counted(rig, lie):
-    assert rig.answer(frames.table_of(ROOM, copies((0, *LIES[lie])))) == frames.REFUSED
-    assert rig.listener.num_violations == 1
-
-
-def test_copies_that_together_pass_the_pool_are_refused_unread_and_counted(rig):
-    twice = copies(*[(0, page * PAGE_BYTES, PAGE_BYTES) for page in range(NUM_PAGES)] * 2)
-    assert rig.answer(frames.table_of(ROOM, twice)) == frames.REFUSED
-    assert rig.listener.num_violations == 1
-
-
-def test_a_room_without_a_grant_is_refused_unread_and_counted(rig):
-    assert rig.answer(frames.table_of(2, copies((0, 0, PAGE_BYTES)))) == frames.REFUSED
+def test_a_table_that_lies_is_refused_unread_and_counted(rig, lie):
+    stream, lane = rig.stream()
+    with stream, contextlib.closing(lane):
+        stream.settimeout(PATIENCE_S)
+        stream.sendall(LIES[lie])
+        assert frames.receive_exactly(stream, 1) == frames.REFUSED
     assert rig.listener.num_violations == 1
 
 

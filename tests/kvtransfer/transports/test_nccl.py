@@ -15,7 +15,7 @@ from tandem.kvtransfer.transports.nccl import (
     NcclTransport,
 )
 from tests.kvtransfer.transports.lane_cases import *  # noqa: F403
-from tests.kvtransfer.transports.lane_rig import LaneRig
+from tests.kvtransfer.transports.lane_cases import LaneRig
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """What is TCP's own: its streams, and `--transfer-interface` with the one interface that every machine has."""
 
-import contextlib
 import socket
 import threading
 from types import SimpleNamespace
@@ -15,21 +14,23 @@ from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool, TransportConfig
 from tandem.kvtransfer.transports.tcp import TcpTransport, address_of
+from tandem.kvtransfer.transports.tcp_stream import TcpLane
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tests.kvtransfer.transports.lane_cases import (  # noqa: F401 - of every stream
-    test_a_copy_that_leaves_the_pool_is_refused_unread_and_counted,
-    test_a_room_without_a_grant_is_refused_unread_and_counted,
-    test_a_table_of_a_senseless_length_is_refused_unread_and_counted,
-    test_copies_that_together_pass_the_pool_are_refused_unread_and_counted,
+    PAGE_BYTES,
+    ROOM,
+    LaneRig,
+    copies,
+    test_a_table_that_lies_is_refused_unread_and_counted,
+    test_closing_from_another_thread_ends_a_write_that_hangs,
     test_small_and_odd_copies_land_where_the_plan_says_and_nowhere_else,
 )
-from tests.kvtransfer.transports.lane_rig import PAGE_BYTES, ROOM, LaneRig, copies
 from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
 def rig():
-    made = LaneRig(TcpTransport(), lambda *_: contextlib.nullcontext())
+    made = LaneRig(TcpTransport(), TcpLane)
     yield made
     made.close()
 
@@ -44,19 +45,34 @@ def test_a_stream_without_the_secret_is_cut(rig):
     assert rig.listener.num_violations == 1
 
 
-def test_a_peer_that_breaks_its_word_and_still_sends_is_cut_by_the_revocation(rig):
-    stream, _ = rig.stream()
-    with stream:
+@pytest.mark.parametrize("by", ["revoke", "fence"])
+def test_a_peer_that_still_sends_is_cut_and_its_pages_are_waited_for(rig, monkeypatch, by):
+    peer, reading, let_go = rig.admission.peer, threading.Event(), threading.Event()
+    receive_into = frames.receive_into
+
+    def receive_slowly(stream, views):
+        if len(views[0]) == PAGE_BYTES:
+            reading.set()
+            assert let_go.wait(PATIENCE_S)
+        receive_into(stream, views)
+
+    monkeypatch.setattr(frames, "receive_into", receive_slowly)
+    cut = {"revoke": (rig.listener.revoke, (peer, ROOM)), "fence": (rig.listener.fence, (peer,))}
+    with rig.stream()[0] as stream:
+        stream.settimeout(PATIENCE_S)
         stream.sendall(frames.table_of(ROOM, copies((0, 0, PAGE_BYTES))) + b"\xff" * 10)
-        rig.wait_until_open()
-        revoke = threading.Thread(
-            target=rig.listener.revoke, args=(rig.admission.peer, ROOM), daemon=True
-        )
-        revoke.start()
-        revoke.join(PATIENCE_S)
-        assert not revoke.is_alive()
-        with pytest.raises(PeerLost):
+        assert reading.wait(PATIENCE_S)
+        target, args = cut[by]
+        cutting = threading.Thread(target=target, args=args, daemon=True)
+        cutting.start()
+        cutting.join(0.05)
+        assert cutting.is_alive(), "a stream has pages open"
+        let_go.set()
+        cutting.join(PATIENCE_S)
+        assert not cutting.is_alive()
+        with pytest.raises(PeerLost, match=r"ended|broke"):
             frames.receive_exactly(stream, 1)
+    assert rig.listener.num_violations == 0
 
 
 def test_a_listener_without_a_thread_for_a_stream_accepts_the_next(rig, monkeypatch):
@@ -81,7 +97,7 @@ def test_a_large_write_goes_over_several_streams():
         MemoryRegion.private(layout.pool_bytes) as destination,
     ):
         source.array()[:] = np.random.default_rng(0).integers(0, 256, layout.pool_bytes, np.uint8)
-        transport = TcpTransport(TransportConfig(host="::1", num_streams=3))
+        transport = TcpTransport(TransportConfig(host="::1"))
         listener = transport.listen(Pool(destination, layout.page_bytes, 64))
         admission = listener.admit("::1")
         connection = transport.connect(admission.offer, source)

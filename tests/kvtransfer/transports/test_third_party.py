@@ -2,23 +2,18 @@
 
 import inspect
 import re
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tandem.kvtransfer.events import Landed, Lost, Safe
 from tandem.kvtransfer.plan import CopyPlan
-from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import known, transports
 from tandem.wire.errors import TransferRefused
-from tandem.wire.generation import Room
 from tests.kvtransfer import rig as agents
 from tests.kvtransfer import test_transports as conformance
 from tests.kvtransfer.rig import DECODE_PAGES, PROMPT_PAGES, ROOM
-from tests.kvtransfer.test_lies import LyingPrefill
 
 PAGE = Path(__file__).parents[3] / "docs" / "transports.md"
 CHECKS = [
@@ -71,48 +66,13 @@ def test_the_example_refuses_copies_that_leave_the_pool(pair, offset, size):
     conformance.test_a_copy_that_leaves_the_pool_is_refused(pair, offset, size)
 
 
-@pytest.fixture
-def cluster(transport):
-    """Real agents of both roles that have no transport but the example."""
-    with ExitStack() as stack:
-        made = agents.Cluster(stack)
-        made.use(transport)
-        yield made
-
-
-def test_agents_hand_off_over_the_example_and_report_on_it(cluster):
+def test_agents_hand_off_over_the_example_and_count_what_it_refused(stack, transport):
+    cluster = agents.Cluster(stack)
+    cluster.use(transport)
     prefill, decode = cluster.prefill(verify="always"), cluster.decode()
-    for number in range(3):
-        room = Room(number)
-        prefill.agent.expect(room)
-        agents.request(decode, prefill, room=room)
-        agents.push_all(prefill, room=room)
-        assert decode.next(Landed).room == room
+    agents.serve_the_next(prefill, decode)
     assert (agents.pages(decode, DECODE_PAGES) == agents.pages(prefill, PROMPT_PAGES)).all()
-    told = decode.agent.statistics()
-    assert (told.num_links, told.num_landed, told.num_refused) == (1, 3, 0)
-
-
-def test_a_decode_agent_fences_the_example_and_serves_the_next_prefill(cluster):
-    prefill, decode = cluster.prefill(), cluster.decode()
-    agents.request(decode, prefill)
-    prefill.wait_until(lambda now: now.num_early_grants == 1)
-    prefill.agent.close()
-    decode.next(Lost)
-    assert decode.next() == Safe(ROOM)
-    successor = cluster.prefill(epoch=11)
-    successor.agent.expect(ROOM)
-    agents.request(decode, successor)
-    agents.push_all(successor)
-    decode.next(Landed)
-
-
-def test_a_decode_agent_counts_what_the_example_refused(cluster, transport):
-    decode = cluster.decode()
-    with ExitStack() as stack, MemoryRegion.private(64) as source:
-        prefill = LyingPrefill(stack, decode)
-        prefill.stand(transport.name)
-        connection = transport.connect(prefill.hello.offers[0], source)
-        with pytest.raises(TransferRefused):
-            connection.write(Room(ROOM + 1), CopyPlan(*(np.array([each]) for each in (0, 0, 64))))
-        assert decode.agent.statistics().num_refused == 1
+    (link,) = prefill.agent._bootstrap.links.values()
+    with pytest.raises(TransferRefused):
+        link.connection.write(ROOM, CopyPlan(*(np.array([each]) for each in (0, 0, 64))))
+    assert decode.agent.statistics().num_refused == 1

@@ -9,7 +9,7 @@ from tandem.kvtransfer.transports.tcp_stream import TcpOffer
 from tandem.kvtransfer.transports.ucx import UcxLane, UcxTransport
 from tandem.wire.errors import PeerLost
 from tests.kvtransfer.transports.lane_cases import *  # noqa: F403
-from tests.kvtransfer.transports.lane_rig import POOL_BYTES, ROOM, LaneRig, copies
+from tests.kvtransfer.transports.lane_cases import POOL_BYTES, ROOM, LaneRig, copies
 from tests.patience import PATIENCE_S
 
 
@@ -39,3 +39,30 @@ def test_a_message_longer_than_its_table_says_ends_the_peer_and_lands_nowhere_el
             frames.receive_exactly(stream, 1)
         lane.close()
     assert not rig.pool.array()[1000:].any()
+
+
+def test_a_batch_that_cannot_be_answered_ends_the_endpoint_before_its_pages_are_let_go(
+    rig, monkeypatch
+):
+    """A peer may send before it reads the answer, and closing the endpoint takes in what came."""
+    known, are_open = rig.listener._peers[rig.admission.peer], []
+    send_from, close = frames.send_from, UcxLane.close
+
+    def send(stream, views):
+        if views == [lanes.READY]:
+            raise PeerLost("the peer reads no more")
+        send_from(stream, views)
+
+    def note(lane):
+        are_open.append(ROOM in known.reading.values())
+        close(lane)
+
+    monkeypatch.setattr(frames, "send_from", send)
+    monkeypatch.setattr(UcxLane, "close", note)
+    stream, _lane = rig.stream()
+    with stream:
+        stream.settimeout(PATIENCE_S)
+        stream.sendall(frames.table_of(ROOM, copies((0, 0, 1000))))
+        with pytest.raises(PeerLost):
+            frames.receive_exactly(stream, 1)
+    assert are_open[0]

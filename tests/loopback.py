@@ -1,4 +1,4 @@
-"""Both ends in one process, with faults on demand: what tests run on, and the conformance twin.
+"""A transport with both ends in one process, and faults on demand: what most tests of hand-offs run on.
 
 One `LoopbackTransport` is given to both ends; offers name listeners in it.
 """
@@ -21,15 +21,12 @@ FaultKind = Literal["fail", "break", "hang", "corrupt", "duplicate", "late"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong with one write.
+    """What goes wrong with one write: number `at_write`, counted from 0 over all connections.
 
-    Attributes:
-        kind: `fail` raises PeerLost before anything is copied. `break` raises what no contract names, as
-            a transport's library may. `hang` copies, and waits for `release` before it returns.
-            `corrupt` flips a bit of the first byte. `duplicate` copies twice. `late` returns at once
-            and copies only at `release`, as a careless one-sided transport may: a fence or a
-            revocation must still hold.
-        at_write: Which write, counted from 0 over all connections.
+    `fail` raises PeerLost before anything is copied. `break` raises what no contract names, as a
+    transport's library may. `hang` copies, and waits for `release` before it returns. `corrupt` flips a
+    bit of the first byte. `duplicate` copies twice. `late` returns at once and copies only at `release`,
+    as a careless one-sided transport may: a fence or a revocation must still hold.
     """
 
     kind: FaultKind
@@ -50,11 +47,9 @@ class LoopbackTransport:
         self.hanging = threading.Event()  # set when a write hangs, for tests to wait for
 
     def listen(self, pool: Pool) -> "LoopbackListener":
-        """Begin to receive."""
         return LoopbackListener(pool, self._listeners)
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> "LoopbackConnection":
-        """Connect to a listener of this object."""
         peer = PeerKey(str(offer.descriptor.get("peer")))
         listener = self._listeners.get(peer)
         if listener is None:
@@ -62,7 +57,6 @@ class LoopbackTransport:
         return LoopbackConnection(self, listener, peer, region)
 
     def next_fault(self) -> FaultKind | None:
-        """Count a write and return what goes wrong with it."""
         self._num_writes += 1
         return self._faults.get(self._num_writes - 1)
 
@@ -74,15 +68,10 @@ class LoopbackTransport:
                 raise PeerLost("the connection was closed in the middle of a write")
 
     def postpone(self, connection: "LoopbackConnection", room: Room, plan: CopyPlan) -> None:
-        """Keep a write for `release`."""
         self._late.append((connection, room, plan))
 
     def release(self) -> None:
-        """Let what hangs go on, and do the late writes now.
-
-        Raises:
-            TandemError: Of the first late write that is no longer let in.
-        """
+        """Let what hangs go on, and do the late writes now: raises of the first that is not let in."""
         self._released.set()
         late, self._late = self._late, []
         for connection, room, plan in late:
@@ -100,7 +89,6 @@ class LoopbackListener:
         self.num_violations = 0
 
     def admit(self, toward_host: str) -> Admission:
-        """Let one more peer connect."""
         del toward_host
         peer = new_peer_key()
         self._permits[peer] = Permits(self._pool)
@@ -108,12 +96,10 @@ class LoopbackListener:
         return Admission(peer, TransportOffer(name="loopback", descriptor={"peer": peer}))
 
     def permit(self, peer: PeerKey, room: Room, page_ids: Sequence[int]) -> None:
-        """Accept writes of `room` into these pages."""
         with self._lock:
             self._permits[peer].permit(room, page_ids)
 
     def revoke(self, peer: PeerKey, room: Room) -> None:
-        """Accept no more writes of `room`."""
         with self._lock:
             if permits := self._permits.get(peer):
                 permits.revoke(room)
@@ -132,13 +118,11 @@ class LoopbackListener:
             yield self._pool.region
 
     def fence(self, peer: PeerKey) -> None:
-        """Cut the peer off."""
         with self._lock:
             self._permits.pop(peer, None)
             self._all.pop(peer, None)
 
     def close(self) -> None:
-        """Cut everybody off."""
         for peer in list(self._permits):
             self.fence(peer)
 
@@ -158,7 +142,6 @@ class LoopbackConnection:
         self.is_closed = False
 
     def write(self, room: Room, plan: CopyPlan) -> None:
-        """Copy, or do what is scripted."""
         match self._transport.next_fault():
             case "fail":
                 raise PeerLost("scripted: the peer is gone")
@@ -172,10 +155,8 @@ class LoopbackConnection:
             case "duplicate":
                 self.copy(room, plan)
                 self.copy(room, plan)
-            case "corrupt":
-                self.copy(room, plan, flip=1)
-            case None:
-                self.copy(room, plan)
+            case kind:
+                self.copy(room, plan, flip=int(kind == "corrupt"))
         return None
 
     def copy(self, room: Room, plan: CopyPlan, flip: int = 0) -> None:
@@ -190,5 +171,4 @@ class LoopbackConnection:
                 destination[int(plan.destination_offset[0])] ^= flip
 
     def close(self) -> None:
-        """Hang up."""
         self.is_closed = True
