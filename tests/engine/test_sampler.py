@@ -131,6 +131,11 @@ def test_a_repetition_penalty_counts_the_prompt():
     assert chosen == [4]
 
 
+def test_a_repetition_penalty_lowers_a_logit_that_is_negative_already():
+    request = active(prompt=(1,), temperature=0, repetition_penalty=2.0)
+    assert sample(LOGITS[None] - 100, [request], NO_EOS) == [4]
+
+
 def test_frequency_and_presence_count_the_output_only():
     request = active(prompt=(1, 1, 1), output=(1,), temperature=0, frequency_penalty=0.4)
     assert sample(LOGITS[None].clone(), [request], NO_EOS) == [1]
