@@ -19,6 +19,8 @@ from tests.e2e.clients import (
     are_up,
     expected,
     generate,
+    is_told,
+    load_of,
     nodes_of,
     stream_all,
     unaccounted,
@@ -148,3 +150,52 @@ def test_the_router_and_each_node_show_that_they_can_generate(described_model):
             )
         for url, num_tokens in before.items():
             assert eventually(lambda: load_now(url)["prompt_tokens"] > num_tokens)  # noqa: B023
+
+
+@pytest.mark.slow
+def test_short_prompts_stay_long_ones_go_and_a_lost_prefill_costs_no_token(
+    described_model, profile
+):
+    flags = ("--model", str(described_model), *SIMULATED, *QUIET, *profile(0.01, 4))
+    threshold = ("--local-prefill-threshold", "60")
+    with running_cluster(*flags, decodes=2, router_flags=threshold) as cluster:
+        assert eventually(lambda: are_up(cluster.url))
+        short, long = list(range(100, 160)), list(range(200, 261))
+        for prompt in (short, long):
+            told = generate(cluster.url, input_ids=prompt, max_new_tokens=9, temperature=0)
+            assert told["output_ids"] == expected(described_model, prompt, 9)
+        prefill = cluster.prefill_urls[0]
+        assert eventually(lambda: load_of(prefill)["prompt_tokens"] == len(long))
+        kill = partial(os.kill, cluster.processes[0].pid, signal.SIGKILL)
+        streams = asyncio.run(stream_all(cluster.url, kill))
+        assert streams == [expected(described_model, prompt, NUM_NEW) for prompt in PROMPTS]
+        # Nobody is left who could compute it for decode.
+        assert eventually(lambda: not nodes_of(cluster.url)[0]["is_up"])
+        told = generate(cluster.url, input_ids=[*long, 7], max_new_tokens=9, temperature=0)
+        assert told["output_ids"] == expected(described_model, [*long, 7], 9)
+        left = "0 of 1 prefill nodes and 2 of 2 decode nodes serve"
+        assert eventually(lambda: is_told(f"{cluster.url}/health", 200, left))
+        assert eventually(lambda: not any(map(unaccounted, cluster.decode_urls)))
+
+
+def test_a_prompt_goes_back_to_the_nodes_that_have_it():
+    prompt, others = [5 + i % 90 for i in range(600)], [[7 + i] * 300 for i in range(2)]
+    router_flags = ("--policy", "cache_aware", *QUIET)
+    with running_cluster(
+        *SIMULATED, *QUIET, "--zone", "here", prefills=2, decodes=2, router_flags=router_flags
+    ) as up:
+
+        def num_blocks() -> list[int]:
+            return sorted(node["prefixes"]["num_blocks"] for node in nodes_of(up.url))
+
+        assert eventually(lambda: {node["zone"] for node in nodes_of(up.url)} == {"here"})
+
+        body = {"max_new_tokens": 4, "temperature": 0}
+        first = generate(up.url, input_ids=prompt, **body)
+        assert first["meta_info"]["cached_tokens"] == 0
+        assert eventually(lambda: num_blocks() == [0, 0, 4, 4])
+        for other in others:
+            generate(up.url, input_ids=other, **body)
+            again = generate(up.url, input_ids=prompt, **body)
+            assert again["output_ids"] == first["output_ids"]
+            assert again["meta_info"]["cached_tokens"] >= 512
