@@ -4,9 +4,7 @@ from itertools import product
 
 import pytest
 
-from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.loopback import Fault, LoopbackTransport
-from tandem.kvtransfer.transports.tcp import TcpTransport
 from tests.hand_off_rig import PAGE, Pair, prompt_of
 from tests.patience import PATIENCE_S
 from tests.sample import sampled
@@ -75,28 +73,3 @@ def test_the_first_token_does_not_wait_for_the_transfer(make_pair):
     transport.release()
     pair.run_until(lambda: pair.decode_answers.finishes["a"])
     assert pair.decode_answers.tokens["a"][:1] == pair.prefill_answers.tokens["a"]
-
-
-def test_a_second_turn_moves_only_its_new_pages_layer_by_layer(make_pair):
-    pair = make_pair(TcpTransport(TransportConfig(num_streams=1)))
-    prompt = prompt_of(48)
-    pair.start("a", prompt, max_new_tokens=9)
-    pair.run_until(pair.all_pages_are_back)
-    before = pair.decode.load().received_bytes
-    pair.start("b", prompt + pair.decode_answers.tokens["a"] + [9, 9], max_new_tokens=2)
-    pair.run_until(lambda: pair.decode_answers.finishes["b"])
-    page_bytes = before // 6
-    assert pair.decode.load().received_bytes - before == page_bytes
-    assert pair.prefill.load().pushed_bytes == pair.decode.load().received_bytes
-    pair.run_until(pair.all_pages_are_back)
-
-
-def test_a_cancel_in_the_middle_of_a_layers_write_returns_every_page(make_pair):
-    transport = LoopbackTransport([Fault("hang", at_write=1)])
-    pair = make_pair(transport)
-    pair.start("a", prompt_of(100), max_new_tokens=8)
-    pair.run_until(transport.hanging.is_set)
-    pair.prefill.cancel(pair.ticket("a"))
-    assert pair.prefill_engine.counts().held > 0
-    transport.release()
-    pair.run_until(pair.all_pages_are_back)
