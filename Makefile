@@ -22,7 +22,7 @@ LIGHT := aiohttp jinja2 msgspec numpy packaging prometheus-client psutil pydanti
   opentelemetry-exporter-otlp-proto-http jsonschema
 LIGHT_TESTS := tests/wire tests/telemetry tests/kvtransfer/test_session.py
 
-.PHONY: help setup serve test test-all test-pythons properties test-browser test-kubernetes test-monitoring check check-deploy format docs bench faults soak audit fuzz clean
+.PHONY: help setup serve test test-all test-pythons properties test-browser test-kubernetes test-monitoring check check-deploy format docs bench faults soak audit clean
 .DEFAULT_GOAL := help
 
 help: ## Show this.
@@ -89,10 +89,6 @@ check-deploy: setup ## Lint the image, the compose files, the units and all scri
 
 audit: setup ## Look for known holes in what this stands on.
 	@$(BIN)/python scripts/audit
-
-fuzz: setup ## Fuzz everything that listens: make fuzz SECONDS=600.
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
-	@$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),60)
 
 format: setup ## Format the code.
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .

@@ -1,10 +1,15 @@
 """What the shared directory must survive beyond the checks of every transport."""
 
+import contextlib
 import os
+import struct
 import threading
 
 import numpy as np
 import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tandem_file import batches as file_batches
 from tandem_file.batches import (
     BEAT_S,
@@ -19,7 +24,7 @@ from tandem_file.transport import FileTransport
 
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports.base import Pool, TransportConfig
+from tandem.kvtransfer.transports.base import Permits, Pool, TransportConfig
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
@@ -138,6 +143,25 @@ def test_a_table_of_a_senseless_length_is_refused(tmp_path, num_copies, monkeypa
     write_batch(path, NONCE, ROOM, one_copy(), [memoryview(bytes(64))])
     with pytest.raises(TransferRefused, match="table"):
         read_batch(path, NONCE)
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(
+    st.binary(max_size=200)
+    | st.tuples(*(st.sampled_from([0, 1, 2, -1, 4096, 8192, 2**40, 2**63 - 1]),) * 4).map(
+        lambda words: struct.pack("<4q", *words) + bytes(PAGE_BYTES)
+    )
+)
+def test_a_batch_of_any_bytes_that_carry_the_secret_is_refused_or_lies_in_its_grant(tmp_path, data):
+    permits = Permits(Pool(MemoryRegion.private(PAGE_BYTES * NUM_PAGES), PAGE_BYTES, NUM_PAGES))
+    permits.permit(ROOM, [2, 3])
+    path = tmp_path / f"{1:016x}.batch"
+    path.write_bytes(data + xxhash.xxh3_128(NONCE + path.stem.encode() + data).digest())
+    with contextlib.suppress(TransferRefused):
+        batch = read_batch(path, NONCE)
+        permits.check(Room(batch.room), batch.plan)
+        assert batch.plan.destination_offset.min() >= 2 * PAGE_BYTES
+        assert (batch.plan.destination_offset + batch.plan.size_bytes).max() <= 4 * PAGE_BYTES
 
 
 def test_a_link_in_place_of_a_batch_is_not_followed(rig, tmp_path):
