@@ -28,7 +28,7 @@ from tandem.kvtransfer.transports.base import Permits, Pool, TransportConfig
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, Clock
 
 PAGE_BYTES, NUM_PAGES = 4096, 8
 ROOM = Room(1)
@@ -238,17 +238,11 @@ def test_a_write_that_waits_for_a_silent_owner_ends_when_it_is_closed(rig):
     assert len(errors) == 1
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
-
-    def look_on(self, pulse, num_beats):
-        """Let time pass while somebody looks at an owner."""
-        for _ in range(num_beats):
-            self.now_s += BEAT_S
-            pulse.check()
+def look_on(clock, pulse, num_beats):
+    """Let time pass while somebody looks at an owner."""
+    for _ in range(num_beats):
+        clock.now_s += BEAT_S
+        pulse.check()
 
 
 SILENT_BEATS = round(SILENT_AFTER_S / BEAT_S)
@@ -259,10 +253,10 @@ def test_an_owner_is_lost_when_its_beat_stays_the_same_and_not_before(tmp_path):
     pulse = Pulse(beat, clock)
     for count in range(100):
         beat.write_bytes(bytes([count]))
-        clock.look_on(pulse, SILENT_BEATS)
-    clock.look_on(pulse, 1)
+        look_on(clock, pulse, SILENT_BEATS)
+    look_on(clock, pulse, 1)
     with pytest.raises(PeerLost):
-        clock.look_on(pulse, 1)
+        look_on(clock, pulse, 1)
 
 
 def test_an_owner_is_not_lost_to_one_who_did_not_look(tmp_path):
@@ -270,11 +264,11 @@ def test_an_owner_is_not_lost_to_one_who_did_not_look(tmp_path):
     pulse = Pulse(beat, clock)
     for count in range(2):
         beat.write_bytes(bytes([count]))
-        clock.look_on(pulse, 1)
+        look_on(clock, pulse, 1)
         clock.now_s += 60
         pulse.check()
     with pytest.raises(PeerLost):
-        clock.look_on(pulse, SILENT_BEATS)
+        look_on(clock, pulse, SILENT_BEATS)
 
 
 def test_what_the_clock_of_the_file_says_does_not_matter(tmp_path):
@@ -283,14 +277,14 @@ def test_what_the_clock_of_the_file_says_does_not_matter(tmp_path):
     for count in range(5):
         beat.write_bytes(bytes([count]))
         os.utime(beat, (0, 0))
-        clock.look_on(pulse, SILENT_BEATS)
+        look_on(clock, pulse, SILENT_BEATS)
 
 
 def test_a_directory_that_is_gone_is_silent(tmp_path):
     clock = Clock()
     pulse = Pulse(tmp_path / "nowhere" / "beat", clock)
     with pytest.raises(PeerLost):
-        clock.look_on(pulse, SILENT_BEATS + 1)
+        look_on(clock, pulse, SILENT_BEATS + 1)
 
 
 def test_leftovers_of_the_dead_are_swept_and_the_living_and_strangers_stay(tmp_path):
