@@ -26,6 +26,7 @@ from tests.e2e.clients import (
     unaccounted,
 )
 from tests.e2e.cluster import (
+    Process,
     ask,
     eventually,
     load_now,
@@ -85,9 +86,33 @@ def test_a_simulated_cluster_loses_a_decode_node_and_no_token(described_model, p
 
 
 @pytest.mark.slow
-def test_both_roles_in_one_simulated_engine_say_the_same(described_model):
+def test_both_roles_in_one_simulated_engine_say_the_same(described_model, tmp_path):
     with running_serve("--model", str(described_model), *SIMULATED, *QUIET) as url:
         check_answers(url, described_model)
+        check_batch(url, described_model, tmp_path)
+
+
+def check_batch(url: str, model, directory) -> None:
+    """Run a file of requests; what a kill leaves of it is tried in `tests/tandem/batch`."""
+    tokenizer = Tokenizer.load(model)
+    prompts = {f"r{n}": f"Tell {n} of the rivers." for n in range(20)}
+    lines = [
+        {
+            "custom_id": name,
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": prompt, "max_tokens": 9, "temperature": 0},
+        }
+        for name, prompt in prompts.items()
+    ]
+    (directory / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    process = Process("batch", str(directory / "in"), "-o", str(directory / "out"), "--url", url)
+    assert process.wait() == 0, process.output()
+    process.stop()
+    results = map(json.loads, (directory / "out").read_text().splitlines())
+    texts = {r["custom_id"]: r["response"]["body"]["choices"][0]["text"] for r in results}
+    answers = {n: expected(model, tokenizer.encode(prompt), 9) for n, prompt in prompts.items()}
+    assert texts == {name: tokenizer.decode(ids) for name, ids in answers.items()}
 
 
 def timed(url: str, body: dict, path: str = "/generate") -> dict:
