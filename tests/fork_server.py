@@ -182,45 +182,62 @@ def run(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 class AsyncForked:
-    """A process of the server for tests in an event loop: as much of `asyncio.subprocess.Process` as they need."""
+    """A process in an event loop: as much of `asyncio.subprocess.Process` as tests and the product need."""
 
-    def __init__(self, argv: Sequence[str]) -> None:
-        self._popen = Forked(argv, stderr=subprocess.PIPE)
-        self.pid = self._popen.pid
-        self.send_signal, self.kill = self._popen.send_signal, self._popen.kill
-        self.stderr = asyncio.StreamReader()
-        self._ended = asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._popen.link, self._end)
+    def __init__(
+        self,
+        popen: Forked | subprocess.Popen,
+        stdin: asyncio.StreamWriter | None = None,
+        stdout: asyncio.StreamReader | None = None,
+        stderr: asyncio.StreamReader | None = None,
+    ) -> None:
+        self.pid, self.stdin, self.stdout, self.stderr = popen.pid, stdin, stdout, stderr
+        self.returncode: int | None = None
+        self._popen, self._ended = popen, asyncio.Event()
+        self._pidfd = os.pidfd_open(popen.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._end)
 
     @classmethod
     async def start(cls, argv: Sequence[str]) -> Self:
         """Start a module; its standard error is `stderr`."""
-        made = cls(argv)
-        protocol = asyncio.StreamReaderProtocol(made.stderr)
-        await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, made._popen.stderr)
-        return made
+        popen = Forked(argv, stderr=subprocess.PIPE)
+        return cls(popen, stderr=await _reader(popen.stderr))
 
     def _end(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._popen.link)
-        self._popen.wait()
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.returncode = self._popen.wait()
         self._ended.set()
 
-    @property
-    def returncode(self) -> int | None:
-        return self._popen.returncode
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    async def communicate(self) -> tuple[None, bytes]:
+        """Return what it still writes, once it has ended."""
+        assert self.stderr is not None
+        said = await self.stderr.read()
+        await self.wait()
+        return None, said
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is not None:
+            raise ProcessLookupError
+        self._popen.send_signal(number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
 
-    async def wait(self) -> int:
-        await self._ended.wait()
-        return self._popen.wait()
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
-    async def communicate(self) -> tuple[None, bytes]:
-        """Return what it still writes, once it has ended."""
-        said = await self.stderr.read()
-        await self.wait()
-        return None, said
+
+async def _reader(pipe: Any, limit: int = 2**16) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader(limit=limit)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+    return reader
 
 
 @functools.cache
@@ -443,49 +460,13 @@ async def _create(
         argv, stdin=stdin, stdout=stdout, stderr=stderr, **how
     )
     loop = asyncio.get_running_loop()
-    reader = writer = None
-    if popen.stdout is not None:
-        reader = asyncio.StreamReader(limit=limit)
-        protocol = asyncio.StreamReaderProtocol(reader)
-        await loop.connect_read_pipe(lambda: protocol, popen.stdout)
+    reader = None if popen.stdout is None else await _reader(popen.stdout, limit)
+    writer = None
     if popen.stdin is not None:
         flow = asyncio.streams.FlowControlMixin()
         transport, _ = await loop.connect_write_pipe(lambda: flow, popen.stdin)
         writer = asyncio.StreamWriter(transport, flow, None, loop)
-    return _Child(popen, writer, reader)
-
-
-class _Child:
-    """As much of `asyncio.subprocess.Process` as the product needs."""
-
-    def __init__(self, popen: subprocess.Popen, stdin: Any, stdout: Any) -> None:
-        self.pid, self.stdin, self.stdout = popen.pid, stdin, stdout
-        self.returncode: int | None = None
-        self._popen, self._ended = popen, asyncio.Event()
-        self._pidfd = os.pidfd_open(popen.pid)
-        asyncio.get_running_loop().add_reader(self._pidfd, self._end)
-
-    def _end(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        self.returncode = self._popen.wait()
-        self._ended.set()
-
-    async def wait(self) -> int:
-        await self._ended.wait()
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.returncode is not None:
-            raise ProcessLookupError
-        self._popen.send_signal(number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+    return AsyncForked(popen, writer, reader)
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """A prefill and a decode role in one process, with their engines, agents and pools, over real links."""
 
+import functools
 from collections import defaultdict
 
 import torch
@@ -87,6 +88,12 @@ class BrokenRunner:
         raise ZeroDivisionError
 
 
+@functools.lru_cache(maxsize=4)
+def _loaded(path: str, dtype: str):
+    """Return a model, which engines may share: loading and checking it takes longer than most tests."""
+    return load_model(EngineConfig(model_dir=path, dtype=dtype))
+
+
 class Pair:
     """A prefill and a decode role with their engines, agents and pools.
 
@@ -167,7 +174,7 @@ class Pair:
             chunked_prefill_size=24,
             has_tiers=self._has_tiers,
         )
-        model, shape = load_model(config)
+        model, shape = _loaded(str(path), self._dtype)
         plan = PoolPlan(shape, NUM_PAGES * PAGE // page_size, page_size)
         region = make_region(plan.layout.pool_bytes) if make_region else None
         pool = make_pool(shape, plan.num_pages, page_size, "cpu", region and bytes_of(region))

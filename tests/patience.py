@@ -1,4 +1,7 @@
-"""How long a test waits for what must come. Not how soon that must be: a busy machine is no bug."""
+"""How long a test waits for what must come, and a clock for what must not depend on time.
+
+The former is not how soon that must be: a busy machine is no bug.
+"""
 
 import time
 from collections.abc import Iterator
@@ -19,3 +22,13 @@ def patiently() -> Iterator[None]:
     while num_looks < _LEAST_LOOKS or time.monotonic() < deadline_s:
         yield
         num_looks += 1
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s

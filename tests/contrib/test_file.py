@@ -1,10 +1,15 @@
 """What the shared directory must survive beyond the checks of every transport."""
 
+import contextlib
 import os
+import struct
 import threading
 
 import numpy as np
 import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tandem_file import batches as file_batches
 from tandem_file.batches import (
     BEAT_S,
@@ -19,11 +24,11 @@ from tandem_file.transport import FileTransport
 
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports.base import Pool, TransportConfig
+from tandem.kvtransfer.transports.base import Permits, Pool, TransportConfig
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, Clock
 
 PAGE_BYTES, NUM_PAGES = 4096, 8
 ROOM = Room(1)
@@ -32,6 +37,13 @@ NONCE = bytes(16)
 
 def one_copy(source=0, destination=0, size=PAGE_BYTES):
     return CopyPlan(*(np.array([number], np.int64) for number in (source, destination, size)))
+
+
+def signed(directory, data):
+    """Write any bytes as a batch of one who knows the secret; return its path."""
+    path = directory / f"{1:016x}.batch"
+    path.write_bytes(data + xxhash.xxh3_128(NONCE + path.stem.encode() + data).digest())
+    return path
 
 
 class Rig:
@@ -133,13 +145,28 @@ def test_a_batch_lands_once(rig):
 
 
 @pytest.mark.parametrize("num_copies", [-1, 0, 100, file_batches.MAX_COPIES + 1, 2**62])
-def test_a_table_of_a_senseless_length_is_refused(tmp_path, num_copies, monkeypatch):
-    path = tmp_path / f"{1:016x}.batch"
-    header = file_batches.HEADER.pack(ROOM, num_copies)
-    monkeypatch.setattr(file_batches, "table_of", lambda *_: header)
-    write_batch(path, NONCE, ROOM, one_copy(), [memoryview(bytes(64))])
+def test_a_table_of_a_senseless_length_is_refused(tmp_path, num_copies):
+    path = signed(tmp_path, file_batches.HEADER.pack(ROOM, num_copies) + bytes(64))
     with pytest.raises(TransferRefused, match="table"):
         read_batch(path, NONCE)
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(
+    st.binary(max_size=200)
+    | st.tuples(*(st.sampled_from([0, 1, 2, -1, 4096, 8192, 2**40, 2**63 - 1]),) * 4).map(
+        lambda words: struct.pack("<4q", *words) + bytes(PAGE_BYTES)
+    )
+)
+def test_a_batch_of_any_bytes_that_carry_the_secret_is_refused_or_lies_in_its_grant(tmp_path, data):
+    permits = Permits(Pool(MemoryRegion.private(PAGE_BYTES * NUM_PAGES), PAGE_BYTES, NUM_PAGES))
+    permits.permit(ROOM, [2, 3])
+    path = signed(tmp_path, data)
+    with contextlib.suppress(TransferRefused):
+        batch = read_batch(path, NONCE)
+        permits.check(Room(batch.room), batch.plan)
+        assert batch.plan.destination_offset.min() >= 2 * PAGE_BYTES
+        assert (batch.plan.destination_offset + batch.plan.size_bytes).max() <= 4 * PAGE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -207,17 +234,11 @@ def test_a_write_that_waits_for_a_silent_owner_ends_when_it_is_closed(rig):
     assert len(errors) == 1
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
-
-    def look_on(self, pulse, num_beats):
-        """Let time pass while somebody looks at an owner."""
-        for _ in range(num_beats):
-            self.now_s += BEAT_S
-            pulse.check()
+def look_on(clock, pulse, num_beats):
+    """Let time pass while somebody looks at an owner."""
+    for _ in range(num_beats):
+        clock.now_s += BEAT_S
+        pulse.check()
 
 
 SILENT_BEATS = round(SILENT_AFTER_S / BEAT_S)
@@ -228,10 +249,10 @@ def test_an_owner_is_lost_when_its_beat_stays_the_same_and_not_before(tmp_path):
     pulse = Pulse(beat, clock)
     for count in range(100):
         beat.write_bytes(bytes([count]))
-        clock.look_on(pulse, SILENT_BEATS)
-    clock.look_on(pulse, 1)
+        look_on(clock, pulse, SILENT_BEATS)
+    look_on(clock, pulse, 1)
     with pytest.raises(PeerLost):
-        clock.look_on(pulse, 1)
+        look_on(clock, pulse, 1)
 
 
 def test_an_owner_is_not_lost_to_one_who_did_not_look(tmp_path):
@@ -239,11 +260,11 @@ def test_an_owner_is_not_lost_to_one_who_did_not_look(tmp_path):
     pulse = Pulse(beat, clock)
     for count in range(2):
         beat.write_bytes(bytes([count]))
-        clock.look_on(pulse, 1)
+        look_on(clock, pulse, 1)
         clock.now_s += 60
         pulse.check()
     with pytest.raises(PeerLost):
-        clock.look_on(pulse, SILENT_BEATS)
+        look_on(clock, pulse, SILENT_BEATS)
 
 
 def test_what_the_clock_of_the_file_says_does_not_matter(tmp_path):
@@ -252,14 +273,14 @@ def test_what_the_clock_of_the_file_says_does_not_matter(tmp_path):
     for count in range(5):
         beat.write_bytes(bytes([count]))
         os.utime(beat, (0, 0))
-        clock.look_on(pulse, SILENT_BEATS)
+        look_on(clock, pulse, SILENT_BEATS)
 
 
 def test_a_directory_that_is_gone_is_silent(tmp_path):
     clock = Clock()
     pulse = Pulse(tmp_path / "nowhere" / "beat", clock)
     with pytest.raises(PeerLost):
-        clock.look_on(pulse, SILENT_BEATS + 1)
+        look_on(clock, pulse, SILENT_BEATS + 1)
 
 
 def test_leftovers_of_the_dead_are_swept_and_the_living_and_strangers_stay(tmp_path):

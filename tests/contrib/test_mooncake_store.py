@@ -18,6 +18,7 @@ from tandem.kvtier.tier import TierFailed
 from tandem.wire.errors import ConfigInvalid
 from tests.contrib.mooncake_master import MooncakeMaster, a_lender, a_master
 from tests.kvtier.pool import PAGE_BYTES, SPACE, SmallPool, some_keys, some_pages
+from tests.patience import Clock
 
 LENDS = "?segment=64MiB"
 ENTRY_BYTES = HEADER_BYTES + PAGE_BYTES
@@ -36,13 +37,6 @@ def tier():
         one = MooncakeTier("mooncake", parse_url(master.url + LENDS), SmallPool(), SPACE)
         yield one
         one.close()
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

@@ -85,17 +85,6 @@ def test_a_replayed_answer_goes_on_where_it_stopped(pair):
     assert pair.decode_answers.tokens["b"] == expected
 
 
-@pytest.mark.parametrize("num_passes", [0, 1, 2, 3, 6])
-def test_a_cancel_at_any_time_returns_every_page(pair, num_passes):
-    start_local(pair, "a", prompt_of(100), max_new_tokens=8)
-    passes = iter(range(num_passes))
-    pair.run_until(lambda: next(passes, None) is None)
-    pair.decode.cancel(pair.ticket("a"))
-    assert pair.decode.tickets() == []
-    pair.run_until(pair.all_pages_are_back)
-    assert not pair.decode_answers.finishes["a"]
-
-
 def test_a_forward_that_fails_costs_its_requests_and_no_page(pair):
     launcher = pair.decode_engine._launcher
     healthy, launcher._runner = launcher._runner, BrokenRunner()

@@ -1,5 +1,6 @@
 """docs/metrics.md and what else speaks of metrics, read."""
 
+import functools
 import json
 import re
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class Documented:
     labels: frozenset[str]
 
 
+@functools.cache
 def documented() -> dict[str, Documented]:
     rows = ROW.findall(PAGE.read_text())
     return {
@@ -65,6 +67,7 @@ def filled(expression: str) -> str:
     return expression
 
 
+@functools.cache
 def rules() -> list[dict]:
     groups = yaml.safe_load(ALERTS.read_text())["groups"]
     return [rule for group in groups for rule in group["rules"]]

@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-import urllib.request
 
 import pytest
 
 from tandem.up import free_ports
 from tests.deploy.container import start
 from tests.deploy.helm import of_kind, pods, rendered
+from tests.e2e import cluster
 from tests.e2e.cluster import Process, eventually, wait_healthy
 
 KEY = "client-key-1"
@@ -91,6 +91,4 @@ def test_pods_scale_by_metrics_that_there_are(url):
 
 
 def names_of(url):
-    with urllib.request.urlopen(f"{url}/metrics") as response:
-        lines = response.read().decode().splitlines()
-    return {line.partition("{")[0] for line in lines}
+    return {line.partition("{")[0] for line in cluster.ask(f"{url}/metrics")[1].splitlines()}

@@ -1,9 +1,6 @@
 """What every role answers at /metrics is what docs/metrics.md says, and nothing a client can blow up."""
 
-import json
 import re
-import urllib.error
-import urllib.request
 from contextlib import ExitStack
 
 import pytest
@@ -11,8 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.up import free_ports
 from tests.deploy.metrics_page import documented
-from tests.e2e.cluster import Process, eventually, running_cluster, running_serve, wait_healthy
-from tests.patience import PATIENCE_S
+from tests.e2e.cluster import Process, ask, eventually, running_cluster, running_serve, wait_healthy
 
 FLAGS = ("--engine", "simulated", "--page-size", "8", "--max-total-tokens", "8192")
 QUIET = ("--log-level", "warning")
@@ -45,8 +41,7 @@ class Servers:
         wait_healthy(self.urls["several"], several)
 
     def families(self, name):
-        with urllib.request.urlopen(f"{self.urls[name]}/metrics", timeout=PATIENCE_S) as response:
-            text = response.read().decode()
+        _, text = ask(f"{self.urls[name]}/metrics")
         return {family.name: family for family in text_string_to_metric_families(text)}
 
     def all_families(self):
@@ -79,18 +74,8 @@ class Servers:
         ids = [10 + (number * 7 + i) % 900 for i in range(40 + number)]
         body = {"rid": f"{name}-{number}", "input_ids": ids, "stream": True}
         body["sampling_params"] = {"max_new_tokens": NUM_NEW}
-        ask(f"{self.urls[name]}/generate", json.dumps(body).encode())
+        ask(f"{self.urls[name]}/generate", body)
         ask(f"{self.urls[name]}/nothing-{number}?x={number}")
-
-
-def ask(url, body=None):
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-            return response.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.read()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,7 @@
-"""A node that dies under its requests costs and repeats no token."""
+"""An edge worker that dies takes its own streams with it, and no others.
+
+What other deaths cost is in `tests/faults/test_matrix.py`, `test_replay.py` and `test_tensor_parallel.py`.
+"""
 
 import asyncio
 import os
@@ -7,17 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import aiohttp
 import psutil
 import pytest
 
-from tests.e2e.clients import PROMPTS, children, is_alive, stream, stream_all, unaccounted
+from tests.e2e.clients import PROMPTS, children, stream, stream_all, unaccounted
 from tests.e2e.cluster import (
     MAX_ROUNDS,
-    START_TIMEOUT_S,
-    Process,
     ask,
     eventually,
     load_now,
@@ -29,43 +29,6 @@ FLAGS = (
     *("--page-size", "8", "--chunked-prefill-size", "32", "--max-total-tokens", "4096"),
     *("--attention-backend", "torch"),  # no kernel to compile at each start
 )
-
-
-@pytest.mark.slow
-def test_streams_go_on_when_a_decode_node_or_its_engine_is_killed(tiny_model):
-    flags = ("--model", str(tiny_model("llama")), "--num-threads", "1", *FLAGS)
-    with running_cluster(*flags, "--log-level", "warning", decodes=3) as cluster:
-        undisturbed = asyncio.run(stream_all(cluster.url))
-        _, first, second, *_ = cluster.processes
-        others = [*cluster.prefill_urls, *cluster.decode_urls[1:]]
-        (engine,) = children(first.pid)
-        kill_node = partial(os.kill, first.pid, signal.SIGKILL)
-        assert asyncio.run(stream_all(cluster.url, kill_node)) == undisturbed
-        assert eventually(lambda: not first.is_running() and not is_alive(engine))
-        assert eventually(lambda: not any(map(unaccounted, others)))
-
-        others = [*cluster.prefill_urls, *cluster.decode_urls[2:]]
-        (engine,) = children(second.pid)
-        kill_engine = partial(os.kill, engine, signal.SIGKILL)
-        assert asyncio.run(stream_all(cluster.url, kill_engine)) == undisturbed
-        assert eventually(lambda: not second.is_running() and not is_alive(engine))
-        assert eventually(lambda: not any(map(unaccounted, others)))
-
-
-@pytest.mark.slow
-def test_no_client_notices_that_a_prefill_node_was_killed_under_its_prompts(tiny_model):
-    flags = ("--model", str(tiny_model("llama")), "--num-threads", "1", *FLAGS)
-    with running_cluster(*flags, "--log-level", "warning", prefills=2) as cluster:
-        victim, decode = cluster.processes[0], cluster.decode_urls[0]
-        (engine,) = children(victim.pid)
-        undisturbed = asyncio.run(burst(cluster.url))
-        for url in (*cluster.prefill_urls, decode):  # so that prompts are computed again
-            ask(f"{url}/flush_cache", b"")
-        disturbed = asyncio.run(burst(cluster.url, lambda: os.kill(engine, signal.SIGKILL)))
-        assert disturbed == undisturbed
-        assert eventually(lambda: not victim.is_running())
-        others = (cluster.prefill_urls[1], decode)
-        assert eventually(lambda: not any(unaccounted(url) for url in others))
 
 
 @pytest.mark.slow
@@ -143,35 +106,3 @@ async def kill_an_edge_worker(cluster) -> tuple[list, float | None]:
             if is_over and (took_s is not None or not load["num_running"]):
                 break
         return await asyncio.gather(*streams, return_exceptions=True), took_s
-
-
-async def burst(url: str, after_the_first=None) -> list[list[int]]:
-    """Send many long prompts at once; return their tokens in order."""
-
-    async def one(session, index: int) -> list[int]:
-        prompt = [5 + index % 200, 6, 7, 8, 9] * 80
-        params = {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
-        body = {"input_ids": prompt, "sampling_params": params}
-        async with session.post(f"{url}/generate", json=body) as response:
-            answer = await response.json()
-            assert response.status == 200, answer
-            return answer["output_ids"]
-
-    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(one(session, index)) for index in range(40)]
-        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        if after_the_first is not None:
-            after_the_first()
-    return [task.result() for task in asked]
-
-
-@pytest.mark.slow
-def test_nothing_outlives_a_killed_launcher(tiny_model):
-    model = ("--model", str(tiny_model("llama")), "--num-threads", "1", *FLAGS)
-    serve = Process("serve", "--port", "0", *model, is_fresh=True)
-    assert eventually(lambda: children(serve.pid) != [], START_TIMEOUT_S)
-    (engine,) = children(serve.pid)
-    serve.signal(signal.SIGKILL)
-    serve.wait()
-    serve.log.close()
-    assert eventually(lambda: not is_alive(engine))

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from tandem.wire.generation import SamplingParams
-from tests.e2e.clients import ask_all, assert_same
+from tests.e2e.clients import ask_all, assert_same, generate
 from tests.e2e.cluster import MAX_ROUNDS, ask, running_cluster
-from tests.e2e.conftest import CHUNK, FLAGS, PAGE
+from tests.e2e.conftest import CHUNK, CONTEXT, FLAGS, PAGE
 from tests.one_engine import tokens_of_one_engine
 
 STORY = "Once upon a time there was a small house in the woods. " * 20
@@ -154,6 +154,37 @@ def test_a_bad_schema_is_a_400_and_the_others_are_answered(cluster, oracle):
         "plain": 200,
     }
     assert_same(found["plain"][1], oracle["plain"][1])
+
+
+def body(**fields) -> tuple[str, bytes]:
+    return "/generate", json.dumps(fields).encode()
+
+
+# What only a node's own limits tell; what any server refuses is in `tests/frontend`.
+BAD = {
+    "not JSON": ("/generate", b"{not json"),
+    "id beyond the vocabulary": body(input_ids=[49152]),
+    "prompt over the context": body(input_ids=[5] * CONTEXT),
+    "10 MB of text": body(text="word " * 2_000_000),
+    "bias beyond the vocabulary": body(text="a", sampling_params={"logit_bias": {"99999": 1}}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_answered_and_the_next_request_is_served(cluster, name):
+    path, data = BAD[name]
+    status, answer = ask(cluster.url + path, data)
+    assert status == 400, answer
+    assert answer["error"]["message"]
+    assert generate(cluster.url, input_ids=[5], max_new_tokens=1)["output_ids"]
+
+
+def test_a_huge_number_of_new_tokens_is_cut_at_the_context(cluster):
+    prompt = [5] * (CONTEXT - 4)
+    params = {"max_new_tokens": 10**12, "ignore_eos": True}
+    answer = generate(cluster.url, input_ids=prompt, sampling_params=params)
+    assert len(answer["output_ids"]) == 4
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"
 
 
 def test_several_answers_to_one_prompt_compute_it_once(cluster):

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import signal
 from urllib.parse import quote
 
@@ -14,7 +13,6 @@ from tests.e2e.clients import (
     PROMPTS,
     QUIET,
     SIMULATED,
-    children,
     expected,
     stream_all,
     unaccounted,
@@ -91,37 +89,6 @@ async def first_of(streaming: asyncio.Future, flowing: asyncio.Event) -> None:
 
 def all_expected(flags) -> list[list[int]]:
     return [expected(flags[1], prompt, NUM_NEW) for prompt in PROMPTS]
-
-
-@pytest.mark.slow
-def test_a_router_that_is_killed_takes_only_its_own_streams_with_it(flags, start):
-    prefill, prefill_url = start("prefill", *flags, "--bootstrap-port", str(free_ports(1)[0]))
-    roomy = ("--max-total-tokens", "32768")  # the last of two counts
-    decode, decode_url = start("decode", *flags, *roomy)
-    nodes = ("--prefill", prefill_url, "--decode", decode_url, *QUIET)
-    (doomed, doomed_url), (staying, staying_url) = start("lb", *nodes), start("lb", *nodes)
-    for url in (doomed_url, staying_url):
-        wait_healthy(url, prefill, decode, doomed, staying)
-
-    def kill() -> None:
-        # With its edge worker, which would let what runs go on for a while.
-        for pid in (doomed.pid, *children(doomed.pid)):
-            os.kill(pid, signal.SIGKILL)
-
-    async def both() -> list:
-        # Those to be lost first, of half a minute: however long the others take to flow, they run on.
-        flowing = asyncio.Event()
-        lost = asyncio.ensure_future(stream_all(doomed_url, flowing.set, 10 * NUM_NEW))
-        await first_of(lost, flowing)
-        assert not lost.done()
-        kept = asyncio.ensure_future(stream_all(staying_url, kill))
-        return await asyncio.gather(kept, lost, return_exceptions=True)
-
-    kept, lost = asyncio.run(both())
-    assert kept == all_expected(flags)
-    assert isinstance(lost, BaseException)
-    assert eventually(lambda: not any(map(unaccounted, (prefill_url, decode_url))))
-    assert asyncio.run(stream_all(staying_url)) == kept
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Our nodes under routers made for others: the same answers as under our own."""
+"""Our nodes under sglang-router: the same answers as under our own router."""
 
 import asyncio
 import contextlib
@@ -9,18 +9,15 @@ import tempfile
 
 import aiohttp
 import pytest
-from aiohttp.test_utils import TestServer
 
 from tandem.up import free_ports
 from tests.e2e.clients import about, essence
 from tests.e2e.cluster import START_TIMEOUT_S, ask, eventually
-from tests.e2e.mini_lb import MiniLb
 
 PARAMS = {"temperature": 0, "max_new_tokens": 6}
 TEXT = "The capital of France is"
 COMPLETION = {"model": "default", "temperature": 0, "max_tokens": 6}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], **COMPLETION}
-LOGPROBS = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
 
 
 def generate(**fields):
@@ -40,14 +37,6 @@ CALLS = {
     "a chat": ("/v1/chat/completions", CHAT),
     "a chat's stream": ("/v1/chat/completions", {**CHAT, "stream": True}),
     "a chat's log-probabilities": ("/v1/chat/completions", {**CHAT, "logprobs": True}),
-}
-# sglang-router itself refuses lists of texts, and merges no log-probabilities of streams and of the likeliest.
-OF_MINI_LB = CALLS | {
-    "texts": generate(text=[TEXT, "Cats and"]),
-    "a stream of texts": generate(text=[TEXT, "Cats and"], stream=True),
-    "all log-probabilities": generate(text=TEXT, **LOGPROBS),
-    "those of texts": generate(text=[TEXT, "Cats and"], **LOGPROBS),
-    "those of a stream": generate(text=TEXT, stream=True, **LOGPROBS),
 }
 
 
@@ -82,7 +71,7 @@ async def answers(url: str, calls) -> dict:
 
 @pytest.fixture(scope="module")
 def expected(cluster):
-    return asyncio.run(answers(cluster.url, OF_MINI_LB))
+    return asyncio.run(answers(cluster.url, CALLS))
 
 
 @pytest.fixture
@@ -133,10 +122,3 @@ def test_sglang_router_drives_our_nodes(pair, expected):
     prefill, decode, bootstrap_port = pair
     with sglang_router(prefill, decode, bootstrap_port) as url:
         assert_same(asyncio.run(answers(url, CALLS)), expected)
-
-
-async def test_a_load_balancer_of_sglangs_kind_drives_our_nodes(pair, expected):
-    prefill, decode, bootstrap_port = pair
-    async with TestServer(MiniLb(prefill, bootstrap_port, decode).app()) as server:
-        found = await answers(str(server.make_url("")).rstrip("/"), OF_MINI_LB)
-    assert_same(found, expected)

@@ -19,11 +19,14 @@ from tests.e2e.clients import (
     are_up,
     expected,
     generate,
+    is_told,
+    load_of,
     nodes_of,
     stream_all,
     unaccounted,
 )
 from tests.e2e.cluster import (
+    Process,
     ask,
     eventually,
     load_now,
@@ -83,9 +86,33 @@ def test_a_simulated_cluster_loses_a_decode_node_and_no_token(described_model, p
 
 
 @pytest.mark.slow
-def test_both_roles_in_one_simulated_engine_say_the_same(described_model):
+def test_both_roles_in_one_simulated_engine_say_the_same(described_model, tmp_path):
     with running_serve("--model", str(described_model), *SIMULATED, *QUIET) as url:
         check_answers(url, described_model)
+        check_batch(url, described_model, tmp_path)
+
+
+def check_batch(url: str, model, directory) -> None:
+    """Run a file of requests; what a kill leaves of it is tried in `tests/tandem/batch`."""
+    tokenizer = Tokenizer.load(model)
+    prompts = {f"r{n}": f"Tell {n} of the rivers." for n in range(20)}
+    lines = [
+        {
+            "custom_id": name,
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": prompt, "max_tokens": 9, "temperature": 0},
+        }
+        for name, prompt in prompts.items()
+    ]
+    (directory / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    process = Process("batch", str(directory / "in"), "-o", str(directory / "out"), "--url", url)
+    assert process.wait() == 0, process.output()
+    process.stop()
+    results = map(json.loads, (directory / "out").read_text().splitlines())
+    texts = {r["custom_id"]: r["response"]["body"]["choices"][0]["text"] for r in results}
+    answers = {n: expected(model, tokenizer.encode(prompt), 9) for n, prompt in prompts.items()}
+    assert texts == {name: tokenizer.decode(ids) for name, ids in answers.items()}
 
 
 def timed(url: str, body: dict, path: str = "/generate") -> dict:
@@ -148,3 +175,52 @@ def test_the_router_and_each_node_show_that_they_can_generate(described_model):
             )
         for url, num_tokens in before.items():
             assert eventually(lambda: load_now(url)["prompt_tokens"] > num_tokens)  # noqa: B023
+
+
+@pytest.mark.slow
+def test_short_prompts_stay_long_ones_go_and_a_lost_prefill_costs_no_token(
+    described_model, profile
+):
+    flags = ("--model", str(described_model), *SIMULATED, *QUIET, *profile(0.01, 4))
+    threshold = ("--local-prefill-threshold", "60")
+    with running_cluster(*flags, decodes=2, router_flags=threshold) as cluster:
+        assert eventually(lambda: are_up(cluster.url))
+        short, long = list(range(100, 160)), list(range(200, 261))
+        for prompt in (short, long):
+            told = generate(cluster.url, input_ids=prompt, max_new_tokens=9, temperature=0)
+            assert told["output_ids"] == expected(described_model, prompt, 9)
+        prefill = cluster.prefill_urls[0]
+        assert eventually(lambda: load_of(prefill)["prompt_tokens"] == len(long))
+        kill = partial(os.kill, cluster.processes[0].pid, signal.SIGKILL)
+        streams = asyncio.run(stream_all(cluster.url, kill))
+        assert streams == [expected(described_model, prompt, NUM_NEW) for prompt in PROMPTS]
+        # Nobody is left who could compute it for decode.
+        assert eventually(lambda: not nodes_of(cluster.url)[0]["is_up"])
+        told = generate(cluster.url, input_ids=[*long, 7], max_new_tokens=9, temperature=0)
+        assert told["output_ids"] == expected(described_model, [*long, 7], 9)
+        left = "0 of 1 prefill nodes and 2 of 2 decode nodes serve"
+        assert eventually(lambda: is_told(f"{cluster.url}/health", 200, left))
+        assert eventually(lambda: not any(map(unaccounted, cluster.decode_urls)))
+
+
+def test_a_prompt_goes_back_to_the_nodes_that_have_it():
+    prompt, others = [5 + i % 90 for i in range(600)], [[7 + i] * 300 for i in range(2)]
+    router_flags = ("--policy", "cache_aware", *QUIET)
+    with running_cluster(
+        *SIMULATED, *QUIET, "--zone", "here", prefills=2, decodes=2, router_flags=router_flags
+    ) as up:
+
+        def num_blocks() -> list[int]:
+            return sorted(node["prefixes"]["num_blocks"] for node in nodes_of(up.url))
+
+        assert eventually(lambda: {node["zone"] for node in nodes_of(up.url)} == {"here"})
+
+        body = {"max_new_tokens": 4, "temperature": 0}
+        first = generate(up.url, input_ids=prompt, **body)
+        assert first["meta_info"]["cached_tokens"] == 0
+        assert eventually(lambda: num_blocks() == [0, 0, 4, 4])
+        for other in others:
+            generate(up.url, input_ids=other, **body)
+            again = generate(up.url, input_ids=prompt, **body)
+            assert again["output_ids"] == first["output_ids"]
+            assert again["meta_info"]["cached_tokens"] >= 512

@@ -3,7 +3,6 @@
 import contextlib
 import random
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,16 +147,6 @@ def test_what_decode_generated_is_found_by_the_next_turn(cluster, tiny_model, di
     assert meta["cached_tokens"] == (300 + NUM_NEW - 1) // PAGE * PAGE
 
 
-def test_nothing_is_shared_with_another_salt(cluster, tiny_model):
-    prompt = prompt_of(70)
-    (expected,) = alone(tiny_model("llama"), [prompt])
-    for salt in ({"cache_salt": "one"}, {"cache_salt": "two"}, {}):
-        tokens, meta = asked(cluster.url, prompt, **salt)
-        assert tokens == expected
-        assert meta["cached_tokens"] == 0
-        asked(cluster.url, prompt, **salt)  # so that both prefills have it
-
-
 def fill_pool(url: str) -> None:
     """Have prefill's pool filled by other prompts, so that nothing asked for before is left in it."""
     for seed in range(900, 904):  # 38 pages each, of 128
@@ -256,19 +245,6 @@ def test_a_node_finds_after_a_restart_what_it_put_and_nothing_that_was_spoiled(
         assert tokens == expected
         assert eventually(lambda: tiers_of(url)["disk"]["num_corrupted"] > 0)
         assert has_put(url, 296)  # what was spoiled is put anew
-
-
-def test_a_directory_that_vanishes_fails_no_request(tiny_model, tmp_path):
-    where = tmp_path / "kv"
-    with simulated(tiny_model("llama"), "--kv-tier", f"disk:{where}:1GiB") as (url, process):
-        asked(url, prompt_of(1))
-        assert has_put(url, 296)
-        shutil.rmtree(where)
-        where.write_text("no directory")
-        for seed in range(1, 4):
-            asked(url, prompt_of(seed))
-        assert eventually(lambda: tiers_of(url)["disk"]["state"] == "backing_off")
-        assert process.is_running()
 
 
 def test_metrics_and_the_line_of_a_batch_say_what_tiers_gave(tiny_model, tmp_path):

@@ -11,14 +11,10 @@ FAULTS = (
 )
 STAGES = ("idle", "waiting", "prefilling", "pushing", "landed", "decoding", "streaming")
 
-# Of what lasts and passes. SIGSTOP: well beyond the 2 s after which a silent peer is lost.
-LASTS_S = {
-    "SIGSTOP": 10.0,
-    "network cut": 5.0,
-    "delay and loss": 5.0,
-    "disk full": 5.0,
-    "out of pages": 5.0,
-}
+# Of what lasts and passes: well beyond the 2 s after which a silent peer is lost.
+LASTS_S = dict.fromkeys(
+    ("SIGSTOP", "network cut", "delay and loss", "disk full", "out of pages"), 5.0
+)
 DELAY_MS, LOSS = 100.0, 0.05
 
 # Why a cell is empty.

@@ -4,19 +4,27 @@
     python -m tests.faults.matrix --only target=decode,fault=SIGKILL
     python -m tests.faults.matrix --write docs/fault-matrix.md     the same, then the page
 
-Results are JSON lines in `--results`, one a cell; a run that was cut off goes on where it was.
+Cells wait more than they compute: `--lanes` of them run at a time, each on a cluster of its own. Results are JSON
+lines in `--results`, one a cell; a run that was cut off goes on where it was.
 """
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
+import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from pathlib import Path
 
 from tests.faults.cells import FAULTS, STAGES, TARGETS, Cell, all_cells
@@ -43,23 +51,24 @@ def why_not(cell: Cell) -> str:
 
 
 async def run_cells(
-    cells: Sequence[Cell], directory: Path, keep, durations: dict[str, float] | None = None
+    cells: Iterator[Cell], directory: Path, keep, durations: dict[str, float] | None = None
 ) -> None:
-    """Run cells that share a cluster; `keep` is called with each result."""
-    left = list(cells)
+    """Run cells one after the other; those of one kind share a cluster. `keep` gets each result."""
+    cell = next(cells, None)
     for number in itertools.count():
-        if not left:
+        if cell is None:
             return
         home = directory / str(number)
         home.mkdir()
-        async with _rig_of(cells[0], home) as rig:
-            oracle = Measured() if cells[0].needs_ranks else Arithmetic(str(rig.model_dir))
+        has_ranks, is_well = cell.needs_ranks, True
+        async with _rig_of(cell, home) as rig:
+            oracle = Measured() if has_ranks else Arithmetic(str(rig.model_dir))
             trials = Trials(rig, oracle, durations or {})
-            while left:
-                result = await _try(trials, left.pop(0))
+            while is_well and cell is not None and cell.needs_ranks == has_ranks:
+                result = await _try(trials, cell)
                 keep(result)
-                if "did not heal" in result.errors:  # another cluster for the others
-                    break
+                is_well = "did not heal" not in result.errors
+                cell = next(cells, None)
 
 
 def _rig_of(cell: Cell, directory: Path) -> AbstractAsyncContextManager[Rig]:
@@ -116,6 +125,55 @@ def tell(text: str) -> None:
     sys.stdout.flush()
 
 
+def run_lane(waiting: "Queue[Cell | None]", results: Connection) -> None:
+    """Run cells in a process and on a cluster of its own, until the queue is at its end."""
+
+    def cells() -> Iterator[Cell]:
+        parent = multiprocessing.parent_process()
+        while parent is not None and parent.is_alive() and (cell := waiting.get()) is not None:
+            yield cell
+
+    with (
+        contextlib.suppress(asyncio.CancelledError),  # terminated: the rig has ended its cluster
+        tempfile.TemporaryDirectory(prefix="tandem-faults-") as directory,
+    ):
+        asyncio.run(run_cells(cells(), Path(directory), results.send))
+
+
+def run_lanes(cells: Sequence[Cell], num_lanes: int, keep: Callable[[Result], None]) -> bool:
+    """Run cells, so many at a time; return whether every lane reached the end of the queue."""
+    context = multiprocessing.get_context("spawn")
+    waiting = context.Queue()
+    waiting.cancel_join_thread()  # what a cut-off run has left there is in nobody's way
+    for cell in (*cells, *[None] * num_lanes):
+        waiting.put(cell)
+    # Terminated, this process ends its lanes below, and each of them its cluster.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    lanes, receivers = list[BaseProcess](), list[Connection]()
+    try:
+        for _ in range(min(num_lanes, len(cells))):
+            receiver, sender = context.Pipe(duplex=False)
+            lanes.append(context.Process(target=run_lane, args=(waiting, sender)))
+            receivers.append(receiver)
+            lanes[-1].start()
+            sender.close()  # so that the lane's end is the pipe's
+        while receivers:
+            ready = connection.wait(receivers)
+            for receiver in [each for each in receivers if each in ready]:
+                try:
+                    keep(receiver.recv())
+                except EOFError:
+                    receivers.remove(receiver)
+    except BaseException:
+        for lane in lanes:
+            lane.terminate()
+        raise
+    finally:
+        for lane in lanes:
+            lane.join()
+    return not any(lane.exitcode for lane in lanes)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; return the exit status: 1 when a cell lost, repeated or leaked something."""
     parser = argparse.ArgumentParser(
@@ -124,6 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--only", default="", metavar="KEY=VALUE,...", help="of target, fault and stage")
     add("--results", type=Path, default=RESULTS, metavar="FILE")
+    add("--lanes", type=int, default=2, metavar="N", help="cells run at a time (default: 2)")
     add("--write", type=Path, default=None, metavar="PAGE", help="write the page at the end")
     add("--again", action="store_true", help="run cells that have a result, too")
     args = parser.parse_args(argv)
@@ -145,15 +204,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for cell in cells:
         if why := why_not(cell):
             keep(Result(cell.target, cell.fault, cell.stage, not_run=why))
-    for has_ranks in (False, True):
-        group = [cell for cell in runnable if cell.needs_ranks == has_ranks]
-        if group:
-            with tempfile.TemporaryDirectory(prefix="tandem-faults-") as directory:
-                asyncio.run(run_cells(group, Path(directory), keep))
+    is_complete = run_lanes(runnable, args.lanes, keep)
     if args.write is not None:
         write_page(args.write, read_results(args.results))
         tell(f"wrote {args.write}")
-    return int(num_bad > 0)
+    return int(num_bad > 0 or not is_complete)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ What clients and operators see when a process fails while requests are at a give
 right one. `make faults` runs the matrix and writes this page: as root, for networks and disks of its own. It resumes after an interruption.
 `tests/faults/test_matrix.py` runs cells of every row and column.
 
-The cluster: two prefill and two decode nodes (simulated engines, real KV bytes over TCP, checked), a router with two edge
-workers, and a second router. Each cell sends six requests, *waiting* sixteen: greedy, sampled with a seed, and ended by a stop id.
+Two cells run at a time, each on its own cluster: two prefill and two decode nodes (simulated engines, real KV bytes over TCP,
+checked), a router with two edge workers, and a second router. Each cell sends six requests, *waiting* sixteen: greedy, sampled with a seed, and ended by a stop id.
 *TP rank* is a tiny model with two ranks a decode node, on loopback.
 """
 

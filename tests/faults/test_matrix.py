@@ -48,7 +48,7 @@ def run(cells, directory) -> list:
         results.append(result)
         sys.stdout.write(f"{summary(result)}\n")
 
-    asyncio.run(run_cells(cells, directory, keep, DURATIONS_S))
+    asyncio.run(run_cells(iter(cells), directory, keep, DURATIONS_S))
     return results
 
 

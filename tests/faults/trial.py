@@ -128,7 +128,7 @@ class Trials:
             for probe in rig.probes.values():
                 probe.interval_s = SLOW_S / 4
         watching = asyncio.create_task(self._watch_health(cell, health))
-        lifting = asyncio.create_task(self._lift_later(cell, lift, began_s, at_s))
+        lifting = asyncio.create_task(self._lift_later(cell, pids, lift, began_s, at_s))
         await asyncio.gather(*tasks)
         result = Result(cell.target, cell.fault, cell.stage, num_requests=num)
         judge(result, answers, cell, self._undisturbed[cell.stage != "decoding"], began_s)
@@ -178,7 +178,9 @@ class Trials:
                     await told[-1].wait()
         raise StageMissed(cell.stage)
 
-    async def _lift_later(self, cell: Cell, lift, began_s: float, at_s: float) -> None:
+    async def _lift_later(
+        self, cell: Cell, pids: list[int], lift, began_s: float, at_s: float
+    ) -> None:
         lasts_s = self._durations.get(cell.fault)
         if lasts_s is not None:
             await asyncio.sleep(max(0.0, began_s + lasts_s - time.monotonic()))
@@ -188,7 +190,8 @@ class Trials:
                     break
                 await asyncio.sleep(0.2)
         elif cell.fault == "memory limit":
-            await asyncio.sleep(3.0)  # the kernel acts when memory is asked for, not before
+            # The kernel acts when memory is asked for, not before.
+            await asyncio.to_thread(wait_ended, pids, 10.0)
         lift()
 
     async def _see_pages(self, result: Result, victim: Member) -> None:

@@ -9,6 +9,8 @@ import select
 import socket
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.frontend.server import listen
@@ -53,6 +55,16 @@ async def test_what_is_no_http_is_answered_with_400_and_closed(client, sent):
         await bad.send(sent)
         assert (await bad.reply()).status == 400
         assert await bad.closed()
+        assert await is_served(client)
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(sent=st.binary(max_size=200), begin=st.integers(0, 150), end=st.integers(0, 150))
+async def test_whatever_a_client_sends_the_next_is_served(client, sent, begin, end):
+    honest = request("/generate", GOOD)
+    async with asyncio.timeout(PATIENCE_S):
+        async with connected(client) as bad:
+            await bad.send(honest[:begin] + sent + honest[end:])
         assert await is_served(client)
 
 

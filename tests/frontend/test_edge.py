@@ -25,7 +25,7 @@ from tandem.wire.messages import TokenDelta
 from tests.frontend.conftest import serve_app
 from tests.frontend.fakes import FakeBackend, length, say
 from tests.frontend.helpers import post
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, Clock
 
 LARGE = b'{"text": "' + b"a" * INLINE_BYTES + b'"}'
 
@@ -193,14 +193,6 @@ async def test_a_prompt_without_an_answer_is_taken_in(client):
 ROW = ["tokenize", "queue", "pair", "reserve", "prefill_queue", "prefill"]
 
 
-class Clock:
-    def __init__(self):
-        self.now = 50.0
-
-    def __call__(self):
-        return self.now
-
-
 def delta(*phases, token_ids=(), cached=0, by_tier=None):
     return TokenDelta(
         request_id="r",
@@ -219,15 +211,15 @@ def durations(report):
 
 def started(clock):
     timings = Timings(50.0, clock=clock)
-    clock.now = 51.0
+    clock.now_s = 51.0
     timings.sent()
     return timings
 
 
 def test_phases_up_to_the_first_token_add_up_to_its_time():
-    clock = Clock()
+    clock = Clock(50.0)
     timings = started(clock)
-    clock.now = 58.0
+    clock.now_s = 58.0
     timings.came(
         delta(
             Phase("queue", 0.0, 1.0),
@@ -241,9 +233,9 @@ def test_phases_up_to_the_first_token_add_up_to_its_time():
             by_tier={"host": 2},
         )
     )
-    clock.now = 58.5
+    clock.now_s = 58.5
     assert timings.token_read() == 8.5
-    clock.now = 60.0
+    clock.now_s = 60.0
     timings.came(delta(Phase("landed", 2.0, 4.5, "http://d")))
     timings.num_output_tokens = 9
     report = timings.report("r", 12)
@@ -268,24 +260,24 @@ def test_phases_up_to_the_first_token_add_up_to_its_time():
 
 
 def test_a_request_is_over_with_its_last_token_however_late_it_is_reported():
-    clock = Clock()
+    clock = Clock(50.0)
     timings = started(clock)
     timings.came(delta(token_ids=[1]))
     timings.token_read()
-    clock.now = 53.0
+    clock.now_s = 53.0
     assert timings.ended() == 3.0
-    clock.now = 60.0  # another choice of the same answer took so long
+    clock.now_s = 60.0  # another choice of the same answer took so long
     report = timings.report("r", 1)
     assert (report.e2e_s, durations(report)["stream"]) == (3.0, 2.0)
 
 
 def test_attempts_after_the_first_token_stand_beside_the_phases():
-    clock = Clock()
+    clock = Clock(50.0)
     timings = started(clock)
-    clock.now = 52.0
+    clock.now_s = 52.0
     timings.came(delta(Phase("pair", 0.0, 0.5, "d1"), token_ids=[1]))
     timings.token_read()
-    clock.now = 56.0
+    clock.now_s = 56.0
     timings.came(delta(Phase("lost_attempt", 0.5, 2.0), Phase("pair", 2.5, 0.5, "d2")))
     report = timings.report("r", 1)
     assert [phase["name"] for phase in report.beside] == ["lost_attempt", "pair"]
@@ -304,15 +296,15 @@ times = st.floats(0, 5, allow_nan=False)
     times,
 )
 def test_whatever_nodes_tell_the_sums_hold(told, sent, first, read, rest):
-    clock = Clock()
+    clock = Clock(50.0)
     timings = Timings(50.0, clock=clock)
-    clock.now += sent
+    clock.now_s += sent
     timings.sent()
-    clock.now += first
+    clock.now_s += first
     timings.came(delta(*(Phase(*each) for each in told), token_ids=[1]))
-    clock.now += read
+    clock.now_s += read
     timings.token_read()
-    clock.now += rest
+    clock.now_s += rest
     report = timings.report("r", 1)
     assert all(phase["duration_s"] >= 0 for phase in report.phases)
     until_first = sum(phase["duration_s"] for phase in report.phases[:-1])

@@ -5,7 +5,14 @@ import sys
 import atheris
 
 with atheris.instrument_imports(
-    include=["wire", "kvtransfer", "node", "decode", "prefill", "frontend"]
+    include=[
+        "tandem.wire",
+        "tandem.kvtransfer",
+        "tandem.node",
+        "tandem.decode",
+        "tandem.prefill",
+        "tandem.frontend",
+    ]
 ):
     from tests.fuzz import targets
 

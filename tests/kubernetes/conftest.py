@@ -2,14 +2,12 @@
 
 import itertools
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.kubernetes.control_plane import ControlPlane
 from tests.kubernetes.network import make_network
-from tests.patience import PATIENCE_S
 
 PROGRAMS = os.environ.get("KUBEBUILDER_ASSETS", "")
 HELM = os.environ.get("HELM", "helm")
@@ -44,13 +42,3 @@ def namespace(control_plane, names):
     control_plane.service_account(name, "default")
     yield name
     api.delete(f"/api/v1/namespaces/{name}")
-
-
-def eventually(is_so, within_s: float = PATIENCE_S) -> bool:
-    """Ask again and again whether something became so."""
-    deadline = time.monotonic() + within_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)  # another process's state
-    return True

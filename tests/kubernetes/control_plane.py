@@ -106,7 +106,7 @@ class ControlPlane:
             *("--initial-advertise-peer-urls", "http://127.0.0.1:12380"),
             *("--initial-cluster", "default=http://127.0.0.1:12380"),
         )
-        self.start_api_server()
+        self._start_api_server()
         key = str(directory / "sa.key")
         own = (
             f"--kubeconfig={self.kubeconfig}",
@@ -121,7 +121,7 @@ class ControlPlane:
         )
         self._start("kube-scheduler", *own, "--port=0", "--secure-port=16259")
 
-    def start_api_server(self) -> None:
+    def _start_api_server(self) -> None:
         directory = self._directory
         self._start(
             "kube-apiserver",
@@ -140,9 +140,6 @@ class ControlPlane:
             assert time.monotonic() < deadline, self.log("kube-apiserver")
             assert self._running["kube-apiserver"].poll() is None, self.log("kube-apiserver")
             time.sleep(0.1)  # another process's state
-
-    def stop_api_server(self) -> None:
-        self._stop("kube-apiserver")
 
     def stop(self) -> None:
         for name in reversed(tuple(self._running)):
@@ -180,16 +177,6 @@ class ControlPlane:
                 return secrets[0]["name"]
             time.sleep(0.1)  # the controller manager's work
         raise AssertionError(f"no token for {name}")
-
-    def compact(self) -> None:
-        """Have etcd forget all versions but the last."""
-        header = self._etcd("range", key="AA==")["header"]
-        self._etcd("compaction", revision=header["revision"], physical=True)
-
-    def _etcd(self, what: str, **body) -> dict:
-        request = urllib.request.Request(f"{ETCD}/v3/kv/{what}", json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=30) as response:
-            return json.loads(response.read())
 
     def kubectl(self, *argv: str, text: str | None = None) -> str:
         return self._command("kubectl", *argv, text=text)

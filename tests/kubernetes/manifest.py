@@ -46,11 +46,6 @@ class Manifest:
 
     def _env(self, container: dict) -> dict[str, str]:
         env: dict[str, str] = {}
-        for source in container.get("envFrom") or []:
-            (kind, reference), *_ = source.items()
-            env |= self._entries(
-                {"secretRef": "secrets", "configMapRef": "configmaps"}[kind], reference
-            )
         for variable in container.get("env") or []:
             value = variable.get("value", "")
             source = variable.get("valueFrom")
@@ -61,24 +56,13 @@ class Manifest:
         (kind, reference), *_ = source.items()
         if kind == "fieldRef":
             return self._field(reference["fieldPath"])
-        entries = self._entries(
-            {"secretKeyRef": "secrets", "configMapKeyRef": "configmaps"}[kind], reference
-        )
-        return entries[reference["key"]]
+        assert kind == "secretKeyRef", f"no such source is known here: {kind}"
+        return self._entries("secrets", reference)[reference["key"]]
 
     def _field(self, path: str) -> str:
-        meta = self._pod["metadata"]
-        if found := re.fullmatch(r"metadata\.(labels|annotations)\['(.+)'\]", path):
-            return (meta.get(found[1]) or {}).get(found[2], "")
-        fields = {
-            "status.podIP": self._address,
-            "metadata.name": meta["name"],
-            "metadata.namespace": meta["namespace"],
-            "metadata.uid": meta["uid"],
-            "spec.nodeName": self._pod["spec"]["nodeName"],
-            "spec.serviceAccountName": self._pod["spec"]["serviceAccountName"],
-        }
-        return fields[path]
+        if found := re.fullmatch(r"metadata\.labels\['(.+)'\]", path):
+            return self._pod["metadata"]["labels"].get(found[1], "")
+        return {"status.podIP": self._address}[path]
 
     def _entries(self, kind: str, reference: dict) -> dict[str, str]:
         found = self._find(kind, reference.get("name") or reference["secretName"])

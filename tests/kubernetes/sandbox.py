@@ -10,6 +10,7 @@
 There are no images: every container has this machine's files, this checkout and its Python.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -147,27 +148,12 @@ class Container:
         """Return the exit status; None while it runs."""
         return self._process.poll()
 
-    def first_pid(self) -> int | None:
-        """Return its first process, as this side numbers it; None before and after it is there."""
-        try:
-            listed = Path(
-                f"/proc/{self._process.pid}/task/{self._process.pid}/children"
-            ).read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return None
-        return int(listed.split()[0]) if listed.strip() else None
-
     def signal(self, number: int) -> None:
-        pid = self.first_pid()
-        if pid is not None:
-            os.kill(pid, number)
-
-    def execute(self, argv: list[str], timeout_s: float) -> None:
-        """Run something in it, as `kubectl exec` does."""
-        pid = self.first_pid()
-        if pid is not None:
-            command = ("nsenter", "--target", str(pid), "--all", "--root", "--", *argv)
-            subprocess.run(command, check=False, env=IMAGE_ENV, timeout=timeout_s)
+        """Send a signal to its first process, while that is there."""
+        pid = self._process.pid
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[:1]:
+                os.kill(int(child), number)
 
     def stop(self, deadline: float) -> int:
         """Have it end, by force from a moment of the monotonic clock on; return its exit status."""

@@ -9,9 +9,9 @@ import subprocess
 import pytest
 
 from tests.e2e.clients import generate
-from tests.e2e.cluster import ask
+from tests.e2e.cluster import ask, eventually
 from tests.e2e.test_rolling_update import NUM_CLIENTS, under_load
-from tests.kubernetes.conftest import CHART, HELM, eventually
+from tests.kubernetes.conftest import CHART, HELM
 from tests.kubernetes.kubelet import Kubelet
 
 NAMESPACE = "serving"

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 
 from tandem.up import free_ports
-from tests.e2e.cluster import Process, ask
-from tests.kubernetes.conftest import CHART, HELM, eventually
+from tests.e2e.cluster import Process, ask, eventually
+from tests.kubernetes.conftest import CHART, HELM
 from tests.kubernetes.control_plane import ApiError
 from tests.kubernetes.pods import Pods
 

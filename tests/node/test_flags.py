@@ -157,7 +157,7 @@ def test_what_others_call_memory_of_the_host_is_the_first_tier(argv, first):
     ("argv", "words"),
     [
         (["--kv-tier", "tape:8GiB"], "give host:SIZE"),
-        (["--kv-tier", "host:much"], "no size"),
+        (["--kv-tier", "host:much"], "is not a size"),
         (["--kv-tier", "host:8GiB", "--disable-prefix-cache"], "behind the prefix cache"),
         (
             ["--kv-tier", "host:8GiB", "--engine", "simulated", "--sim-kv", "none"],

@@ -7,16 +7,10 @@ import pytest
 from tandem.node.role import MAX_CHUNKS, Deadlines, Timeline
 from tandem.wire.errors import DeadlinePassed
 from tests.hand_off_rig import Pair, prompt_of
+from tests.patience import Clock
 
 # Of the 480 tokens that a pool of the rig holds: two do not fit.
 PROMPT, NEXT_PROMPT = prompt_of(300), prompt_of(290)[::-1]
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Item(str):
@@ -25,7 +19,7 @@ class Item(str):
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture
@@ -42,9 +36,9 @@ def test_items_pass_in_the_order_of_their_deadlines_and_once(clock):
     for item, seconds in left_s.items():
         deadlines.note(item, seconds)
     assert list(deadlines.passed()) == []
-    clock.now += 2
+    clock.now_s += 2
     assert list(deadlines.passed()) == ["a", "b"]
-    clock.now += 2
+    clock.now_s += 2
     assert list(deadlines.passed()) == ["c"]
 
 
@@ -64,7 +58,7 @@ def test_a_decode_does_not_start_what_nobody_waits_for(pair, clock):
     pair.start("b", NEXT_PROMPT, max_new_tokens=20, deadline_s=5.0)
     pair.run_until(lambda: pair.decode.load().num_running == 1)
     assert pair.decode.load().num_waiting == 1
-    clock.now += 5.0
+    clock.now_s += 5.0
     pair.run_until(lambda: pair.decode_answers.errors)
     error = pair.decode_answers.errors["b"]
     assert isinstance(error, DeadlinePassed)
@@ -79,7 +73,7 @@ def test_a_decode_does_not_start_what_nobody_waits_for(pair, clock):
 def test_a_prefill_does_not_start_what_nobody_waits_for(pair, clock):
     pair.start("a", PROMPT, max_new_tokens=20)
     pair.start("b", NEXT_PROMPT, max_new_tokens=20, deadline_s=5.0)
-    clock.now += 5.0
+    clock.now_s += 5.0
     pair.run_until(lambda: pair.prefill_answers.errors)
     assert isinstance(pair.prefill_answers.errors["b"], DeadlinePassed)
     pair.decode.cancel(pair.ticket("b"))
@@ -90,7 +84,7 @@ def test_a_prefill_does_not_start_what_nobody_waits_for(pair, clock):
 def test_a_prompt_that_is_being_computed_is_not_dropped(pair, clock):
     pair.start("a", PROMPT, max_new_tokens=3, deadline_s=5.0)
     pair.run_until(lambda: pair.prefill_engine.num_prompt_tokens > 0)
-    clock.now += 5.0
+    clock.now_s += 5.0
     pair.run_until(lambda: pair.decode_answers.finishes["a"] == ["length"])
     assert not pair.prefill_answers.errors
     pair.run_until(pair.all_pages_are_back)
@@ -105,11 +99,11 @@ def shown(timeline):
 
 def test_phases_of_a_prompt_follow_each_other_without_a_gap(clock):
     timeline = Timeline(clock)
-    clock.now = 101.0
+    clock.now_s = 101.0
     timeline.end("reserve")
-    clock.now = 104.0  # two steps of others pass first
+    clock.now_s = 104.0  # two steps of others pass first
     timeline.computed(began=103.0)
-    clock.now = 105.0
+    clock.now_s = 105.0
     timeline.computed(began=104.0)
     timeline.end("prefill")
     assert shown(timeline) == [
@@ -123,20 +117,20 @@ def test_phases_of_a_prompt_follow_each_other_without_a_gap(clock):
 
 def test_a_step_that_began_before_the_grant_counts_from_the_grant(clock):
     timeline = Timeline(clock)
-    clock.now = 102.0
+    clock.now_s = 102.0
     timeline.end("reserve")
-    clock.now = 103.0
+    clock.now_s = 103.0
     timeline.computed(began=101.0)
     assert [each[1:] for each in shown(timeline)] == [(0.0, 2.0), (2.0, 0.0), (2.0, 1.0)]
 
 
 def test_a_prompt_computed_again_after_its_first_token_waited_for_nothing(clock):
     timeline = Timeline(clock)
-    clock.now = 102.0
+    clock.now_s = 102.0
     timeline.computed(began=101.0)
     timeline.end("prefill")
     timeline.take()
-    clock.now = 110.0  # retracted meanwhile
+    clock.now_s = 110.0  # retracted meanwhile
     timeline.computed(began=109.0)
     assert shown(timeline) == [("prefill_chunk", 9.0, 1.0)]
 
@@ -144,8 +138,8 @@ def test_a_prompt_computed_again_after_its_first_token_waited_for_nothing(clock)
 def test_the_chunks_of_a_long_prompt_are_bounded_and_lose_no_time(clock):
     timeline = Timeline(clock)
     for _ in range(3 * MAX_CHUNKS):
-        clock.now += 1
-        timeline.computed(began=clock.now - 1)
+        clock.now_s += 1
+        timeline.computed(began=clock.now_s - 1)
     chunks = [each for each in timeline.take() if each.name == "prefill_chunk"]
     assert len(chunks) == MAX_CHUNKS
     assert sum(each.duration_s for each in chunks) == 3 * MAX_CHUNKS

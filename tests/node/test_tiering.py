@@ -17,7 +17,8 @@ from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
 from tandem.wire.messages import StartColocated
 from tests.engine.toy_runner import toy_answer, toy_engine
 from tests.hand_off_rig import CollectedAnswers
-from tests.node.tier_rig import Clock, ScriptedStack
+from tests.node.tier_rig import ScriptedStack
+from tests.patience import Clock
 
 PAGE = 4
 LIMIT_S = 1.0
@@ -31,7 +32,7 @@ class Node:
     """
 
     def __init__(self, num_pages=64, *, saves_at_once=True, min_tokens=PAGE, **engine_settings):
-        self.clock = Clock()
+        self.clock = Clock(100.0)
         self.engine, runner = toy_engine(num_pages, PAGE, has_tiers=True, **engine_settings)
         self.stacks = self.make_stacks(runner)
         self.stack = self.stacks[0]
@@ -182,7 +183,7 @@ def test_a_request_waits_no_longer_than_its_limit_for_a_stack_that_never_answers
     assert node.tiering.wait_s(60) == pytest.approx(LIMIT_S)
     node.turn()
     assert not node.role.has_work
-    node.clock.now += LIMIT_S
+    node.clock.now_s += LIMIT_S
     assert node.tiering.wait_s(60) == 0
     node.run()
     answers(node, "a", prompt)
@@ -194,7 +195,7 @@ def test_an_answer_seen_late_because_a_step_was_long_is_used(node):
     node.compute(prompt)
     node.start("b", prompt)
     node.stack.answer_all()
-    node.clock.now += 10 * LIMIT_S
+    node.clock.now_s += 10 * LIMIT_S
     node.run()
     assert node.told.cached["b"] == 40
 
@@ -206,7 +207,7 @@ def test_a_copy_that_takes_too_long_is_not_waited_for_and_its_pages_stay_held(no
     node.stack.answer_all()
     node.turn()
     (number,) = node.stack.placing
-    node.clock.now += 2 * (1 - LOOKING_SHARE) * LIMIT_S + LIMIT_S
+    node.clock.now_s += 2 * (1 - LOOKING_SHARE) * LIMIT_S + LIMIT_S
     node.turn()
     assert node.role.has_work
     assert node.engine.counts().held >= 10
@@ -320,7 +321,7 @@ def test_a_tier_slower_than_computing_is_asked_only_now_and_then(node):
     node.start("a", prompt_of(41))
     node.start("b", prompt_of(41, seed=1))
     assert len(node.stack.looking) == 1
-    node.clock.now += 60
+    node.clock.now_s += 60
     node.start("c", prompt_of(41, seed=2))
     assert len(node.stack.looking) == 2
     (load,) = node.tiering.loads()
@@ -357,7 +358,7 @@ def test_a_stack_that_takes_nothing_now_is_asked_again_after_a_moment(node):
     assert node.engine.cache.num_unsaved == 5
     assert 0 < node.tiering.wait_s(60) <= 0.11
     node.stack.is_full = False
-    node.clock.now += 0.11
+    node.clock.now_s += 0.11
     node.run()
     assert node.engine.cache.num_unsaved == 0
     assert len(node.stack.content) == 5
@@ -405,7 +406,7 @@ class AnyOrder(RuleBasedStateMachine):
     def start(self, prefix, seed, salt):
         name = str(len(self.prompts))
         self.prompts[name] = [*prefix, *prompt_of(seed, seed)]
-        self.began[name] = self.node.clock.now
+        self.began[name] = self.node.clock.now_s
         self.node.start(name, self.prompts[name], num_new=6, salt=salt)
 
     @precondition(lambda self: self.prompts)
@@ -418,12 +419,12 @@ class AnyOrder(RuleBasedStateMachine):
         for _ in range(num):
             self.node.turn()
         for active in self.node.tiering.waiting:
-            waited_s = self.node.clock.now - self.began[active.request.request_id]
+            waited_s = self.node.clock.now_s - self.began[active.request.request_id]
             assert waited_s < (2 - LOOKING_SHARE) * LIMIT_S
 
     @rule(seconds=st.sampled_from([0.1, 0.3, 2.0]))
     def time_passes(self, seconds):
-        self.node.clock.now += seconds
+        self.node.clock.now_s += seconds
         self.node.role.poll()
 
     @rule(data=st.data(), at_most=st.integers(0, 9))
@@ -472,7 +473,7 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self):
         for stack in self.node.stacks:
             stack.is_full = False
-        self.node.clock.now += 1
+        self.node.clock.now_s += 1
         self.node.run()
         for name in self.node.told.finishes:
             assert self.node.told.tokens[name] == toy_answer(self.prompts[name], 6)

@@ -86,7 +86,7 @@ def test_a_rank_that_says_nothing_costs_a_request_no_more_than_its_limit(node):
     node.stacks[0].answer_all()
     node.turn()
     assert len(node.tiering.waiting) == 1
-    node.clock.now += test_tiering.LIMIT_S
+    node.clock.now_s += test_tiering.LIMIT_S
     node.turn()
     assert not node.tiering.waiting
     # Its answer comes when nobody waits any more.
@@ -186,7 +186,7 @@ class AnyOrder(test_tiering.AnyOrder):
         self.node.role.flush_cache()
         name = str(len(self.prompts))
         self.prompts[name] = data.draw(st.sampled_from(list(self.prompts.values())))
-        self.began[name] = self.node.clock.now
+        self.began[name] = self.node.clock.now_s
         self.node.start(name, self.prompts[name], num_new=6, salt="a")
 
     @rule()

@@ -12,16 +12,6 @@ from tandem.wire.messages import TierLoad
 from tandem.wire.prefixes import PageKey, PrefixJournal
 
 
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @dataclass
 class ScriptedStack:
     """Keeps what is saved by digest; answers only when told to, in any order.

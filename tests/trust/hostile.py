@@ -4,30 +4,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
 Any_ = st.SearchStrategy[Any]
 
-INTEGERS = [
-    0,
-    1,
-    2,
-    3,
-    -1,
-    7,
-    16,
-    17,
-    255,
-    65535,
-    65536,
-    2**31,
-    2**53,
-    2**63 - 1,
-    2**63,
-    2**64 - 1,
-    -(2**63),
-]
+# Whatever these tests do, they do for every example. `make properties` tries thousands.
+FUZZ = settings(suppress_health_check=list(HealthCheck))
+
+INTEGERS = [0, 1, 2, 3, -1, 7, 16, 17, 255, 65535, 65536]
+INTEGERS += [2**31, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)]
 FLOATS = [0.0, 1.0, -1.0, 0.5, 1e-320, 1e308, -1e308, float("inf"), float("-inf"), float("nan")]
 STRINGS = [
     "",
@@ -65,6 +52,8 @@ def _values(kind: inspect.Type, hints: Mapping[str, Any_]) -> Any_:
             return st.sampled_from(FLOATS)
         case inspect.StrType():
             return st.sampled_from(STRINGS)
+        case inspect.BytesType():
+            return st.binary(max_size=60)
         case inspect.BoolType():
             return st.booleans()
         case inspect.NoneType():

@@ -5,6 +5,7 @@ import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,9 +38,11 @@ def test_a_hole_that_a_floor_lets_in_or_that_is_installed_is_named(audit, tmp_pa
     assert "is installed: CVE-0, a hole" in said
 
 
-def test_a_service_that_does_not_answer_is_said_and_is_no_failure(audit, monkeypatch, capsys):
+def test_a_service_that_does_not_answer_is_said_and_is_no_failure(audit, capsys):
     failed = subprocess.CompletedProcess([], 1, "", "ConnectionError: no route")
-    monkeypatch.setattr(audit.importlib.util, "find_spec", lambda _name: True)
-    monkeypatch.setattr(audit.subprocess, "run", lambda *_args, **_more: failed)
+    audit.importlib = SimpleNamespace(util=SimpleNamespace(find_spec=lambda _name: True))
+    audit.subprocess = SimpleNamespace(
+        run=lambda *_args, **_more: failed, TimeoutExpired=subprocess.TimeoutExpired
+    )
     assert audit.look_up() == 0
     assert "no advisory service reachable" in capsys.readouterr().out

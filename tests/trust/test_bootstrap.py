@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import zmq
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.kvtransfer.events import Failed, Safe
@@ -20,14 +20,8 @@ from tests.calm import CALM, calm_receiver, calm_sender
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import serve_the_next
 from tests.patience import patiently
-from tests.trust.hostile import frames_of
+from tests.trust.hostile import FUZZ, frames_of
 
-FUZZ = settings(
-    max_examples=80,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
 EPOCH = Epoch(2)
 LAST = "the last model"
 GRANT_S, CONNECT_S = 5.0, 10.0

@@ -1,14 +1,18 @@
 """Whatever is sent to an engine's inbox: the loop goes on, every page is accounted for, the next is served."""
 
+import contextlib
 from contextlib import ExitStack
 
 import pytest
 import structlog.testing
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.wire.channel import Codec
+from tandem.wire.errors import MessageInvalid
+from tandem.wire.hand_off import FromPrefill, ToPrefill
 from tandem.wire.messages import ToEngine
-from tests.trust.hostile import frames_of
+from tests.trust.hostile import FUZZ, frames_of
 from tests.trust.node_rig import COLOCATED, DECODE, PREFILL, Cluster
 
 HINTS = {
@@ -25,12 +29,6 @@ HINTS = {
     "temperature": st.sampled_from([0.0, 1.0]),
     "repetition_penalty": st.just(1.0),
 }
-FUZZ = settings(
-    max_examples=60,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +56,17 @@ def test_no_message_stops_an_engine_or_keeps_a_page(cluster, node):
     # The loop survives what it did not foresee; here everything was.
     assert not [log for log in logs if log["log_level"] == "error"]
     cluster.serve_one()
+
+
+@pytest.mark.parametrize("union", [ToEngine, ToPrefill, FromPrefill])
+def test_what_is_decoded_can_be_sent_again_and_means_the_same(union):
+    codec = Codec(union)
+
+    @FUZZ
+    @given(frames_of(union))
+    def decode(frame):
+        with contextlib.suppress(MessageInvalid):
+            again = codec.encode(codec.decode(frame))
+            assert codec.encode(codec.decode(again)) == again
+
+    decode()

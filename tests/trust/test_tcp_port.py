@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.kvtransfer.plan import CopyPlan
@@ -19,14 +19,8 @@ from tandem.kvtransfer.transports.tcp_stream import TcpOffer
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import Room
 from tests.patience import PATIENCE_S
-from tests.trust.hostile import INTEGERS
+from tests.trust.hostile import FUZZ, INTEGERS
 
-FUZZ = settings(
-    max_examples=80,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
 PAGE, NUM_PAGES, ROOM = 64, 8, Room(7)
 GRANTED = [2, 3]
 INT64 = [number for number in INTEGERS if -(2**63) <= number < 2**63]
