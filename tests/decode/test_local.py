@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from tandem.wire.errors import EngineFailed, InvalidRequest
+from tandem.wire.errors import DeadlinePassed, EngineFailed, InvalidRequest
 from tandem.wire.generation import GenerateRequest, LogprobsWanted, RequestId, SamplingParams
 from tandem.wire.messages import StartColocated
 from tests.hand_off_rig import NUM_PAGES, PAGE, BrokenRunner, Pair, prompt_of
@@ -23,13 +23,16 @@ def pair(shared_pair):
     shared_pair.start_anew()
 
 
-def start_local(pair, name, prompt, *, priority=0, logprobs=None, **sampling) -> GenerateRequest:
+def start_local(
+    pair, name, prompt, *, priority=0, logprobs=None, deadline_s=None, **sampling
+) -> GenerateRequest:
     request = GenerateRequest(
         request_id=RequestId(name),
         prompt_ids=prompt,
         sampling=SamplingParams(**{"temperature": 0, "ignore_eos": True, **sampling}),
         priority=priority,
         logprobs=logprobs,
+        deadline_s=deadline_s,
     )
     pair.decode.start(pair.ticket(name), StartColocated(request=request))
     return request
@@ -83,6 +86,16 @@ def test_a_replayed_answer_goes_on_where_it_stopped(pair):
     pair.decode.start(pair.ticket("b"), StartColocated(request=rest))
     pair.run_until(lambda: finished(pair, "ab"))
     assert pair.decode_answers.tokens["b"] == expected
+
+
+def test_a_deadline_ends_a_request_that_waits_and_none_that_has_begun(pair):
+    start_local(pair, "begun", prompt_of(20), max_new_tokens=3, deadline_s=0)
+    pair.decode.step()
+    start_local(pair, "waiting", prompt_of(20), max_new_tokens=3, deadline_s=0)
+    pair.decode.poll()
+    assert isinstance(pair.decode_answers.errors.pop("waiting"), DeadlinePassed)
+    assert pair.decode.tickets() == [pair.ticket("begun")]
+    pair.run_until(lambda: finished(pair, ["begun"]))
 
 
 def test_a_forward_that_fails_costs_its_requests_and_no_page(pair):

@@ -40,6 +40,22 @@ def wait_for(is_so) -> None:
     raise AssertionError("it never came so far")
 
 
+def test_a_tier_that_keeps_failing_is_left_alone_twice_as_long_each_time_up_to_a_limit():
+    breaker, now_s = guard.Breaker(), 1000.0
+    for number in range(12):
+        breaker.failed(now_s)
+        breaker.failed(now_s)  # of a call that was under way: not counted again
+        longest_s = min(guard.BREAKER_MAX_S, guard.BREAKER_FIRST_S * 2**number)
+        assert longest_s / 2 <= breaker.until_s - now_s <= longest_s
+        assert not breaker.allows(breaker.until_s - 0.001)
+        now_s = breaker.until_s
+        assert breaker.allows(now_s)
+    breaker.is_up = True  # a failure long after is the first of its kind
+    now_s += guard.BREAKER_MAX_S + 1
+    breaker.failed(now_s)
+    assert breaker.until_s - now_s <= guard.BREAKER_FIRST_S
+
+
 def test_each_tier_is_asked_for_what_those_before_it_lack():
     fast, slow = FakeTier("fast"), FakeTier("slow")
     of = keys(5)

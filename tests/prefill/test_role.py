@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.wire.errors import EngineFailed, InvalidRequest
+from tandem.wire.errors import DeadlinePassed, EngineFailed, InvalidRequest
 from tandem.wire.generation import GenerateRequest, LogprobsWanted, RequestId, SamplingParams
 from tandem.wire.messages import StartColocated
 from tests.hand_off_rig import Pair, prompt_of
@@ -56,6 +56,28 @@ def test_requests_whose_pages_are_under_way_do_not_wait(tiny_model):
         made.run_until(made.all_pages_are_back)
     finally:
         made.close()
+
+
+def test_the_pages_of_an_answer_of_one_token_stay_until_they_were_pushed(tiny_model):
+    transport = LoopbackTransport([Fault("hang")])
+    made = Pair(tiny_model("llama"), transport)
+    try:
+        made.start("a", prompt_of(30), max_new_tokens=1)
+        made.run_until(lambda: made.prefill_answers.finishes["a"] == ["length"])
+        assert made.prefill_engine.counts().held > 0
+        transport.release()
+        made.run_until(made.all_pages_are_back)
+    finally:
+        made.close()
+
+
+def test_a_prompt_whose_deadline_passes_before_its_grant_is_rejected_at_both_nodes(pair):
+    pair.start("a", prompt_of(30), max_new_tokens=3, deadline_s=0)
+    pair.prefill.poll()
+    assert isinstance(pair.prefill_answers.errors["a"], DeadlinePassed)
+    pair.run_until(lambda: "a" in pair.decode_answers.errors)
+    assert pair.prefill.tickets() == pair.decode.tickets() == []
+    pair.run_until(pair.all_pages_are_back)
 
 
 def test_a_failure_is_told_once_however_often_the_engine_fails(pair):
