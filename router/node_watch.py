@@ -111,7 +111,7 @@ class Watcher:
             raise
         client = node.meet(info, self._key, self._heartbeat)
         if client is not None:
-            tasks.create_task(client.run())
+            tasks.create_task(_hold(node, client))
         assert node.client is not None
         await _wait_answered(node.client)
         if silence := self._silence_of(node.client):
@@ -153,6 +153,14 @@ class Watcher:
                 tokenizer = await fetch_tokenizer(session, node.url, name)
                 self._tokenizers[name] = tokenizer
             node.tokenizer = tokenizer
+
+
+async def _hold(node: Node, client: EngineClient) -> None:
+    """Hold a link. What a node sends may end its link, which is then opened anew, and nothing else."""
+    try:
+        await client.run()
+    except* Exception:
+        log.exception("node.link_failed", role=node.role, url=node.url, action="connecting again")
 
 
 async def _wait_answered(client: EngineClient) -> None:

@@ -18,7 +18,8 @@ from tandem.frontend.app import create_app
 from tandem.frontend.edge import EDGE, leave
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.reply_parser import reply_formats
-from tandem.frontend.server import serving
+from tandem.frontend.server import Accepting, accepting_all, serving
+from tandem.router.accepting import Acceptor, OpenConnections
 from tandem.router.backend import ClusterBackend
 from tandem.router.cluster import Cluster
 from tandem.router.combined import Combined
@@ -103,7 +104,7 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
         ]
         if has_siblings:
             await _meet(cluster, stopping)
-        async with serving(app, sock, config.drain_timeout_s):
+        async with serving(app, sock, config.drain_timeout_s, _accepting(start)):
             log.info("edge_worker.ready", policy=config.policy)
             link.tell("ready")
             _calm_collector()
@@ -112,6 +113,13 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
         # Requests have ended or were cut: leave the nodes.
         for task in (following, *beside):
             task.cancel()
+
+
+def _accepting(start: WorkerStart) -> Accepting:
+    directory = start.metrics_directory
+    if not directory:
+        return accepting_all
+    return Acceptor(OpenConnections(directory, start.config.num_workers), start.index).accepting
 
 
 async def _meet(cluster: Cluster, stopping: asyncio.Event) -> None:

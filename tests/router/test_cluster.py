@@ -8,6 +8,7 @@ import pytest
 import structlog
 import tokenizers
 
+from tandem.frontend.engine_client import EngineClient
 from tandem.frontend.options import HttpOptions, TlsFiles, server_context
 from tandem.frontend.tokenizer import tokenizer_hash
 from tandem.router.cluster import Cluster
@@ -49,6 +50,23 @@ async def test_an_engine_that_restarts_is_used_again_under_its_new_life():
         await until(before.lost.is_set)
         assert (True, False) in seen
         await until(lambda: node.is_up and node.client is not before)
+        assert setup.backend.health().is_serving
+
+
+async def test_a_report_that_breaks_its_reader_ends_one_link_which_is_opened_anew(monkeypatch):
+    async with cluster() as setup:
+        node = setup.backend._cluster.decodes[0]
+        before, takes = node.client, EngineClient._take
+
+        def breaking(client, messages) -> None:
+            if client is before:
+                raise ValueError("unreadable")
+            takes(client, messages)
+
+        monkeypatch.setattr(EngineClient, "_take", breaking)
+        with structlog.testing.capture_logs() as logs:
+            await until(lambda: node.client is not before and node.is_up)
+        assert [one["url"] for one in logs if one["event"] == "node.link_failed"] == [node.url]
         assert setup.backend.health().is_serving
 
 

@@ -150,6 +150,16 @@ async def test_a_node_that_is_up_at_any_worker_counts_as_up(router):
     await until(lambda: not parent._is_up("http://a:1"))
 
 
+@pytest.mark.parametrize("sent", ["{}", "[[[", '{"type":"Call","kind":"up","body":7}', "\\ud800"])
+async def test_a_line_that_cannot_be_read_ends_the_link_of_its_worker_alone(router, sent):
+    parent, worker, other = router
+    worker.link._writer.write(f"{sent}\n".encode())
+    await asyncio.wait_for(worker.running, PATIENCE_S)  # its input ends: it stops
+    assert await parent._workers[1].link.ask("status", timeout_s=PATIENCE_S)
+    other.link.tell("up", ["http://a:1"])
+    await until(lambda: parent._is_up("http://a:1"))
+
+
 async def test_metrics_have_a_line_for_each_worker(router):
     _, asked, _ = router
     async with asked.client.get("/metrics") as response:
