@@ -13,8 +13,8 @@ request gets is decided later, by `pairing.py`.
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -229,7 +229,8 @@ class Admission:
         """
         arrived = _now()
         deadline = None if request.deadline_s is None else arrived + request.deadline_s
-        with self._counted(request, arrived) as usage:
+        usage = self._begin(request, arrived)
+        try:
             if not await self._enter(request, arrived, deadline):
                 yield None
                 return
@@ -237,6 +238,9 @@ class Admission:
                 yield Admitted(_for_nodes(request, deadline), usage)
             finally:
                 self._left()
+        finally:
+            if usage is not None:
+                usage.end()
 
     def abort(self, request_id: str) -> bool:
         """End a request that waits. False if it does not wait here."""
@@ -257,28 +261,23 @@ class Admission:
             delay_s = max(0.0, self._counted_at + self._holds_s - _now())
             self._looking = asyncio.get_running_loop().call_later(delay_s, self._start_waiting)
 
-    @contextmanager
-    def _counted(self, request: GenerateRequest, now: float) -> Iterator[Usage | None]:
-        """Count what the request's key uses."""
+    def _begin(self, request: GenerateRequest, now: float) -> Usage | None:
+        """Count what the request's key uses; None: nothing limits it."""
         usage = self._keys.of(request.client, now)
-        if usage is None:
-            yield None
-            return
-        with self._metrics.rejections():
-            usage.begin(len(request.prompt_ids), now)
-        try:
-            yield usage
-        finally:
-            usage.end()
+        if usage is not None:
+            with self._metrics.rejections():
+                usage.begin(len(request.prompt_ids), now)
+        return usage
 
     async def _enter(self, request: GenerateRequest, now: float, deadline: float | None) -> bool:
         """Wait for a place; return whether the request has one: False when it was aborted."""
+        is_late = deadline is not None and deadline <= now
+        if not is_late and (not self._is_on or self._is_open(now)):
+            self._start(now, now)
+            return True
         with self._metrics.rejections():
-            if deadline is not None and deadline <= now:
+            if is_late:
                 raise DeadlinePassed("the time that the client would wait was over on arrival")
-            if not self._is_on or self._is_open(now):
-                self._start(now, now)
-                return True
             expires = self._queue.expiry(now, deadline)
             waiting = Waiting(
                 request.client,

@@ -104,16 +104,18 @@ class ClusterBackend:
                     self._groups.entered(progress.group) as group,
                 ):
                     try:
-                        with serving.running(progress, group):
-                            while (delta := await serving.next()) is not None:
-                                if delta.finish is not None:
-                                    # Its reader may leave now.
-                                    outcome.name = "finished"
-                                yield delta
+                        serving.begin(progress, group)
+                        while (delta := await serving.next()) is not None:
+                            if delta.finish is not None:
+                                # Its reader may leave now.
+                                outcome.name = "finished"
+                            yield delta
                     except TandemError:
+                        serving.end()
                         yield progress.last_words()
                         raise
                     finally:
+                        serving.end()
                         admitted.answered(len(progress.sent_ids))
         finally:
             if self._requests.get(request.request_id) is serving:

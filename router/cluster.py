@@ -93,6 +93,11 @@ class Roster:
             )
         return self._snapshot
 
+    def view(self, url: str) -> NodeSnapshot | None:
+        """Return one node of a known role at this moment."""
+        self.snapshot()
+        return self._shown["prefill"].get(url) or self._shown["decode"].get(url)
+
     def _look_at(self, url: str) -> None:
         node = self._nodes.get(url)
         outline = _outline(node)
@@ -244,6 +249,10 @@ class Cluster:
     def node(self, url: str) -> Node:
         """Return the node of this URL. One that was forgotten is as one that was never reached."""
         return self.roster.find(url) or Node(url, "")
+
+    def view(self, url: str) -> NodeSnapshot:
+        """Return the node of this URL as it is at this moment."""
+        return self.roster.view(url) or Node(url, "").snapshot()
 
     @property
     def is_serving(self) -> bool:

@@ -82,17 +82,13 @@ class Pairing:
         self._turns = itertools.count()
         self.uses: dict[Pair, PairUse] = {}
 
-    @contextmanager
-    def used(self, pair: Pair, num_tokens: int) -> Iterator[None]:
-        """Count an attempt with a prompt of so many tokens as running inside the block."""
+    def begin(self, pair: Pair, num_tokens: int) -> PairUse:
+        """Count an attempt with a prompt of so many tokens; its owner counts its end in what is returned."""
         use = self.uses.setdefault(pair, PairUse())
         use.num_running += 1
         use.num_started += 1
         use.num_tokens += num_tokens
-        try:
-            yield
-        finally:
-            use.num_running -= 1
+        return use
 
     def forget(self, urls: set[str]) -> None:
         """Forget idle pairs with a node that is none of `urls`."""
@@ -122,7 +118,7 @@ class Pairing:
         return pair
 
     def _serves(self, pair: Pair, fingerprint: str) -> bool:
-        nodes = [self._cluster.node(url).snapshot() for url in pair.urls]
+        nodes = [self._cluster.view(url) for url in pair.urls]
         return all(
             node.is_up and not node.is_aside and node.fingerprint == fingerprint for node in nodes
         )
@@ -159,8 +155,8 @@ class Pairing:
         Tokens in decode's tiers count as not cached: the threshold bounds how much its other answers are slowed
         down, and a fetch that fails or comes late is computed.
         """
-        decode = self._cluster.node(pair.decode).snapshot()
-        is_stand_in = self._cluster.node(pair.prefill).role == "decode"
+        decode = self._cluster.view(pair.decode)
+        is_stand_in = self._cluster.view(pair.prefill).role == "decode"
         threshold, num_cached = self._cluster.local_prefill_threshold, asked.cached_tokens(decode)
         if not is_stand_in and not stays_on_decode(request, decode, threshold, num_cached):
             return pair
@@ -170,12 +166,12 @@ class Pairing:
 
     def _expect(self, pair: Pair, asked: Asked) -> None:
         """Have the nodes count what they were given, until their loads include it."""
+        computing = pair.prefill or pair.decode
+        snapshot = self._cluster.view(computing)
         self._cluster.node(pair.decode).expect(asked.num_tokens)
-        computing = self._cluster.node(pair.prefill or pair.decode)
-        snapshot = computing.snapshot()
         found = asked.found_in(snapshot)
         self._metrics.given(asked.num_tokens, found)
         if pair.prefill:
             # As it was rated: a fetched token costs its share of being computed.
             saved = asked.saved_tokens(snapshot) if snapshot.tiers else found["device"]
-            computing.expect(asked.num_tokens - round(saved))
+            self._cluster.node(computing).expect(asked.num_tokens - round(saved))
