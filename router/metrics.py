@@ -13,6 +13,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
+from tandem.router.overview import Totals
 from tandem.router.policy import ClusterSnapshot
 from tandem.telemetry.process_metrics import BuildCollector, ProcessesCollector
 from tandem.wire.errors import TandemError
@@ -28,15 +29,11 @@ GaugeMode = Literal["livesum", "livemostrecent"]
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What one edge worker has counted so far."""
+    """What one edge worker counts: requests now, and since it began."""
 
     num_in_flight: int
     num_queued: int
-    num_finished: int
-    num_failed: int
-    num_cancelled: int
-    num_replays: int
-    num_refused: int
+    totals: Totals
 
 
 class Outcome:
@@ -160,11 +157,13 @@ class RouterMetrics:
         return Counts(
             num_in_flight=sum(_by_label(self._in_flight).values()),
             num_queued=sum(_by_label(self.queued).values()),
-            num_finished=ended.get("finished", 0),
-            num_failed=ended.get("failed", 0),
-            num_cancelled=ended.get("cancelled", 0),
-            num_replays=sum(_by_label(self.replays).values()),
-            num_refused=sum(_by_label(self.refused).values()),
+            totals=Totals(
+                num_finished=ended.get("finished", 0),
+                num_failed=ended.get("failed", 0),
+                num_cancelled=ended.get("cancelled", 0),
+                num_replays=sum(_by_label(self.replays).values()),
+                num_refused=sum(_by_label(self.refused).values()),
+            ),
         )
 
     def render(self, snapshot: ClusterSnapshot, tier_blocks: Mapping[str, int]) -> str:

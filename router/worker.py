@@ -23,11 +23,10 @@ from tandem.router.accepting import Acceptor, OpenConnections
 from tandem.router.backend import ClusterBackend
 from tandem.router.cluster import Cluster
 from tandem.router.combined import Combined
-from tandem.router.console import OverviewApi, PageFiles
+from tandem.router.console import Observer, OverviewApi, PageFiles
 from tandem.router.control import Link, WorkerStart, socket_of, started
 from tandem.router.membership import Members
 from tandem.router.nodes_api import NodesApi
-from tandem.router.observer import Observer
 from tandem.router.policies import policy_of
 from tandem.telemetry.log import configure, get_logger
 from tandem.wire.errors import ConfigInvalid
@@ -73,8 +72,7 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
     observer = Observer(cluster, backend)
     app[EDGE].timings_sinks.append(observer)
     link = await Link.over(parent)
-    nodes = NodesApi(cluster, link)
-    overview = OverviewApi(observer, link if has_siblings else None)
+    nodes, overview = NodesApi(cluster, link), OverviewApi(observer, link if has_siblings else None)
     app.add_routes([*nodes.routes(), *overview.routes(), *page.routes()])
     link.on_told = {
         "members": lambda body: cluster.apply(msgspec.json.decode(body, type=Members)),
@@ -86,7 +84,6 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
             link=link,
             edge=app[EDGE],
             cluster=cluster,
-            nodes=nodes,
             observer=observer,
             metrics_directory=start.metrics_directory,
         )

@@ -8,8 +8,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from tandem.frontend.app import create_app
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.router.config import node_id
-from tandem.router.console import OverviewApi, PageFiles
-from tandem.router.observer import Observer
+from tandem.router.console import Observer, OverviewApi, PageFiles
 from tandem.wire.messages import NodeLoad, StartPrefill
 from tests.router.fake_node import FakeNode, request, until
 from tests.router.test_backend import cluster, watched
