@@ -6,7 +6,7 @@
                  Watcher ──────┘ one task a node
 ```
 
-The parent process owns the membership (`membership.py`). Which nodes take a request is decided in `policy.py`; requests
+The parent process owns the membership (`membership.py`). Which nodes take a request is decided in `pairing.py`; requests
 run in `request.py`.
 
 Every request asks for the view of all nodes, and every engine reports its load five times a second: with hundreds of nodes

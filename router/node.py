@@ -25,7 +25,6 @@ from tandem.frontend.token_stream import Start, TokenStream
 from tandem.frontend.tokenizer import Tokenizer
 from tandem.router.config import host_of
 from tandem.router.membership import Member
-from tandem.router.node_http import NodeUnusable
 from tandem.router.policy import NodeSnapshot
 from tandem.router.prefixes import NOTHING_CACHED, KnownPrefixes, NodePrefixes
 from tandem.telemetry.log import get_logger
@@ -52,6 +51,10 @@ _FAULTS = frozenset({EngineFailed.code, TransferFailed.code, KVCorrupted.code})
 # A request that breaks a step once, and its replay on the same node, are no reason.
 _MOST_IN_A_ROW = 3
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 5.0, 60.0
+
+
+class NodeUnusable(Exception):
+    """A node cannot be used now; the message is why, for people."""
 
 
 class Standing:

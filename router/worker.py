@@ -27,7 +27,7 @@ from tandem.router.console import Observer, OverviewApi, PageFiles
 from tandem.router.control import Link, WorkerStart, socket_of, started
 from tandem.router.membership import Members
 from tandem.router.nodes_api import NodesApi
-from tandem.router.policies import policy_of
+from tandem.router.policy import policy_of
 from tandem.telemetry.log import configure, get_logger
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.keys import operator_key

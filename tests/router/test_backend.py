@@ -10,7 +10,7 @@ from tandem.router.backend import ClusterBackend
 from tandem.router.cluster import Cluster
 from tandem.router.config import PrefillTarget, RouterConfig
 from tandem.router.membership import Announcement, Membership
-from tandem.router.policies import POLICIES
+from tandem.router.policy import POLICIES
 from tandem.wire.errors import (
     Aborted,
     AttemptsUsedUp,

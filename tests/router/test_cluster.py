@@ -14,8 +14,7 @@ from tandem.frontend.tokenizer import tokenizer_hash
 from tandem.router.cluster import Cluster
 from tandem.router.config import PrefillTarget, RouterConfig
 from tandem.router.membership import Member, Members
-from tandem.router.node_http import INFO_TIMEOUT_S
-from tandem.router.node_watch import FIRST_ANSWER_TIMEOUT_S, LAST_RETRY_S
+from tandem.router.node_watch import FIRST_ANSWER_TIMEOUT_S, INFO_TIMEOUT_S, LAST_RETRY_S
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import SamplingDefaults
 from tandem.wire.keys import operator_key, reader_key

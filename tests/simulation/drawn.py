@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tandem.kvtransfer.transports.loopback import Fault
 from tandem.router.config import AdmissionConfig, Limits
-from tandem.router.policies import POLICIES
+from tandem.router.policy import POLICIES
 from tandem.wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
 from tests.simulation.clients import Client
 from tests.simulation.nodes import NodeShape

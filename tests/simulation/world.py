@@ -10,7 +10,7 @@ import structlog
 from tandem.kvtransfer.transports.loopback import Fault
 from tandem.router.config import AdmissionConfig
 from tandem.router.membership import Announcement
-from tandem.router.node_http import NodeUnusable
+from tandem.router.node import NodeUnusable
 from tandem.wire.errors import TandemError
 from tandem.wire.messages import StartColocated, StartDecode, StartPrefill
 from tests.simulation.clients import Client
