@@ -142,10 +142,9 @@ class Acceptor:
 
 async def _readable(sock: socket.socket) -> None:
     """Wait until a connection waits in a listening socket."""
-    loop = asyncio.get_running_loop()
-    arrived = loop.create_future()
-    loop.add_reader(sock, lambda: arrived.done() or arrived.set_result(None))
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock, arrived.set)
     try:
-        await arrived
+        await arrived.wait()
     finally:
         loop.remove_reader(sock)

@@ -199,7 +199,7 @@ class Cluster:
         self.local_prefill_threshold = config.local_prefill_threshold
         self.came_up: Callable[[], None] = lambda: None
         self._tls = config.node_tls()
-        self._watcher = Watcher(config, came_up=self._tell_came_up)
+        self._watcher = Watcher(config, lambda: self.came_up())  # noqa: PLW0108 - set later
         # No client's key is sent to nodes: whatever listens at a node's address would have it.
         key = reader_key(operator_key(config.cluster_secret))
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -302,9 +302,6 @@ class Cluster:
                 blocks[name] = blocks.get(name, 0) + (0 if store in counted else num_blocks)
                 counted |= {store} - {""}
         return blocks
-
-    def _tell_came_up(self) -> None:
-        self.came_up()
 
     def _want(self, member: Member) -> None:
         node = self.roster.find(member.url)

@@ -19,9 +19,7 @@ whether there is another:
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from tandem.router.cluster import Cluster
 from tandem.router.metrics import RouterMetrics
@@ -42,8 +40,6 @@ from tandem.wire.generation import GenerateRequest, new_room
 from tandem.wire.messages import StartColocated, StartDecode, StartPrefill, TokenDelta
 
 log = get_logger(__name__)
-
-T = TypeVar("T")
 
 # A rolling update of a large cluster hands a long answer over a few times; more means that a node is broken.
 MAX_HAND_OVERS = 32
@@ -309,11 +305,19 @@ class Request:
         Raises:
             NoNodeAvailable: They did not come in time.
         """
-        pair = await self._when_up(self._choose)
-        # A router that is cut off loses its nodes one after the other, all within a moment: without a look
-        # each of them would cost the same request an attempt.
-        while self._lost is not None and not await self._are_alive(pair):
-            pair = await self._when_up(self._choose)
+        deadline = asyncio.get_running_loop().time() + self._shared.waits.limit_s
+        while True:
+            self._check()
+            try:
+                pair = self._choose()
+            except NoNodeAvailable:
+                if not await self._shared.waits.until(self._wake, deadline):
+                    raise
+                continue
+            # A router that is cut off loses its nodes one after the other, all within a moment: without a look
+            # each of them would cost the same request an attempt.
+            if self._lost is None or await self._are_alive(pair):
+                break
         self._check()
         self._progress.trail.end("pair", pair.decode)
         return pair
@@ -328,17 +332,6 @@ class Request:
     async def _are_alive(self, pair: Pair) -> bool:
         clients = [self._cluster.node(url).client for url in pair.urls]
         return all([client is not None and await client.is_alive() for client in clients])
-
-    async def _when_up(self, look: Callable[[], T]) -> T:
-        """Return what `look` returns, waiting for nodes while it raises `NoNodeAvailable`."""
-        deadline = asyncio.get_running_loop().time() + self._shared.waits.limit_s
-        while True:
-            self._check()
-            try:
-                return look()
-            except NoNodeAvailable:
-                if not await self._shared.waits.until(self._wake, deadline):
-                    raise
 
     def _begin_attempt(self, pair: Pair) -> Attempt:
         number, self._number = self._number, self._number + 1
