@@ -28,7 +28,7 @@ log = get_logger(__name__)
 GIVE_WAY_S = 0.02
 LOOK_INTERVAL_S = 0.001
 # No descriptor is left: the connections wait in the socket until one is closed.
-PAUSE_S = 0.1
+PAUSE_S = 1.0
 # Among many connections a few more or less are even, and a burst needs fewer looks.
 SLACK_SHARE = 8
 # More than any worker has open.
@@ -71,7 +71,10 @@ class Acceptor:
     async def accepting(
         self, server: web.Server, sock: socket.socket, tls: ssl.SSLContext | None
     ) -> AsyncIterator[None]:
-        """Accept connections of a listening socket for a server inside the block."""
+        """Accept connections of a listening socket for a server inside the block, then close the socket here.
+
+        Once every worker has closed it, the kernel refuses clients at once, and they try elsewhere.
+        """
         self._server, self._socket, self._tls = server, sock, tls
         accepting = asyncio.get_running_loop().create_task(self._accept())
         try:
@@ -81,6 +84,7 @@ class Acceptor:
                 task.cancel()
             await asyncio.gather(accepting, *self._beginning, return_exceptions=True)
             self._shared.note(self._index, AWAY)
+            sock.close()
 
     async def _accept(self) -> None:
         while True:

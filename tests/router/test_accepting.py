@@ -103,9 +103,11 @@ async def test_a_worker_that_leaves_is_away_and_what_it_did_not_accept_waits(mon
     shared = OpenConnections(str(tmp_path), 2)
     shared.note(1, 0)
     with listen("127.0.0.1", 0) as sock, socket.create_connection(sock.getsockname()):
-        async with Acceptor(shared, 0).accepting(Server(), sock, None):
+        inherited = sock.dup()
+        async with Acceptor(shared, 0).accepting(Server(), inherited, None):
             shared.note(0, 5)
         assert shared.others(1) == [AWAY]
+        assert inherited.fileno() == -1, "the kernel refuses clients once no process listens"
         sock.accept()[0].close()
 
 
@@ -118,6 +120,7 @@ async def test_a_worker_without_descriptors_accepts_once_it_has_some(monkeypatch
         return accept(self)
 
     monkeypatch.setattr(Acceptor, "_accept_one", failing)
+    monkeypatch.setattr(accepting, "PAUSE_S", 0.0)
     async with pool(tmp_path, 2) as (sock, servers, _), AsyncExitStack() as clients:
         connect(clients, sock, 2)
         await until(lambda: sum(num_open(servers)) == 2)
