@@ -89,8 +89,10 @@ class Watcher:
             node.trouble.clear()
             try:
                 await self._ask(node, session, tasks)
-            except NodeUnusable as unusable:
-                node.note(reason=str(unusable))
+            except Exception as error:  # the top of a node: whatever it sends, the others serve on
+                if not isinstance(error, NodeUnusable):
+                    log.exception("node.watch_failed", url=node.url)
+                node.note(reason=str(error) or type(error).__name__)
                 if not node.is_up and node.reason != old_reason:
                     log.warning("node.down", role=node.role, url=node.url, reason=node.reason)
                 await asyncio.sleep(retry_s)

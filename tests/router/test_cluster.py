@@ -14,6 +14,7 @@ from tandem.frontend.tokenizer import tokenizer_hash
 from tandem.router.cluster import Cluster
 from tandem.router.config import PrefillTarget, RouterConfig
 from tandem.router.membership import Member, Members
+from tandem.router.node import Node
 from tandem.router.node_watch import FIRST_ANSWER_TIMEOUT_S, INFO_TIMEOUT_S, LAST_RETRY_S
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import SamplingDefaults
@@ -67,6 +68,23 @@ async def test_a_report_that_breaks_its_reader_ends_one_link_which_is_opened_ane
             await until(lambda: node.client is not before and node.is_up)
         assert [one["url"] for one in logs if one["event"] == "node.link_failed"] == [node.url]
         assert setup.backend.health().is_serving
+
+
+async def test_an_answer_that_breaks_its_reader_is_asked_for_again_and_ends_no_other_node(
+    monkeypatch,
+):
+    checks, failures = Node.check, iter([ValueError("unreadable")])
+
+    def breaking(node, info) -> None:
+        for failure in failures:
+            raise failure
+        checks(node, info)
+
+    monkeypatch.setattr(Node, "check", breaking)
+    with structlog.testing.capture_logs() as logs:
+        async with cluster() as setup:
+            assert setup.backend.health().is_serving
+    assert [one["event"] for one in logs].count("node.watch_failed") == 1
 
 
 async def test_a_node_that_restarts_under_its_address_serves_within_five_seconds():
