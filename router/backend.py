@@ -1,5 +1,6 @@
 """The cluster as the frontend's `Backend`: admits requests, serves each until its last token, counts how it ends."""
 
+import asyncio
 import random
 from collections.abc import AsyncGenerator, Mapping
 
@@ -99,8 +100,9 @@ class ClusterBackend:
                     return
                 trail.end("queue")
                 progress = Progress(admitted.request, tap, trail=trail)
+                outcome = "failed"
                 with (
-                    self._metrics.request() as outcome,
+                    self._metrics.in_flight.track_inprogress(),
                     self._groups.entered(progress.group) as group,
                 ):
                     try:
@@ -108,8 +110,11 @@ class ClusterBackend:
                         while (delta := await serving.next()) is not None:
                             if delta.finish is not None:
                                 # Its reader may leave now.
-                                outcome.name = "finished"
+                                outcome = "finished"
                             yield delta
+                    except (GeneratorExit, asyncio.CancelledError):
+                        outcome = "finished" if progress.is_finished else "cancelled"
+                        raise
                     except TandemError:
                         serving.end()
                         yield progress.last_words()
@@ -117,6 +122,7 @@ class ClusterBackend:
                     finally:
                         serving.end()
                         admitted.answered(len(progress.sent_ids))
+                        self._metrics.requests.labels(outcome).inc()
         finally:
             if self._requests.get(request.request_id) is serving:
                 del self._requests[request.request_id]

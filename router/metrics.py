@@ -1,6 +1,5 @@
 """What one edge worker counts of its requests and nodes, for Prometheus: each metric is declared here, once."""
 
-import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,12 +35,6 @@ class Counts:
     totals: Totals
 
 
-class Outcome:
-    """How one request ended, as far as it is known: empty until then."""
-
-    name = ""
-
-
 class RouterMetrics:
     """Counters in a registry of their own, so that two routers in one process do not share any.
 
@@ -65,7 +58,7 @@ class RouterMetrics:
             "Requests by how they ended: finished, failed or cancelled.",
             "outcome",
         )
-        self._in_flight = gauge("tandem_router_requests_in_flight", "Requests now running.")
+        self.in_flight = gauge("tandem_router_requests_in_flight", "Requests now running.")
         self.replays = counter(
             "tandem_router_replays",
             "Attempts after the first, by the error that ended the one before.",
@@ -124,20 +117,6 @@ class RouterMetrics:
             self.refused.labels(error.code).inc()
             raise
 
-    @contextmanager
-    def request(self) -> Iterator[Outcome]:
-        """Count one request and how it ends: cancelled if it is left before its outcome is set."""
-        outcome = Outcome()
-        self._in_flight.inc()
-        try:
-            yield outcome
-        except (GeneratorExit, asyncio.CancelledError):
-            outcome.name = outcome.name or "cancelled"
-            raise
-        finally:
-            self._in_flight.dec()
-            self.requests.labels(outcome.name or "failed").inc()
-
     def given(self, num_tokens: int, found: Mapping[str, int]) -> None:
         """Count a prompt that a node is given, and how many of its tokens are thought to be where."""
         for place, count in found.items():
@@ -155,7 +134,7 @@ class RouterMetrics:
         """Return what this process counted."""
         ended = _by_label(self.requests)
         return Counts(
-            num_in_flight=sum(_by_label(self._in_flight).values()),
+            num_in_flight=sum(_by_label(self.in_flight).values()),
             num_queued=sum(_by_label(self.queued).values()),
             totals=Totals(
                 num_finished=ended.get("finished", 0),
