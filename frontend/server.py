@@ -7,8 +7,9 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
@@ -84,9 +85,36 @@ class _HttpLogger(logging.Logger):
             log.error("http.failed", message=record.getMessage(), exc_info=error)
 
 
+Accepting = Callable[
+    [web.Server, socket.socket, ssl.SSLContext | None], AbstractAsyncContextManager[None]
+]
+"""Accepts connections of a listening socket for a server inside the block."""
+
+
+@asynccontextmanager
+async def accepting_all(
+    server: web.Server, sock: socket.socket, tls: ssl.SSLContext | None
+) -> AsyncIterator[None]:
+    """Accept every connection, as the only process of a socket does."""
+    listener = await asyncio.get_running_loop().create_server(
+        server,
+        sock=sock,
+        backlog=BACKLOG,
+        ssl=tls,
+        ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if tls else None,
+    )
+    try:
+        yield
+    finally:
+        listener.close()
+
+
 @asynccontextmanager
 async def serving(
-    app: web.Application, sock: socket.socket, drain_timeout_s: float = 5.0
+    app: web.Application,
+    sock: socket.socket,
+    drain_timeout_s: float = 5.0,
+    accepting: Accepting = accepting_all,
 ) -> AsyncIterator[None]:
     """Serve `app` on a listening socket inside the block. On leaving, drain and close it.
 
@@ -111,16 +139,7 @@ async def serving(
     await runner.setup()
     assert runner.server is not None
     try:
-        listener = await asyncio.get_running_loop().create_server(
-            runner.server,
-            sock=sock,
-            backlog=BACKLOG,
-            ssl=tls,
-            ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if tls else None,
-        )
-        try:
+        async with accepting(runner.server, sock, tls):
             yield
-        finally:
-            listener.close()
     finally:
         await runner.cleanup()

@@ -1,5 +1,6 @@
 """The cluster as the frontend's `Backend`: admits requests, serves each until its last token, counts how it ends."""
 
+import asyncio
 import random
 from collections.abc import AsyncGenerator, Mapping
 
@@ -99,22 +100,29 @@ class ClusterBackend:
                     return
                 trail.end("queue")
                 progress = Progress(admitted.request, tap, trail=trail)
+                outcome = "failed"
                 with (
-                    self._metrics.request() as outcome,
+                    self._metrics.in_flight.track_inprogress(),
                     self._groups.entered(progress.group) as group,
                 ):
                     try:
-                        with serving.running(progress, group):
-                            while (delta := await serving.next()) is not None:
-                                if delta.finish is not None:
-                                    # Its reader may leave now.
-                                    outcome.name = "finished"
-                                yield delta
+                        serving.begin(progress, group)
+                        while (delta := await serving.next()) is not None:
+                            if delta.finish is not None:
+                                # Its reader may leave now.
+                                outcome = "finished"
+                            yield delta
+                    except (GeneratorExit, asyncio.CancelledError):
+                        outcome = "finished" if progress.is_finished else "cancelled"
+                        raise
                     except TandemError:
+                        serving.end()
                         yield progress.last_words()
                         raise
                     finally:
+                        serving.end()
                         admitted.answered(len(progress.sent_ids))
+                        self._metrics.requests.labels(outcome).inc()
         finally:
             if self._requests.get(request.request_id) is serving:
                 del self._requests[request.request_id]

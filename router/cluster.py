@@ -6,7 +6,7 @@
                  Watcher ──────┘ one task a node
 ```
 
-The parent process owns the membership (`membership.py`). Which nodes take a request is decided in `policy.py`; requests
+The parent process owns the membership (`membership.py`). Which nodes take a request is decided in `pairing.py`; requests
 run in `request.py`.
 
 Every request asks for the view of all nodes, and every engine reports its load five times a second: with hundreds of nodes
@@ -92,6 +92,11 @@ class Roster:
                 decodes=tuple(self._shown["decode"].values()),
             )
         return self._snapshot
+
+    def view(self, url: str) -> NodeSnapshot | None:
+        """Return one node of a known role at this moment."""
+        self.snapshot()
+        return self._shown["prefill"].get(url) or self._shown["decode"].get(url)
 
     def _look_at(self, url: str) -> None:
         node = self._nodes.get(url)
@@ -194,7 +199,7 @@ class Cluster:
         self.local_prefill_threshold = config.local_prefill_threshold
         self.came_up: Callable[[], None] = lambda: None
         self._tls = config.node_tls()
-        self._watcher = Watcher(config, came_up=self._tell_came_up)
+        self._watcher = Watcher(config, lambda: self.came_up())  # noqa: PLW0108 - set later
         # No client's key is sent to nodes: whatever listens at a node's address would have it.
         key = reader_key(operator_key(config.cluster_secret))
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -245,6 +250,10 @@ class Cluster:
         """Return the node of this URL. One that was forgotten is as one that was never reached."""
         return self.roster.find(url) or Node(url, "")
 
+    def view(self, url: str) -> NodeSnapshot:
+        """Return the node of this URL as it is at this moment."""
+        return self.roster.view(url) or Node(url, "").snapshot()
+
     @property
     def is_serving(self) -> bool:
         """Whether a pair can serve now."""
@@ -293,9 +302,6 @@ class Cluster:
                 blocks[name] = blocks.get(name, 0) + (0 if store in counted else num_blocks)
                 counted |= {store} - {""}
         return blocks
-
-    def _tell_came_up(self) -> None:
-        self.came_up()
 
     def _want(self, member: Member) -> None:
         node = self.roster.find(member.url)

@@ -2,7 +2,7 @@
 
 ```
  client ─▶ any worker ─▶ its own answer ─┬─▶ merged
-                     the others', asked through the parent (`control.py`) ───┘
+   the others' status, asked through the parent (`control.py`) ─┘
 ```
 
 A worker that does not answer in time is named in `silent_workers`. prometheus_client adds up what all workers
@@ -10,6 +10,7 @@ counted, dead ones included.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,10 @@ from tandem.frontend.edge import Edge
 from tandem.frontend.middleware import json_response
 from tandem.frontend.routes import ABORTED
 from tandem.router.cluster import Cluster
-from tandem.router.control import Answers, Asked, Link
+from tandem.router.console import Observer
+from tandem.router.control import Asked, Link
 from tandem.router.metrics import render_pool
-from tandem.router.nodes_api import NODES_ROUTE, NodesApi
-from tandem.router.observer import Observer
+from tandem.router.nodes_api import NODES_ROUTE
 
 ABORT_ROUTE, METRICS_ROUTE = "/abort_request", "/metrics"
 INFO_ROUTES = frozenset({"/server_info", "/get_server_info"})
@@ -45,12 +46,14 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         is_serving: It has met a prefill and a decode that can serve.
         num_streams: Generations running now.
+        in_flight: Requests and prompt tokens that it runs at each node, by URL.
     """
 
     index: int
     pid: int
     is_serving: bool
     num_streams: int
+    in_flight: dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,29 +64,16 @@ class Combined:
     link: Link
     edge: Edge
     cluster: Cluster
-    nodes: NodesApi
     observer: Observer
     metrics_directory: str
 
     def replies(self) -> Asked:
         """Return what answers the questions of other workers."""
-        return {
-            "abort": self._abort,
-            "info": self._info,
-            "nodes": self._listing,
-            "overview": self._overview,
-            "status": self._status,
-        }
+        return {"abort": self._abort, "overview": self._overview, "status": self._status}
 
     async def _abort(self, body: msgspec.Raw) -> object:
         wanted, edge = msgspec.json.decode(body, type=_Abort), self.edge
         return await edge.abort_all() if wanted.abort_all else await edge.abort(wanted.rid)
-
-    async def _info(self, _body: msgspec.Raw) -> object:
-        return self.edge.backend.server_info()
-
-    async def _listing(self, _body: msgspec.Raw) -> object:
-        return self.nodes.listing()
 
     async def _overview(self, _body: msgspec.Raw) -> object:
         return self.observer.overview()
@@ -94,63 +84,72 @@ class Combined:
             pid=os.getpid(),
             is_serving=self.cluster.is_serving,
             num_streams=self.cluster.num_streams,
+            in_flight={
+                node.url: (node.in_flight_requests, node.in_flight_tokens)
+                for node in self.cluster.roster
+            },
         )
-
-    async def statuses(self) -> list[WorkerStatus]:
-        """Return the status of every worker that replies, by their indices."""
-        others = await self.link.ask_others("status")
-        found = [msgspec.json.decode(given, type=WorkerStatus) for given in others.given]
-        return sorted([await self._status(msgspec.Raw()), *found], key=lambda one: one.index)
 
     def middleware(self) -> Middleware:
         """Return the middleware that answers for all workers. It goes behind those that reject."""
 
         @web.middleware
         async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-            own = await handler(request)
-            if request.path == METRICS_ROUTE:
-                workers = await self.statuses()
-                pids = {f"edge-{one.index}": one.pid for one in workers}
-                text = render_pool(
-                    self.metrics_directory,
-                    {one.index: one.num_streams for one in workers},
-                    {"parent": os.getppid(), **pids},
-                )
-                return web.Response(text=text, content_type="text/plain", charset="utf-8")
-            if request.path == ABORT_ROUTE:
-                asked = request[ABORTED]  # not its raw body, which may be of any size
-                others = await self.link.ask_others("abort", _Abort(asked.rid, asked.abort_all))
-                return json_response(merge_abort(_read(own), others))
-            if request.path == NODES_ROUTE and request.method == "GET":
-                return json_response(merge_info(_read(own), await self.link.ask_others("nodes")))
-            if request.path in INFO_ROUTES:
-                merged = merge_info(_read(own), await self.link.ask_others("info"))
-                return json_response(merged | {"workers": await self.statuses()})
-            return own
+            own, path = await handler(request), request.path
+            if path == ABORT_ROUTE:
+                return await self._abort_everywhere(own, request)
+            is_listing = path == NODES_ROUTE and request.method == "GET"
+            if not is_listing and path != METRICS_ROUTE and path not in INFO_ROUTES:
+                return own
+            answers = await self.link.ask_others("status")
+            others = [msgspec.json.decode(each, type=WorkerStatus) for each in answers.given]
+            workers = sorted([await self._status(msgspec.Raw()), *others], key=lambda w: w.index)
+            if path == METRICS_ROUTE:
+                return self._metrics(workers)
+            merged = with_others(_read(own), others, answers.silent)
+            if not is_listing:
+                merged["workers"] = [_shown(worker) for worker in workers]
+            return json_response(merged)
 
         return answer
 
+    async def _abort_everywhere(
+        self, own: web.StreamResponse, request: web.Request
+    ) -> web.StreamResponse:
+        asked = request[ABORTED]  # not its raw body, which may be of any size
+        others = await self.link.ask_others("abort", _Abort(asked.rid, asked.abort_all))
+        aborted = _read(own)["aborted"] or any(map(msgspec.json.decode, others.given))
+        return json_response({"aborted": aborted, **_silence(others.silent)})
 
-def merge_abort(own: Answer, others: Answers) -> Answer:
-    """Return whether any worker ended something."""
-    aborted = own["aborted"] or any(msgspec.json.decode(each) for each in others.given)
-    return {"aborted": aborted, **_silence(others)}
+    def _metrics(self, workers: Sequence[WorkerStatus]) -> web.Response:
+        pids = {f"edge-{one.index}": one.pid for one in workers}
+        text = render_pool(
+            self.metrics_directory,
+            {one.index: one.num_streams for one in workers},
+            {"parent": os.getppid(), **pids},
+        )
+        return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
 
-def merge_info(own: Answer, others: Answers) -> Answer:
-    """Return one worker's view of the nodes, with what all of them run there."""
-    nodes = {node["url"]: dict(node) for node in own["nodes"]}
-    for answer in others.given:
-        for node in msgspec.json.decode(answer, type=Answer)["nodes"]:
-            if node["url"] not in nodes:  # this worker has not taken the news yet
-                continue
-            for name in ("in_flight_requests", "in_flight_tokens"):
-                nodes[node["url"]][name] += node[name]
-    return {**own, "nodes": list(nodes.values()), **_silence(others)}
+def with_others(own: Answer, others: Sequence[WorkerStatus], silent: Sequence[int]) -> Answer:
+    """Return one worker's view of the nodes, with what all workers run there."""
+    nodes = [dict(node) for node in own["nodes"]]
+    for node in nodes:
+        for other in others:
+            num_requests, num_tokens = other.in_flight.get(node["url"], (0, 0))
+            node["in_flight_requests"] += num_requests
+            node["in_flight_tokens"] += num_tokens
+    return {**own, "nodes": nodes, **_silence(silent)}
 
 
-def _silence(others: Answers) -> Answer:
-    return {"silent_workers": others.silent} if others.silent else {}
+def _shown(worker: WorkerStatus) -> Answer:
+    shown = msgspec.structs.asdict(worker)
+    del shown["in_flight"]  # it is part of the nodes
+    return shown
+
+
+def _silence(silent: Sequence[int]) -> Answer:
+    return {"silent_workers": silent} if silent else {}
 
 
 def _read(own: web.StreamResponse) -> Answer:

@@ -32,7 +32,7 @@ PARENT_TIMEOUT_S = 5.0
 LINE_LIMIT_BYTES = 16 << 20
 
 Kind = Literal[
-    "members", "leave", "abort", "info", "nodes", "overview", "status",
+    "members", "leave", "abort", "overview", "status",
     "ready", "up", "announce", "others",
 ]  # fmt: skip
 NOTHING = msgspec.Raw(b"null")
@@ -112,21 +112,29 @@ class Link:
         return cls(*await asyncio.open_unix_connection(sock=sock, limit=LINE_LIMIT_BYTES))
 
     async def run(self) -> None:
-        """Handle what the far side sends until it ends its side, then close this side."""
+        """Handle what the far side sends until it ends its side, then close this side.
+
+        A message that cannot be read ends this link alone: the worker stops, and the parent starts it again.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 async for received in self._lines():
-                    match _DECODER.decode(received):
-                        case Call(number=0, kind=kind, body=body):
-                            self.on_told[kind](body)
-                        case Call() as call:
-                            tasks.create_task(self._answer(call))
-                        case Return(number=number) as answer:
-                            asked = self._open.get(number)
-                            if asked is not None and not asked.done():
-                                asked.set_result(answer)
+                    self._take(_DECODER.decode(received), tasks)
+        except* (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, LookupError):
+            log.exception("edge_worker.message_unreadable", action="closing its link")
         finally:
             self._writer.close()
+
+    def _take(self, message: Call | Return, tasks: asyncio.TaskGroup) -> None:
+        match message:
+            case Call(number=0, kind=kind, body=body):
+                self.on_told[kind](body)
+            case Call() as call:
+                tasks.create_task(self._answer(call))
+            case Return(number=number) as answer:
+                asked = self._open.get(number)
+                if asked is not None and not asked.done():
+                    asked.set_result(answer)
 
     def tell(self, kind: Kind, body: object = None) -> None:
         """Send a message that has no answer."""

@@ -8,6 +8,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -70,48 +71,6 @@ class DnsSource:
         return [Member(url, target.role, source=self.name) for url in urls]
 
 
-class _Struct(msgspec.Struct, frozen=True, rename="camel"):
-    pass
-
-
-class _Port(_Struct, frozen=True):
-    container_port: int
-    name: str = ""
-
-
-class _Container(_Struct, frozen=True):
-    ports: list[_Port] | None = None
-
-
-class _Spec(_Struct, frozen=True):
-    containers: list[_Container] | None = None
-
-
-class _Meta(_Struct, frozen=True):
-    name: str
-    labels: dict[str, str] | None = None
-    deletion_timestamp: str | None = None
-
-
-class _Status(_Struct, frozen=True):
-    phase: str = ""
-    pod_ip: str = msgspec.field(name="podIP", default="")
-
-
-class _Pod(_Struct, frozen=True):
-    metadata: _Meta
-    spec: _Spec
-    status: _Status = _Status()
-
-
-class _Pods(_Struct, frozen=True):
-    items: list[_Pod]
-
-
-class _Refusal(msgspec.Struct, frozen=True):
-    message: str = ""
-
-
 class KubernetesSource:
     """The pods of one role, as the Kubernetes API lists them.
 
@@ -143,13 +102,15 @@ class KubernetesSource:
             status, body = await self._list()
             if status != 200:
                 raise SourceFailed(self._refusal(status, body))
-            pods = msgspec.json.decode(body, type=_Pods).items
+            pods = sorted(
+                msgspec.json.decode(body)["items"], key=lambda pod: pod["metadata"]["name"]
+            )
+            members = [self._member(pod) for pod in pods]
         except (aiohttp.ClientError, OSError) as error:
             raise SourceFailed(str(error) or type(error).__name__) from error
-        except ValueError as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise SourceFailed(f"the Kubernetes API sends what cannot be read: {error}") from error
-        pods.sort(key=lambda pod: pod.metadata.name)
-        return [member for member in map(self._member, pods) if member is not None]
+        return [member for member in members if member is not None]
 
     async def _list(self) -> tuple[int, bytes]:
         headers = {}
@@ -170,8 +131,8 @@ class KubernetesSource:
 
     def _refusal(self, status: int, body: bytes) -> str:
         try:
-            message = msgspec.json.decode(body, type=_Refusal).message
-        except msgspec.DecodeError:
+            message = msgspec.json.decode(body)["message"]
+        except (ValueError, LookupError, TypeError):
             message = ""
         if status != 403:
             return f"the Kubernetes API answers {status}: {message or 'without a reason'}"
@@ -181,23 +142,23 @@ class KubernetesSource:
             "resources: [pods], verbs: [list]"
         )
 
-    def _member(self, pod: _Pod) -> Member | None:
-        meta, status = pod.metadata, pod.status
-        is_running = status.phase == "Running" and not meta.deletion_timestamp
-        port = self._port_of(pod)
-        if not is_running or not status.pod_ip or port is None:
+    def _member(self, pod: dict[str, Any]) -> Member | None:
+        meta, status, port = pod["metadata"], pod.get("status", {}), self._port_of(pod)
+        is_running = status.get("phase") == "Running" and not meta.get("deletionTimestamp")
+        address = status.get("podIP")
+        if not is_running or not address or port is None:
             return None
-        zone = (meta.labels or {}).get(ZONE_LABEL, "")
-        return Member(_url(status.pod_ip, port), self._role, zone=zone, source=self.name)
+        zone = (meta.get("labels") or {}).get(ZONE_LABEL, "")
+        return Member(_url(address, port), self._role, zone=zone, source=self.name)
 
-    def _port_of(self, pod: _Pod) -> int | None:
+    def _port_of(self, pod: dict[str, Any]) -> int | None:
         if self._port.isdigit():
             return int(self._port)
-        for container in pod.spec.containers or ():
-            for port in container.ports or ():
-                if port.name == self._port:
-                    return port.container_port
-        log.debug("kubernetes.no_port", pod=pod.metadata.name, port=self._port)
+        for container in pod["spec"].get("containers") or ():
+            for port in container.get("ports") or ():
+                if port.get("name") == self._port:
+                    return int(port["containerPort"])
+        log.debug("kubernetes.no_port", pod=pod["metadata"]["name"], port=self._port)
         return None
 
 

@@ -9,8 +9,8 @@
  DNS, Kubernetes, POST /nodes of any worker ─▶ Membership ─▶ Members to every worker
 ```
 
-It reads nothing of any client: workers inherit the socket and accept from it themselves. A connection that no worker
-has accepted waits in the socket, whichever worker dies.
+It reads nothing of any client: workers inherit the socket and accept from it themselves (`accepting.py`). A connection
+that no worker has accepted waits in the socket, whichever worker dies.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ import uvloop
 from prometheus_client.multiprocess import mark_process_dead
 
 from tandem.frontend.server import listen
+from tandem.router.accepting import AWAY, OpenConnections
 from tandem.router.config import RouterConfig
 from tandem.router.control import Answers, Kind, Link, Question, WorkerStart
 from tandem.router.discovery import sources_of
@@ -164,7 +165,10 @@ class Launcher:
         self._membership = Membership(listed_members(config), sources)
         self._members = self._membership.members()
         self._workers = [Worker(index) for index in range(config.num_workers)]
-        self._is_leaving = False
+        self._connections = (
+            OpenConnections(metrics_directory, config.num_workers) if metrics_directory else None
+        )
+        self._is_leaving = self._is_forced = False
         self._stopping = asyncio.Event()
         self._status, self._drain_s = 0, 0.0
 
@@ -207,6 +211,7 @@ class Launcher:
             worker.stop()
 
     def _kill(self) -> None:
+        self._is_forced = True  # a worker that is being started is killed once it has a process
         for worker in self._workers:
             worker.kill()
 
@@ -262,6 +267,8 @@ class Launcher:
                 ours.close()
                 raise
         worker.process = process
+        if self._is_forced:
+            worker.kill()
         link = await self.linked(worker, ours, socket_fd)
         async with asyncio.TaskGroup() as tasks:
             linked = tasks.create_task(link.run())
@@ -269,6 +276,8 @@ class Launcher:
             linked.cancel()
         has_served = worker.is_ready
         worker.reset()
+        if self._connections is not None:
+            self._connections.note(worker.index, AWAY)
         if self._metrics:
             # What it counted for /metrics stays.
             mark_process_dead(process.pid, self._metrics)  # type: ignore[no-untyped-call]

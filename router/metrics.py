@@ -1,6 +1,5 @@
 """What one edge worker counts of its requests and nodes, for Prometheus: each metric is declared here, once."""
 
-import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
+from tandem.router.overview import Totals
 from tandem.router.policy import ClusterSnapshot
 from tandem.telemetry.process_metrics import BuildCollector, ProcessesCollector
 from tandem.wire.errors import TandemError
@@ -28,21 +28,11 @@ GaugeMode = Literal["livesum", "livemostrecent"]
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What one edge worker has counted so far."""
+    """What one edge worker counts: requests now, and since it began."""
 
     num_in_flight: int
     num_queued: int
-    num_finished: int
-    num_failed: int
-    num_cancelled: int
-    num_replays: int
-    num_refused: int
-
-
-class Outcome:
-    """How one request ended, as far as it is known: empty until then."""
-
-    name = ""
+    totals: Totals
 
 
 class RouterMetrics:
@@ -68,7 +58,7 @@ class RouterMetrics:
             "Requests by how they ended: finished, failed or cancelled.",
             "outcome",
         )
-        self._in_flight = gauge("tandem_router_requests_in_flight", "Requests now running.")
+        self.in_flight = gauge("tandem_router_requests_in_flight", "Requests now running.")
         self.replays = counter(
             "tandem_router_replays",
             "Attempts after the first, by the error that ended the one before.",
@@ -127,20 +117,6 @@ class RouterMetrics:
             self.refused.labels(error.code).inc()
             raise
 
-    @contextmanager
-    def request(self) -> Iterator[Outcome]:
-        """Count one request and how it ends: cancelled if it is left before its outcome is set."""
-        outcome = Outcome()
-        self._in_flight.inc()
-        try:
-            yield outcome
-        except (GeneratorExit, asyncio.CancelledError):
-            outcome.name = outcome.name or "cancelled"
-            raise
-        finally:
-            self._in_flight.dec()
-            self.requests.labels(outcome.name or "failed").inc()
-
     def given(self, num_tokens: int, found: Mapping[str, int]) -> None:
         """Count a prompt that a node is given, and how many of its tokens are thought to be where."""
         for place, count in found.items():
@@ -158,13 +134,15 @@ class RouterMetrics:
         """Return what this process counted."""
         ended = _by_label(self.requests)
         return Counts(
-            num_in_flight=sum(_by_label(self._in_flight).values()),
+            num_in_flight=sum(_by_label(self.in_flight).values()),
             num_queued=sum(_by_label(self.queued).values()),
-            num_finished=ended.get("finished", 0),
-            num_failed=ended.get("failed", 0),
-            num_cancelled=ended.get("cancelled", 0),
-            num_replays=sum(_by_label(self.replays).values()),
-            num_refused=sum(_by_label(self.refused).values()),
+            totals=Totals(
+                num_finished=ended.get("finished", 0),
+                num_failed=ended.get("failed", 0),
+                num_cancelled=ended.get("cancelled", 0),
+                num_replays=sum(_by_label(self.replays).values()),
+                num_refused=sum(_by_label(self.refused).values()),
+            ),
         )
 
     def render(self, snapshot: ClusterSnapshot, tier_blocks: Mapping[str, int]) -> str:

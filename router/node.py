@@ -19,14 +19,12 @@ and by its load would be given every request:
 
 import asyncio
 from collections.abc import Callable
-from typing import Self
 
 from tandem.frontend.engine_client import EngineClient
 from tandem.frontend.token_stream import Start, TokenStream
 from tandem.frontend.tokenizer import Tokenizer
 from tandem.router.config import host_of
 from tandem.router.membership import Member
-from tandem.router.node_http import NodeUnusable
 from tandem.router.policy import NodeSnapshot
 from tandem.router.prefixes import NOTHING_CACHED, KnownPrefixes, NodePrefixes
 from tandem.telemetry.log import get_logger
@@ -53,6 +51,10 @@ _FAULTS = frozenset({EngineFailed.code, TransferFailed.code, KVCorrupted.code})
 # A request that breaks a step once, and its replay on the same node, are no reason.
 _MOST_IN_A_ROW = 3
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 5.0, 60.0
+
+
+class NodeUnusable(Exception):
+    """A node cannot be used now; the message is why, for people."""
 
 
 class Standing:
@@ -90,9 +92,7 @@ class Standing:
 
 
 class Work:
-    """One half of an attempt, or all of it: its stream, and its share of the node's load until it ends.
-
-    A context manager: leaving it ends it.
+    """One half of an attempt, or all of it: its stream, and its share of the node's load until its owner ends it.
 
     Args:
         num_to_compute: Prompt tokens that decode computes by itself.
@@ -106,12 +106,14 @@ class Work:
         self.is_counted, self.is_done = True, False
         self._num_failed_before = node.standing.num_failed
         node.count(1, num_tokens)
-        node.count_own(num_to_compute)
+        if num_to_compute:
+            node.count_own(num_to_compute)
 
     def prompt_done(self) -> None:
         """Count the prompt as computed. Safe to call twice."""
-        self._node.count_own(-self._num_to_compute)
-        self._num_to_compute = 0
+        if self._num_to_compute:
+            self._node.count_own(-self._num_to_compute)
+            self._num_to_compute = 0
 
     def done(self) -> None:
         """Its part is done: give the share back. What still arrives wakes nobody. Safe to call twice."""
@@ -138,12 +140,6 @@ class Work:
             # Sooner than its load reports it; a peer's drain comes with another code.
             if self.stream.failure is not None and self.stream.failure.code == NodeDraining.code:
                 self._node.note_draining()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_raised: object) -> None:
-        self.end()
 
 
 class Node:
@@ -368,8 +364,11 @@ class Node:
     def fared(self, failure: TandemError | None, num_failed_before: int) -> None:
         """Note how a request ended that this node had a part in; see `Standing.failed`."""
         if failure is None:
-            self.standing.served()
-        elif self.standing.failed(failure, num_failed_before, asyncio.get_running_loop().time()):
+            if self.standing.num_in_a_row:
+                self.standing.served()
+                self.changed()
+            return
+        if self.standing.failed(failure, num_failed_before, asyncio.get_running_loop().time()):
             log.warning(
                 "node.put_aside",
                 role=self.role,
@@ -392,8 +391,6 @@ class Node:
 
     def count_own(self, num_tokens: int) -> None:
         """Count prompt tokens that this edge worker has the node compute; negative: that were computed."""
-        if not num_tokens:
-            return
         self.backlog_tokens()
         self._own_tokens += num_tokens
         self.changed()

@@ -15,18 +15,28 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 import aiohttp
+import msgspec
 
 from tandem.frontend.engine_client import EngineClient
-from tandem.frontend.tokenizer import Tokenizer
+from tandem.frontend.tokenizer import Tokenizer, tokenizer_hash
 from tandem.router.config import RouterConfig
-from tandem.router.node import Node
-from tandem.router.node_http import NodeUnusable, fetch_info, fetch_tokenizer
+from tandem.router.node import Node, NodeUnusable
 from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid
+from tandem.wire.hosts import reason_of
 from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import NodeInfo
 
 log = get_logger(__name__)
 
+# A node answers from memory: what takes longer is a node in trouble.
+INFO_TIMEOUT_S = 2.0
+TOKENIZER_TIMEOUT_S = 30.0
+INFO_LIMIT_BYTES = 1 << 20
+# Twice the largest file that is taken: JSON escapes, and small files beside it.
+TOKENIZER_LIMIT_BYTES = 128 << 20
+# What msgspec raises for bytes of any kind; the last for brackets in brackets without end.
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 FIRST_RETRY_S, LAST_RETRY_S = 0.25, 1.0
 # An engine that /server_info names answers in milliseconds, or is out of reach.
 FIRST_ANSWER_TIMEOUT_S = 2.0
@@ -55,9 +65,9 @@ class Watcher:
         self._tokenizers = WeakValueDictionary[str, Tokenizer]()
         self._fetching = asyncio.Lock()
 
-    def tokenizer(self, tokenizer_hash: str) -> Tokenizer | None:
-        """Return the tokenizer of a model, None where it has none."""
-        return self._given_tokenizer or self._tokenizers.get(tokenizer_hash)
+    def tokenizer(self, name: str) -> Tokenizer | None:
+        """Return the tokenizer of a model by its hash, None where it has none."""
+        return self._given_tokenizer or self._tokenizers.get(name)
 
     async def keep(self, node: Node, session: aiohttp.ClientSession) -> None:
         """Watch a node until it has left and nothing of this process runs on it."""
@@ -79,8 +89,10 @@ class Watcher:
             node.trouble.clear()
             try:
                 await self._ask(node, session, tasks)
-            except NodeUnusable as unusable:
-                node.note(reason=str(unusable))
+            except Exception as error:  # the top of a node: whatever it sends, the others serve on
+                if not isinstance(error, NodeUnusable):
+                    log.exception("node.watch_failed", url=node.url)
+                node.note(reason=str(error) or type(error).__name__)
                 if not node.is_up and node.reason != old_reason:
                     log.warning("node.down", role=node.role, url=node.url, reason=node.reason)
                 await asyncio.sleep(retry_s)
@@ -111,7 +123,7 @@ class Watcher:
             raise
         client = node.meet(info, self._key, self._heartbeat)
         if client is not None:
-            tasks.create_task(client.run())
+            tasks.create_task(_hold(node, client))
         assert node.client is not None
         await _wait_answered(node.client)
         if silence := self._silence_of(node.client):
@@ -155,6 +167,14 @@ class Watcher:
             node.tokenizer = tokenizer
 
 
+async def _hold(node: Node, client: EngineClient) -> None:
+    """Hold a link. What a node sends may end its link, which is then opened anew, and nothing else."""
+    try:
+        await client.run()
+    except* Exception:
+        log.exception("node.link_failed", role=node.role, url=node.url, action="connecting again")
+
+
 async def _wait_answered(client: EngineClient) -> None:
     try:
         async with asyncio.timeout(FIRST_ANSWER_TIMEOUT_S):
@@ -162,3 +182,85 @@ async def _wait_answered(client: EngineClient) -> None:
     except TimeoutError as error:
         why = client.refusal or "is the port open, and TANDEM_CLUSTER_KEY the same on both sides?"
         raise NodeUnusable(f"its engine at {client.address} does not answer: {why}") from error
+
+
+# ── what a node is asked over HTTP: every failure is a `NodeUnusable` that an operator can act on ──
+
+
+async def fetch_info(session: aiohttp.ClientSession, url: str) -> NodeInfo:
+    """Ask a node what it is. Raises `NodeUnusable`."""
+    body = await _get(session, f"{url}/server_info", INFO_TIMEOUT_S, INFO_LIMIT_BYTES)
+    try:
+        return msgspec.json.decode(body, type=NodeInfo)
+    except UNREADABLE as error:
+        raise NodeUnusable(f"/server_info is not that of a node: {error}") from error
+
+
+class _TokenizerFiles(msgspec.Struct, frozen=True):
+    files: dict[str, str]
+
+
+async def fetch_tokenizer(
+    session: aiohttp.ClientSession, url: str, expected_hash: str
+) -> Tokenizer:
+    """Fetch a node's tokenizer and load it. Raises `NodeUnusable`."""
+    body = await _get(session, f"{url}/tokenizer", TOKENIZER_TIMEOUT_S, TOKENIZER_LIMIT_BYTES)
+    try:
+        files = msgspec.json.decode(body, type=_TokenizerFiles).files
+        if tokenizer_hash(files) != expected_hash:
+            raise NodeUnusable("/tokenizer gives other files than the node announced")
+        # Reading a large vocabulary takes a second: streams go on meanwhile.
+        return await asyncio.to_thread(Tokenizer.from_files, files)
+    except (*UNREADABLE, ConfigInvalid) as error:
+        raise NodeUnusable(f"its tokenizer cannot be used: {error}") from error
+
+
+async def _get(
+    session: aiohttp.ClientSession, url: str, timeout_s: float, limit_bytes: int
+) -> bytes:
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with session.get(url, timeout=timeout) as response:
+            if response.status == 401:
+                raise NodeUnusable(
+                    "it asks for a key: start it and this router with the same TANDEM_CLUSTER_KEY"
+                )
+            if response.status != 200:
+                raise NodeUnusable(_refusal(response.status, await _read(response, limit_bytes)))
+            return await _read(response, limit_bytes)
+    except aiohttp.ClientConnectorCertificateError as error:
+        raise NodeUnusable(
+            f"its certificate is not trusted ({error.certificate_error}): give its authority with "
+            "--node-ca-certs"
+        ) from error
+    except aiohttp.ClientSSLError as error:
+        raise NodeUnusable(f"TLS fails: {error.strerror}") from error
+    except aiohttp.ClientConnectorError as error:
+        raise NodeUnusable(reason_of(error.os_error)) from error
+    except TimeoutError as error:
+        raise NodeUnusable(f"does not answer within {timeout_s:g} s") from error
+    except aiohttp.ClientError as error:
+        raise NodeUnusable(str(error) or type(error).__name__) from error
+
+
+class _Refusal(msgspec.Struct):
+    """What a node answers instead: `{"error": {"message": ...}}`."""
+
+    error: dict[str, object]
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """Return the node's own sentence where it gave one."""
+    try:
+        return str(msgspec.json.decode(body, type=_Refusal).error["message"])
+    except (*UNREADABLE, KeyError):
+        return f"it answers with status {status}"
+
+
+async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > limit_bytes:
+            raise NodeUnusable(f"its answer passes the limit of {limit_bytes} bytes")
+    return bytes(body)

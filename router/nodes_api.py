@@ -58,14 +58,11 @@ class NodesApi:
             web.delete(NODES_ROUTE + "/{id:.+}", operators_only(self.remove)),
         ]
 
-    def listing(self) -> Mapping[str, Any]:
-        """Return all nodes with their state, and the sources they come from."""
-        sources = [msgspec.structs.asdict(source) for source in self._cluster.members.sources]
-        return {"nodes": [_shown(node) for node in self._cluster.roster], "sources": sources}
-
     async def show(self, request: web.Request) -> web.Response:
-        """List all nodes."""
-        return json_response(self.listing())
+        """List all nodes with their state, and the sources they come from."""
+        sources = [msgspec.structs.asdict(source) for source in self._cluster.members.sources]
+        nodes = [_shown(node) for node in self._cluster.roster]
+        return json_response({"nodes": nodes, "sources": sources})
 
     async def add(self, request: web.Request) -> web.Response:
         """Add a node, or renew what a node announced of itself. Raises `InvalidRequest`."""

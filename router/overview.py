@@ -1,6 +1,6 @@
 """What `GET /overview` answers: the cluster at one moment in one JSON document, and how workers' are merged.
 
-Numbers, node names and errors; never a prompt or an answer. `observer.py` makes it; the page and `tandem top` draw it.
+Numbers, node names and errors; never a prompt or an answer. `console.py` makes it; the page and `tandem top` draw it.
 """
 
 import math

@@ -1,6 +1,11 @@
-"""Which pair the next attempt at a request goes to: its group's, or one that the policy chooses.
+"""Which pair the next attempt at a request goes to: its group's, or the one that costs least by the policy.
 
 ```
+ nodes of a role ──Rating.costs──▶ a cost for each ──▶ the cheapest of each zone ─┐
+                                                                                 ├─▶ the cheapest pair
+ nodes of the other ─────────────▶ ...             ──▶ the cheapest of each zone ─┘   + crossing, if zones differ
+
+
  a group: first enter ──▶ no pair ──▶ a pair ──▶ ... ──▶ last leave: forgotten
                                        │  ▲
                                        └──┘ another one, when the pair fails or goes away
@@ -9,13 +14,23 @@
 
 import itertools
 import random
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tandem.router.cluster import Cluster
 from tandem.router.metrics import RouterMetrics
-from tandem.router.policy import Asked, Pair, Policy, choose, stays_on_decode
+from tandem.router.policy import (
+    ANYTHING,
+    Asked,
+    ClusterSnapshot,
+    Draw,
+    NodeSnapshot,
+    Pair,
+    Policy,
+    in_use,
+    tokens_to_compute,
+)
 from tandem.wire.errors import NoNodeAvailable, TandemError
 from tandem.wire.generation import GenerateRequest
 
@@ -82,17 +97,13 @@ class Pairing:
         self._turns = itertools.count()
         self.uses: dict[Pair, PairUse] = {}
 
-    @contextmanager
-    def used(self, pair: Pair, num_tokens: int) -> Iterator[None]:
-        """Count an attempt with a prompt of so many tokens as running inside the block."""
+    def begin(self, pair: Pair, num_tokens: int) -> PairUse:
+        """Count an attempt with a prompt of so many tokens; its owner counts its end in what is returned."""
         use = self.uses.setdefault(pair, PairUse())
         use.num_running += 1
         use.num_started += 1
         use.num_tokens += num_tokens
-        try:
-            yield
-        finally:
-            use.num_running -= 1
+        return use
 
     def forget(self, urls: set[str]) -> None:
         """Forget idle pairs with a node that is none of `urls`."""
@@ -122,7 +133,7 @@ class Pairing:
         return pair
 
     def _serves(self, pair: Pair, fingerprint: str) -> bool:
-        nodes = [self._cluster.node(url).snapshot() for url in pair.urls]
+        nodes = [self._cluster.view(url) for url in pair.urls]
         return all(
             node.is_up and not node.is_aside and node.fingerprint == fingerprint for node in nodes
         )
@@ -159,8 +170,8 @@ class Pairing:
         Tokens in decode's tiers count as not cached: the threshold bounds how much its other answers are slowed
         down, and a fetch that fails or comes late is computed.
         """
-        decode = self._cluster.node(pair.decode).snapshot()
-        is_stand_in = self._cluster.node(pair.prefill).role == "decode"
+        decode = self._cluster.view(pair.decode)
+        is_stand_in = self._cluster.view(pair.prefill).role == "decode"
         threshold, num_cached = self._cluster.local_prefill_threshold, asked.cached_tokens(decode)
         if not is_stand_in and not stays_on_decode(request, decode, threshold, num_cached):
             return pair
@@ -170,12 +181,93 @@ class Pairing:
 
     def _expect(self, pair: Pair, asked: Asked) -> None:
         """Have the nodes count what they were given, until their loads include it."""
+        computing = pair.prefill or pair.decode
+        snapshot = self._cluster.view(computing)
         self._cluster.node(pair.decode).expect(asked.num_tokens)
-        computing = self._cluster.node(pair.prefill or pair.decode)
-        snapshot = computing.snapshot()
         found = asked.found_in(snapshot)
         self._metrics.given(asked.num_tokens, found)
         if pair.prefill:
             # As it was rated: a fetched token costs its share of being computed.
             saved = asked.saved_tokens(snapshot) if snapshot.tiers else found["device"]
-            computing.expect(asked.num_tokens - round(saved))
+            self._cluster.node(computing).expect(asked.num_tokens - round(saved))
+
+
+def choose(
+    snapshot: ClusterSnapshot,
+    fingerprint: str,
+    policy: Policy,
+    turn: int,
+    rng: random.Random,
+    *,
+    asked: Asked = ANYTHING,
+    avoid: Set[str] = frozenset(),
+) -> Pair:
+    """Return the pair for one attempt at a request on the model of this fingerprint.
+
+    Both nodes are chosen together: of all pairs the one that costs least, what it costs to move KV from
+    one zone to another included.
+
+    Args:
+        avoid: URLs of nodes that failed this request; taken only where there is no other.
+
+    Raises:
+        NoNodeAvailable: A role has no node of that model up; says which and why.
+    """
+    draw = Draw(turn, rng)
+    prefills = _usable(snapshot.prefills, fingerprint, avoid)
+    decodes = _usable(snapshot.decodes, fingerprint, avoid)
+    prefill_costs = policy.prefill.costs(prefills, asked, draw)
+    decode_costs = policy.decode.costs(decodes, asked, draw)
+    crossing = max(policy.prefill.crossing(asked), policy.decode.crossing(asked))
+    _, prefill, decode = min(
+        (
+            (
+                prefill_cost + decode_cost + (crossing if prefill.zone != decode.zone else 0),
+                prefill,
+                decode,
+            )
+            for prefill_cost, prefill in _cheapest_by_zone(prefills, prefill_costs, turn)
+            for decode_cost, decode in _cheapest_by_zone(decodes, decode_costs, turn)
+        ),
+        key=lambda found: found[0],
+    )
+    return Pair(prefill=prefill.url, decode=decode.url)
+
+
+def _usable(
+    nodes: Sequence[NodeSnapshot], fingerprint: str, avoid: Set[str]
+) -> Sequence[NodeSnapshot]:
+    usable = in_use(nodes, fingerprint)
+    if not usable:
+        raise NoNodeAvailable("no pair of nodes can serve this model now; send it again later")
+    if not avoid:
+        return usable
+    return [node for node in usable if node.url not in avoid] or usable
+
+
+def _cheapest_by_zone(
+    nodes: Sequence[NodeSnapshot], costs: Sequence[float], turn: int
+) -> list[tuple[float, NodeSnapshot]]:
+    """Return the cheapest node of each zone with its cost; of equals, the first from `turn` on."""
+    found: dict[str, tuple[float, NodeSnapshot]] = {}
+    first = turn % len(nodes)
+    in_turn = zip((*costs[first:], *costs[:first]), (*nodes[first:], *nodes[:first]), strict=True)
+    for cost, node in in_turn:
+        zone = node.zone
+        if zone not in found or cost < found[zone][0]:
+            found[zone] = (cost, node)
+    return list(found.values())
+
+
+def stays_on_decode(
+    request: GenerateRequest, decode: NodeSnapshot, threshold: int, num_cached: int = 0
+) -> bool:
+    """Tell whether a decode node shall compute a prompt by itself: its first token comes sooner than over prefill.
+
+    That slows the answers beside it, so what waits at a decode node is bounded.
+
+    Args:
+        threshold: Prompt tokens that the node may have to compute at a time, this prompt's included.
+    """
+    num_new = tokens_to_compute(request, num_cached)
+    return decode.takes_prompts and decode.backlog_tokens + num_new <= threshold

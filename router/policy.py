@@ -1,26 +1,41 @@
-"""Which prefill and which decode node take a request: pure functions of a snapshot and of the request.
+"""What is known of nodes and of a request, and what a node costs a request by each policy: pure.
 
-```
- nodes of a role ──Rating.costs──▶ a cost for each ──▶ the cheapest of each zone ─┐
-                                                                                 ├─▶ the cheapest pair
- nodes of the other ─────────────▶ ...             ──▶ the cheapest of each zone ─┘   + crossing, if zones differ
-```
+Holds no connection and no clock: a node is known by its `NodeSnapshot`, a request by its `Asked`. `pairing.py` takes the
+pair that costs least.
 
-Holds no connection and no clock: a node is known by its `NodeSnapshot`, a request by its `Asked`. The table of costs is in
-`router/policies.py`. A turn number, one higher with each choice, breaks ties, so that equal nodes are used in rotation.
+Most costs are in tokens to be computed before the request's turn comes, so that a cached prefix, a queue and KV that has
+to travel weigh against each other. `random`, `round_robin` and `session` rank the nodes instead: their ranks are so far
+apart that no number of tokens changes the order.
 """
 
 import random
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import xxhash
 
 from tandem.router.prefixes import NOTHING_CACHED, CachedPrefixes, CachedTier, PromptBlocks
-from tandem.wire.errors import NoNodeAvailable
 from tandem.wire.generation import GenerateRequest
 from tandem.wire.messages import NodeLoad
 
 # Of equally many tokens, fewer requests are less work: a thousand count as one token.
 _REQUEST_TOKENS = 0.001
+# More tokens than all nodes of a cluster can hold: 100 times 512 nodes of 20 million.
+_PLACE = 1e12
+# Of what is far more, places keep a thousandth apart: prefill's place decides, then decode's.
+_MINOR = 1e-3
+# A node without pages for the prompt makes it wait until answers end: about as long as computing so many tokens.
+_NO_ROOM_TOKENS = 100_000
+# KV that leaves a zone: a 70B model's 320 KiB a token at 10 GB/s take as long as computing the token on
+# eight H100.
+_CROSSING_TOKENS = 1.0
+# On a decode, a token that is there already is one that need not travel, a token held makes steps a little
+# longer: 12,000 more slow a 70B model on eight H100 by 2 %.
+_KEPT_TOKENS = 4.0
+# A session's node is passed over when it has more than this many times the average work. Consistent
+# hashing with bounded loads (Mirrokni et al. 2016) has 1 + epsilon; at 2 hardly a session moves.
+_OVERLOAD = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,80 +240,6 @@ def in_use(nodes: Iterable[NodeSnapshot], fingerprint: str) -> list[NodeSnapshot
     return [node for node in up if not node.is_aside] or up
 
 
-def choose(
-    snapshot: ClusterSnapshot,
-    fingerprint: str,
-    policy: Policy,
-    turn: int,
-    rng: random.Random,
-    *,
-    asked: Asked = ANYTHING,
-    avoid: Set[str] = frozenset(),
-) -> Pair:
-    """Return the pair for one attempt at a request on the model of this fingerprint.
-
-    Both nodes are chosen together: of all pairs the one that costs least, what it costs to move KV from
-    one zone to another included.
-
-    Args:
-        avoid: URLs of nodes that failed this request; taken only where there is no other.
-
-    Raises:
-        NoNodeAvailable: A role has no node of that model up; says which and why.
-    """
-    draw = Draw(turn, rng)
-    prefills = _usable(snapshot.prefills, fingerprint, avoid)
-    decodes = _usable(snapshot.decodes, fingerprint, avoid)
-    prefill_costs = policy.prefill.costs(prefills, asked, draw)
-    decode_costs = policy.decode.costs(decodes, asked, draw)
-    crossing = max(policy.prefill.crossing(asked), policy.decode.crossing(asked))
-    _, prefill, decode = min(
-        (
-            (
-                prefill_cost + decode_cost + (crossing if prefill.zone != decode.zone else 0),
-                prefill,
-                decode,
-            )
-            for prefill_cost, prefill in _cheapest_by_zone(prefills, prefill_costs, turn)
-            for decode_cost, decode in _cheapest_by_zone(decodes, decode_costs, turn)
-        ),
-        key=lambda found: found[0],
-    )
-    return Pair(prefill=prefill.url, decode=decode.url)
-
-
-def _usable(
-    nodes: Sequence[NodeSnapshot], fingerprint: str, avoid: Set[str]
-) -> Sequence[NodeSnapshot]:
-    usable = in_use(nodes, fingerprint)
-    if not usable:
-        raise NoNodeAvailable("no pair of nodes can serve this model now; send it again later")
-    if not avoid:
-        return usable
-    return [node for node in usable if node.url not in avoid] or usable
-
-
-def _cheapest_by_zone(
-    nodes: Sequence[NodeSnapshot], costs: Sequence[float], turn: int
-) -> list[tuple[float, NodeSnapshot]]:
-    """Return the cheapest node of each zone with its cost; of equals, the first from `turn` on."""
-    found: dict[str, tuple[float, NodeSnapshot]] = {}
-    first = turn % len(nodes)
-    in_turn = zip((*costs[first:], *costs[:first]), (*nodes[first:], *nodes[:first]), strict=True)
-    for cost, node in in_turn:
-        zone = node.zone
-        if zone not in found or cost < found[zone][0]:
-            found[zone] = (cost, node)
-    return list(found.values())
-
-
-# ── which prompts a decode node computes by itself ───────────────────────────────────────────────
-#
-# A prompt of which decode has little to compute is done sooner there: beside its answers, without a message to
-# another node. That slows the answers beside it, so there is a bound on what waits at a decode node; beyond it
-# prompts go to prefill.
-
-
 def tokens_to_compute(request: GenerateRequest, num_cached: int = 0) -> int:
     """Return how many tokens of a prompt a decode node has to compute by itself, of which it caches some."""
     wanted = request.logprobs
@@ -307,18 +248,6 @@ def tokens_to_compute(request: GenerateRequest, num_cached: int = 0) -> int:
         num_cached = min(num_cached, max(0, wanted.prompt_start - 1))
     # The last token is always computed: its logits give the next one.
     return max(1, len(request.prompt_ids) - num_cached)
-
-
-def stays_on_decode(
-    request: GenerateRequest, decode: NodeSnapshot, threshold: int, num_cached: int = 0
-) -> bool:
-    """Tell whether a decode node shall compute a prompt by itself.
-
-    Args:
-        threshold: Prompt tokens that the node may have to compute at a time, this prompt's included.
-    """
-    num_new = tokens_to_compute(request, num_cached)
-    return decode.takes_prompts and decode.backlog_tokens + num_new <= threshold
 
 
 def with_stand_ins(snapshot: ClusterSnapshot, threshold: int) -> ClusterSnapshot:
@@ -341,3 +270,125 @@ def with_stand_ins(snapshot: ClusterSnapshot, threshold: int) -> ClusterSnapshot
         for node in snapshot.decodes
     )
     return ClusterSnapshot(prefills=able, decodes=decodes)
+
+
+# ── the policies ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _least_load(nodes: Sequence[NodeSnapshot], asked: Asked, _draw: Draw) -> list[float]:
+    wanted = asked.num_tokens
+    return [
+        node.busy_tokens + (_NO_ROOM_TOKENS if node.room_tokens < wanted else 0) for node in nodes
+    ]
+
+
+def _cache_aware(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> list[float]:
+    """Rate by what there is to do until the prompt is done, less what having some of it saves.
+
+    A node with a popular prefix is taken until its queue is longer by as much as the prefix saves. Of what
+    is in a store that all nodes read, only what another node has on its device beyond that decides.
+    """
+    loads = _least_load(nodes, asked, draw)
+    return [load - saved for load, saved in zip(loads, asked.saved_in(nodes), strict=True)]
+
+
+def _cache_aware_decode(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> list[float]:
+    """Rate by what decode holds, less what of the prompt's KV need not travel: what is on its device.
+
+    What is in its tiers saves nothing here. Prefill computes or fetches the prompt in any case, and pushes
+    all that is not in decode's pool; decode fetches only prompts that it computes by itself.
+    """
+    loads = _least_load(nodes, asked, draw)
+    return [
+        load - _KEPT_TOKENS * cached
+        for load, cached in zip(loads, asked.cached_in(nodes), strict=True)
+    ]
+
+
+def _power_of_two(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> list[float]:
+    """Rate two nodes of each zone by load and leave out the others: many routers do not herd.
+
+    Source: Mitzenmacher, The power of two choices in randomized load balancing, 2001.
+    """
+    zones: dict[str, list[int]] = {}
+    for index, node in enumerate(nodes):
+        zones.setdefault(node.zone, []).append(index)
+    costs = [float("inf")] * len(nodes)
+    for indexes in zones.values():
+        drawn = draw.rng.sample(indexes, min(2, len(indexes)))
+        loads = _least_load([nodes[index] for index in drawn], asked, draw)
+        for index, load in zip(drawn, loads, strict=True):
+            costs[index] = load
+    return costs
+
+
+def _round_robin(nodes: Sequence[NodeSnapshot], _asked: Asked, draw: Draw) -> list[float]:
+    count = len(nodes)
+    return [(index - draw.turn) % count / count * _PLACE for index in range(count)]
+
+
+def _random(nodes: Sequence[NodeSnapshot], _asked: Asked, draw: Draw) -> list[float]:
+    return [draw.rng.random() * _PLACE for _ in nodes]
+
+
+def _session(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> list[float]:
+    """Give every session an order of the nodes; the first that is not overloaded is taken.
+
+    The order of two nodes depends on nothing else, so a node that comes or goes moves only the sessions
+    that have it first. Requests without a session are rated by what is cached.
+
+    Source: Thaler and Ravishankar, Using name-based mappings to increase hit rates, 1998.
+    """
+    if not asked.session:
+        return _cache_aware(nodes, asked, draw)
+    seed = xxhash.xxh3_64_intdigest(asked.session.encode())
+    average = sum(node.busy_tokens for node in nodes) / len(nodes)
+    limit = _OVERLOAD * average + asked.num_tokens
+    return [
+        xxhash.xxh3_64_intdigest(node.url.encode(), seed) / 2**64 * _PLACE
+        + (0 if node.busy_tokens <= limit and node.room_tokens >= asked.num_tokens else 4 * _PLACE)
+        for node in nodes
+    ]
+
+
+def _session_decode(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> list[float]:
+    """Rate as `_session`, but for second place: a decode that goes does not move the prefill."""
+    if not asked.session:
+        return _cache_aware_decode(nodes, asked, draw)
+    return [cost * _MINOR for cost in _session(nodes, asked, draw)]
+
+
+def _by_tokens(asked: Asked) -> float:
+    return max(1.0, asked.num_tokens * _CROSSING_TOKENS)
+
+
+def _by_places(_asked: Asked) -> float:
+    """Cross only when it spares a node that is overloaded: the places of a pair are less apart."""
+    return 2 * _PLACE
+
+
+def _by_session(asked: Asked) -> float:
+    return _by_places(asked) if asked.session else _by_tokens(asked)
+
+
+def _both(rating: Rating) -> Policy:
+    return Policy(rating, rating)
+
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        "least_load": _both(Rating(_least_load, _by_tokens)),
+        "cache_aware": Policy(
+            Rating(_cache_aware, _by_tokens), Rating(_cache_aware_decode, _by_tokens)
+        ),
+        "session": Policy(Rating(_session, _by_session), Rating(_session_decode, _by_session)),
+        "power_of_two": _both(Rating(_power_of_two, _by_tokens)),
+        "round_robin": _both(Rating(_round_robin, _by_places)),
+        "random": _both(Rating(_random, _by_places)),
+    }
+)
+
+
+def policy_of(name: str, prefill: str = "", decode: str = "") -> Policy:
+    """Return the policy of this name, or with one or both roles rated as by another."""
+    return Policy(POLICIES[prefill or name].prefill, POLICIES[decode or name].decode)

@@ -19,15 +19,12 @@ whether there is another:
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 from tandem.router.cluster import Cluster
 from tandem.router.metrics import RouterMetrics
 from tandem.router.node import Node, Work
-from tandem.router.pairing import Group, Pairing
+from tandem.router.pairing import Group, Pairing, PairUse
 from tandem.router.policy import Asked, Pair, tokens_to_compute
 from tandem.router.progress import Progress
 from tandem.telemetry.log import get_logger
@@ -43,8 +40,6 @@ from tandem.wire.generation import GenerateRequest, new_room
 from tandem.wire.messages import StartColocated, StartDecode, StartPrefill, TokenDelta
 
 log = get_logger(__name__)
-
-T = TypeVar("T")
 
 # A rolling update of a large cluster hands a long answer over a few times; more means that a node is broken.
 MAX_HAND_OVERS = 32
@@ -141,23 +136,23 @@ class Attempt:
         cluster = shared.cluster
         self._progress, self._pair = progress, pair
         self._prefill: Work | None = None
-        self._is_ended_by_prefill = False
         self._arrived: deque[tuple[str, TokenDelta]] = deque()
         self._is_decoding = False
         request, decode = progress.remaining(), cluster.node(pair.decode)
-        with ExitStack() as works:
-            works.enter_context(shared.pairing.used(pair, len(request.prompt_ids)))
-            if pair.prefill:
-                prefill = cluster.node(pair.prefill)
-                start_decode, start_prefill = _halves(request, prefill, number)
-                self._decode = works.enter_context(decode.start(start_decode, wake))
-                self._prefill = works.enter_context(prefill.start(start_prefill, wake))
-            else:
-                start = StartColocated(request=request, attempt=number)
-                num_cached = Asked.of(request).cached_tokens(decode.snapshot())
-                num_new = tokens_to_compute(request, num_cached)
-                self._decode = works.enter_context(decode.start(start, wake, num_new))
-            self._works = works.pop_all()
+        if not pair.prefill:
+            start = StartColocated(request=request, attempt=number)
+            num_cached = Asked.of(request).cached_tokens(cluster.view(pair.decode))
+            self._decode = decode.start(start, wake, tokens_to_compute(request, num_cached))
+        else:
+            prefill = cluster.node(pair.prefill)
+            start_decode, start_prefill = _halves(request, prefill, number)
+            self._decode = decode.start(start_decode, wake)
+            try:
+                self._prefill = prefill.start(start_prefill, wake)
+            except TandemError:
+                self._decode.end()
+                raise
+        self._use: PairUse | None = shared.pairing.begin(pair, len(request.prompt_ids))
 
     def take(self) -> TokenDelta | None:
         """Return what arrived next that is new to the client; None while nothing is.
@@ -171,8 +166,6 @@ class Attempt:
             if delta.phases:
                 self._progress.trail.heard(delta.phases, node)
             if new := self._progress.accept(delta):
-                is_prefills = self._prefill is not None and node == self._pair.prefill
-                self._is_ended_by_prefill = new.finish is not None and is_prefills
                 return new
         return None
 
@@ -186,10 +179,12 @@ class Attempt:
 
     def close(self) -> None:
         """Give back the shares of both nodes; cancel what still runs. Safe to call twice."""
-        if self._prefill is not None and self._is_ended_by_prefill:
-            # Decode does not know a finish that came from prefill: it is cancelled.
-            self._prefill.done()
-        self._works.close()
+        if self._prefill is not None:
+            self._prefill.end()
+        self._decode.end()
+        if self._use is not None:
+            self._use.num_running -= 1
+            self._use = None
 
     def _next(self) -> tuple[str, TokenDelta] | None:
         """Return what waits in either stream, prefill's first: it has the first token."""
@@ -245,7 +240,7 @@ class RequestAborted(Exception):
 
 
 class Request:
-    """One admitted request. Its task awaits `next` inside `running`, until that returns None."""
+    """One admitted request. After `begin` its task awaits `next` until that returns None, then calls `end`."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared, self._cluster = shared, shared.cluster
@@ -259,14 +254,9 @@ class Request:
         self._failed: set[Pair] = set()
         self._lost: TandemError | None = None
 
-    @contextmanager
-    def running(self, progress: Progress, group: Group) -> Iterator[None]:
-        """Serve `progress` inside the block; on leaving, nothing of it runs any more."""
+    def begin(self, progress: Progress, group: Group) -> None:
+        """Serve `progress` from here on, until `end`."""
         self._progress, self._group = progress, group
-        try:
-            yield
-        finally:
-            self._end_attempt()
 
     def abort(self) -> None:
         """End the request with reason `abort`, whatever it waits for."""
@@ -309,18 +299,26 @@ class Request:
         Raises:
             NoNodeAvailable: They did not come in time.
         """
-        if not self._fingerprint:
-            self._fingerprint = await self._when_up(self._cluster.fingerprint)
-        pair = await self._when_up(self._choose)
-        # A router that is cut off loses its nodes one after the other, all within a moment: without a look
-        # each of them would cost the same request an attempt.
-        while self._lost is not None and not await self._are_alive(pair):
-            pair = await self._when_up(self._choose)
+        deadline = asyncio.get_running_loop().time() + self._shared.waits.limit_s
+        while True:
+            self._check()
+            try:
+                pair = self._choose()
+            except NoNodeAvailable:
+                if not await self._shared.waits.until(self._wake, deadline):
+                    raise
+                continue
+            # A router that is cut off loses its nodes one after the other, all within a moment: without a look
+            # each of them would cost the same request an attempt.
+            if self._lost is None or await self._are_alive(pair):
+                break
         self._check()
         self._progress.trail.end("pair", pair.decode)
         return pair
 
     def _choose(self) -> Pair:
+        # The model stays, whatever the cluster serves later.
+        self._fingerprint = self._fingerprint or self._cluster.fingerprint()
         return self._shared.pairing.pair_for(
             self._group, self._progress.to_place(), self._fingerprint, self._failed, self._lost
         )
@@ -329,20 +327,6 @@ class Request:
         clients = [self._cluster.node(url).client for url in pair.urls]
         return all([client is not None and await client.is_alive() for client in clients])
 
-    async def _when_up(self, look: Callable[[], T]) -> T:
-        """Return what `look` returns, waiting for nodes while it raises `NoNodeAvailable`."""
-        deadline = 0.0
-        while True:
-            self._check()
-            try:
-                return look()
-            except NoNodeAvailable:
-                deadline = (
-                    deadline or asyncio.get_running_loop().time() + self._shared.waits.limit_s
-                )
-                if not await self._shared.waits.until(self._wake, deadline):
-                    raise
-
     def _begin_attempt(self, pair: Pair) -> Attempt:
         number, self._number = self._number, self._number + 1
         self._wake.clear()
@@ -350,14 +334,15 @@ class Request:
         self._attempt = Attempt(self._shared, self._progress, pair, number, self._wake)
         return self._attempt
 
-    def _end_attempt(self) -> None:
+    def end(self) -> None:
+        """End what runs at the nodes. Safe to call twice."""
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.close()
 
     def _lose(self, pair: Pair, error: TandemError) -> None:
         """End an attempt that failed; the next one takes another pair. Raises `TandemError`."""
-        self._end_attempt()
+        self.end()
         self._pair = None
         self._replays.after(error)
         self._progress.trail.lost()

@@ -18,16 +18,16 @@ from tandem.frontend.app import create_app
 from tandem.frontend.edge import EDGE, leave
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.reply_parser import reply_formats
-from tandem.frontend.server import serving
+from tandem.frontend.server import Accepting, accepting_all, serving
+from tandem.router.accepting import Acceptor, OpenConnections
 from tandem.router.backend import ClusterBackend
 from tandem.router.cluster import Cluster
 from tandem.router.combined import Combined
-from tandem.router.console import OverviewApi, PageFiles
+from tandem.router.console import Observer, OverviewApi, PageFiles
 from tandem.router.control import Link, WorkerStart, socket_of, started
 from tandem.router.membership import Members
 from tandem.router.nodes_api import NodesApi
-from tandem.router.observer import Observer
-from tandem.router.policies import policy_of
+from tandem.router.policy import policy_of
 from tandem.telemetry.log import configure, get_logger
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.keys import operator_key
@@ -72,8 +72,7 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
     observer = Observer(cluster, backend)
     app[EDGE].timings_sinks.append(observer)
     link = await Link.over(parent)
-    nodes = NodesApi(cluster, link)
-    overview = OverviewApi(observer, link if has_siblings else None)
+    nodes, overview = NodesApi(cluster, link), OverviewApi(observer, link if has_siblings else None)
     app.add_routes([*nodes.routes(), *overview.routes(), *page.routes()])
     link.on_told = {
         "members": lambda body: cluster.apply(msgspec.json.decode(body, type=Members)),
@@ -85,7 +84,6 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
             link=link,
             edge=app[EDGE],
             cluster=cluster,
-            nodes=nodes,
             observer=observer,
             metrics_directory=start.metrics_directory,
         )
@@ -103,7 +101,7 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
         ]
         if has_siblings:
             await _meet(cluster, stopping)
-        async with serving(app, sock, config.drain_timeout_s):
+        async with serving(app, sock, config.drain_timeout_s, _accepting(start)):
             log.info("edge_worker.ready", policy=config.policy)
             link.tell("ready")
             _calm_collector()
@@ -112,6 +110,13 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
         # Requests have ended or were cut: leave the nodes.
         for task in (following, *beside):
             task.cancel()
+
+
+def _accepting(start: WorkerStart) -> Accepting:
+    directory = start.metrics_directory
+    if not directory:
+        return accepting_all
+    return Acceptor(OpenConnections(directory, start.config.num_workers), start.index).accepting
 
 
 async def _meet(cluster: Cluster, stopping: asyncio.Event) -> None:

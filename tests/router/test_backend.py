@@ -10,7 +10,7 @@ from tandem.router.backend import ClusterBackend
 from tandem.router.cluster import Cluster
 from tandem.router.config import PrefillTarget, RouterConfig
 from tandem.router.membership import Announcement, Membership
-from tandem.router.policies import POLICIES
+from tandem.router.policy import POLICIES
 from tandem.wire.errors import (
     Aborted,
     AttemptsUsedUp,
@@ -126,6 +126,15 @@ class Reader:
 async def reading(setup, generate_request=None):
     async with asyncio.TaskGroup() as tasks:
         yield Reader(tasks, setup.backend, generate_request or request())
+
+
+async def begun(setup, reader, reason=None):
+    """Have prefill send the first token, 10; return the nodes of the attempt with the messages they got."""
+    pair = await setup.pair_of()
+    prefill, start_prefill, _, _ = pair
+    prefill.engine.say(start_prefill, 0, [10], reason)
+    await until(lambda: reader.token_ids == [10])
+    return pair
 
 
 async def read(backend, generate_request=None):
@@ -289,9 +298,7 @@ async def test_pages_that_arrived_corrupted_are_computed_again_and_the_client_se
     num_decodes,
 ):
     async with cluster(num_decodes=num_decodes) as setup, reading(setup) as reader:
-        prefill, start_prefill, decode, start_decode = await setup.pair_of()
-        prefill.engine.say(start_prefill, 0, [10], "handed_off")
-        await until(lambda: reader.token_ids == [10])
+        prefill, start_prefill, decode, start_decode = await begun(setup, reader, "handed_off")
         decode.engine.fail(start_decode, KVCorrupted("1 of 3 pages"))
         prefill, start_prefill, other, start_decode = await setup.pair_of(attempt=1)
         assert (other == decode) == (num_decodes == 1)
@@ -376,9 +383,7 @@ async def test_a_prefill_that_tells_nothing_of_the_prompt_holds_nothing_up():
 
 async def test_a_prefill_that_dies_after_the_hand_off_is_not_noticed():
     async with cluster() as setup, reading(setup) as reader:
-        prefill, start_prefill, decode, start_decode = await setup.pair_of()
-        prefill.engine.say(start_prefill, 0, [10], "handed_off")
-        await until(lambda: reader.token_ids == [10])
+        prefill, _, decode, start_decode = await begun(setup, reader, "handed_off")
         prefill.engine.close()
         await until(lambda: not setup.backend.health().is_serving)
         decode.engine.say(start_decode, 0, [10, 11], "stop")
@@ -520,9 +525,7 @@ async def test_a_new_request_waits_for_a_node_of_a_cluster_that_has_served():
 
 async def test_a_request_is_aborted_while_it_waits_for_a_node():
     async with cluster(node_wait_s=60) as setup, reading(setup) as reader:
-        prefill, start_prefill, decode, _ = await setup.pair_of()
-        prefill.engine.say(start_prefill, 0, [10])
-        await until(lambda: reader.token_ids == [10])
+        _, _, decode, _ = await begun(setup, reader)
         decode.engine.close()
         waits = setup.backend._node_wait
         await until(lambda: len(waits) == 1)
@@ -533,9 +536,7 @@ async def test_a_request_is_aborted_while_it_waits_for_a_node():
 
 async def test_an_abort_that_comes_as_an_attempt_fails_is_not_lost():
     async with cluster(num_prefills=2, num_decodes=2) as setup, reading(setup) as reader:
-        prefill, start_prefill, *_ = await setup.pair_of()
-        prefill.engine.say(start_prefill, 0, [10])
-        await until(lambda: reader.token_ids == [10])
+        await begun(setup, reader)
         for node in setup.backend._cluster.prefills:
             for stream in list(node.client._streams.values()):
                 stream.fail(PeerLost("cut off"))
@@ -560,9 +561,7 @@ async def test_a_request_is_aborted_while_it_is_not_known_whether_its_next_pair_
     # So rare that a silent node is not known to live before the test says so.
     fields = {"num_prefills": 2, "num_decodes": 2, "heartbeat_interval_ms": 60_000}
     async with cluster(**fields) as setup, reading(setup) as reader:
-        prefill, start_prefill, _, _ = await setup.pair_of()
-        prefill.engine.say(start_prefill, 0, [10])
-        await until(lambda: reader.token_ids == [10])
+        await begun(setup, reader)
         await silence(setup)
         nodes = setup.backend._cluster.prefills + setup.backend._cluster.decodes
         for node in nodes:
@@ -579,9 +578,7 @@ async def test_a_request_is_aborted_while_it_is_not_known_whether_its_next_pair_
 
 async def test_a_node_that_hands_over_is_passed_over_at_once_and_its_partner_is_not():
     async with cluster(num_decodes=2, max_attempts=1) as setup, reading(setup) as reader:
-        prefill, start_prefill, decode, start_decode = await setup.pair_of()
-        prefill.engine.say(start_prefill, 0, [10])
-        await until(lambda: reader.token_ids == [10])
+        prefill, start_prefill, decode, start_decode = await begun(setup, reader)
         decode.now_says(is_draining=True)
         decode.engine.fail(start_decode, NodeDraining("handed over"))
         await prefill.engine.next(Cancel)
@@ -641,9 +638,7 @@ async def test_an_aborted_request_ends_with_that_reason():
 
 async def test_a_request_is_aborted_between_the_hand_off_and_decodes_first_word():
     async with cluster() as setup, reading(setup) as reader:
-        prefill, start_prefill, decode, _ = await setup.pair_of()
-        prefill.engine.say(start_prefill, 0, [10], "handed_off")
-        await until(lambda: reader.token_ids == [10])
+        _, _, decode, _ = await begun(setup, reader, "handed_off")
         assert await setup.backend.abort("r1")
         assert await reader.result() == ([10], "abort")
         await decode.engine.next(Cancel)

@@ -8,13 +8,14 @@ import pytest
 import structlog
 import tokenizers
 
+from tandem.frontend.engine_client import EngineClient
 from tandem.frontend.options import HttpOptions, TlsFiles, server_context
 from tandem.frontend.tokenizer import tokenizer_hash
 from tandem.router.cluster import Cluster
 from tandem.router.config import PrefillTarget, RouterConfig
 from tandem.router.membership import Member, Members
-from tandem.router.node_http import INFO_TIMEOUT_S
-from tandem.router.node_watch import FIRST_ANSWER_TIMEOUT_S, LAST_RETRY_S
+from tandem.router.node import Node
+from tandem.router.node_watch import FIRST_ANSWER_TIMEOUT_S, INFO_TIMEOUT_S, LAST_RETRY_S
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import SamplingDefaults
 from tandem.wire.keys import operator_key, reader_key
@@ -50,6 +51,40 @@ async def test_an_engine_that_restarts_is_used_again_under_its_new_life():
         assert (True, False) in seen
         await until(lambda: node.is_up and node.client is not before)
         assert setup.backend.health().is_serving
+
+
+async def test_a_report_that_breaks_its_reader_ends_one_link_which_is_opened_anew(monkeypatch):
+    async with cluster() as setup:
+        node = setup.backend._cluster.decodes[0]
+        before, takes = node.client, EngineClient._take
+
+        def breaking(client, messages) -> None:
+            if client is before:
+                raise ValueError("unreadable")
+            takes(client, messages)
+
+        monkeypatch.setattr(EngineClient, "_take", breaking)
+        with structlog.testing.capture_logs() as logs:
+            await until(lambda: node.client is not before and node.is_up)
+        assert [one["url"] for one in logs if one["event"] == "node.link_failed"] == [node.url]
+        assert setup.backend.health().is_serving
+
+
+async def test_an_answer_that_breaks_its_reader_is_asked_for_again_and_ends_no_other_node(
+    monkeypatch,
+):
+    checks, failures = Node.check, iter([ValueError("unreadable")])
+
+    def breaking(node, info) -> None:
+        for failure in failures:
+            raise failure
+        checks(node, info)
+
+    monkeypatch.setattr(Node, "check", breaking)
+    with structlog.testing.capture_logs() as logs:
+        async with cluster() as setup:
+            assert setup.backend.health().is_serving
+    assert [one["event"] for one in logs].count("node.watch_failed") == 1
 
 
 async def test_a_node_that_restarts_under_its_address_serves_within_five_seconds():

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.policies import POLICIES
+from tandem.router.pairing import choose, stays_on_decode
 from tandem.router.policy import (
+    POLICIES,
     ClusterSnapshot,
-    choose,
-    stays_on_decode,
     tokens_to_compute,
     usable_fingerprint,
     with_stand_ins,

@@ -13,9 +13,9 @@ from tandem.frontend.edge import EDGE
 from tandem.frontend.options import FrontendOptions
 from tandem.router import control
 from tandem.router.cluster import Cluster
-from tandem.router.combined import Combined, merge_abort, merge_info
+from tandem.router.combined import Combined, WorkerStatus, with_others
 from tandem.router.config import RouterConfig
-from tandem.router.control import Answers, Link
+from tandem.router.control import Link
 from tandem.router.launcher import Launcher
 from tandem.router.membership import Announcement, Members
 from tandem.router.nodes_api import NodesApi
@@ -30,19 +30,11 @@ def node(url: str, requests: int, tokens: int) -> dict:
     return {"url": url, "in_flight_requests": requests, "in_flight_tokens": tokens}
 
 
-def answers(*given: str, silent=()) -> Answers:
-    return Answers(given=[msgspec.Raw(each.encode()) for each in given], silent=list(silent))
-
-
-def test_an_abort_happened_if_it_did_on_any_worker():
-    assert merge_abort({"aborted": False}, answers("false", "true")) == {"aborted": True}
-    assert merge_abort({"aborted": False}, answers()) == {"aborted": False}
-
-
 def test_what_all_workers_run_on_a_node_is_added_up_and_an_unknown_node_is_passed_over():
     own = {"role": "router", "nodes": [node("a", 1, 10)]}
-    other = '{"nodes": [{"url": "%s", "in_flight_requests": 3, "in_flight_tokens": 5}]}'
-    merged = merge_info(own, answers(other % "new", other % "a", silent=[2]))
+    in_flight = {"a": (3, 5), "new": (1, 1)}
+    other = WorkerStatus(index=1, pid=9, is_serving=True, num_streams=3, in_flight=in_flight)
+    merged = with_others(own, [other], [2])
     assert merged == {"role": "router", "nodes": [node("a", 4, 15)], "silent_workers": [2]}
 
 
@@ -60,7 +52,6 @@ class Worker:
             link=link,
             edge=self.app[EDGE],
             cluster=self.cluster,
-            nodes=nodes,
             observer=None,
             metrics_directory=str(directory),
         )
@@ -148,6 +139,16 @@ async def test_a_node_that_is_up_at_any_worker_counts_as_up(router):
     await until(lambda: parent._is_up("http://a:1"))
     worker.link.tell("up", [])
     await until(lambda: not parent._is_up("http://a:1"))
+
+
+@pytest.mark.parametrize("sent", ["{}", "[[[", '{"type":"Call","kind":"up","body":7}', "\\ud800"])
+async def test_a_line_that_cannot_be_read_ends_the_link_of_its_worker_alone(router, sent):
+    parent, worker, other = router
+    worker.link._writer.write(f"{sent}\n".encode())
+    await asyncio.wait_for(worker.running, PATIENCE_S)  # its input ends: it stops
+    assert await parent._workers[1].link.ask("status", timeout_s=PATIENCE_S)
+    other.link.tell("up", ["http://a:1"])
+    await until(lambda: parent._is_up("http://a:1"))
 
 
 async def test_metrics_have_a_line_for_each_worker(router):

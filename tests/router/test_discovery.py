@@ -131,6 +131,13 @@ async def test_pods_that_run_and_are_not_told_to_end_are_nodes(tmp_path: Path):
         assert await source.find() == []
 
 
+@pytest.mark.parametrize("items", [7, [7], [{}], [{"metadata": {"name": "a"}}]])
+async def test_what_is_no_list_of_pods_is_reported(tmp_path: Path, items):
+    async with api_of(tmp_path, [{"code": 200, "items": items}]) as (source, _):
+        with pytest.raises(SourceFailed, match="cannot be read"):
+            await source.find()
+
+
 @pytest.mark.parametrize(("port", "urls"), [("7777", ["http://10.0.0.1:7777"]), ("grpc", [])])
 async def test_a_port_may_be_a_number_and_a_pod_without_the_named_one_is_no_node(
     tmp_path: Path, port, urls

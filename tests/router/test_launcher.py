@@ -13,6 +13,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from tandem.router.config import RouterConfig
+from tandem.router.launcher import Launcher
 from tandem.wire.messages import Cancel, StartDecode, StartPrefill
 from tests.certificates import make_certificates
 from tests.fork_server import AsyncForked
@@ -178,6 +180,25 @@ async def test_a_signal_between_two_lives_of_a_worker_ends_the_router():
         await next_event(process, "edge_worker.crashed")
         process.terminate()
         assert await exit_status(process) == 0
+
+
+async def test_a_second_signal_kills_a_worker_that_is_just_being_spawned(monkeypatch):
+    config = RouterConfig(takes_announced=True)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        launcher = Launcher(config, sock, [], "")
+        spawned = []
+
+        async def signalled_twice(*_fds):
+            process = await asyncio.create_subprocess_exec("sleep", "600")
+            spawned.append(process)
+            launcher._signalled(delay_s=600.0, drain_s=600.0)
+            launcher._signalled(delay_s=600.0, drain_s=600.0)
+            return process
+
+        monkeypatch.setattr(launcher, "_spawned", signalled_twice)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await launcher.run() == 0
+        assert [each.returncode for each in spawned] == [-signal.SIGKILL]
 
 
 async def test_workers_do_not_outlive_a_parent_that_was_killed():

@@ -3,7 +3,7 @@ from collections import deque
 
 import pytest
 
-from tandem.router.places import FIRST_LINE, Pace, Places
+from tandem.router.admission import FIRST_LINE, Pace, Places
 from tandem.router.policy import NodeSnapshot
 from tandem.wire.messages import NodeLoad
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.policies import POLICIES
-from tandem.router.policy import Asked
+from tandem.router.policy import POLICIES, Asked
 from tandem.wire.messages import NodeLoad
 from tandem.wire.prefixes import BLOCK_TOKENS
 from tests.router.test_policy import asking, chosen, decode, having, prefill

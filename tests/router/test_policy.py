@@ -4,13 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.policies import POLICIES, policy_of
+from tandem.router.pairing import choose
 from tandem.router.policy import (
+    POLICIES,
     Asked,
     ClusterSnapshot,
     NodeSnapshot,
     Pair,
-    choose,
+    policy_of,
     usable_fingerprint,
 )
 from tandem.router.prefixes import CachedPrefixes, PrefixIndex, PromptBlocks

@@ -5,9 +5,7 @@ from tandem.router.policy import Pair
 from tandem.router.request import MAX_HAND_OVERS, Replays
 from tandem.wire.errors import (
     AttemptsUsedUp,
-    InvalidRequest,
     NodeDraining,
-    Overloaded,
     PeerDraining,
     PeerLost,
     TransferFailed,
@@ -21,19 +19,6 @@ def test_the_last_failure_is_named_and_one_that_is_not_public_only_by_its_code()
     replays.after(PeerLost("gone"))
     with pytest.raises(AttemptsUsedUp, match=r"after 2 attempts, .* ended with: transfer_failed$"):
         replays.after(TransferFailed("at 10.0.0.7"))
-
-
-def test_what_no_retry_helps_is_told_at_once():
-    with pytest.raises(InvalidRequest):
-        Replays(9).after(InvalidRequest("too long"))
-
-
-def test_a_refusal_for_want_of_room_is_tried_elsewhere_once_and_is_no_failure():
-    replays = Replays(2)
-    replays.after(Overloaded("full"))
-    replays.after(PeerLost("gone"))
-    with pytest.raises(Overloaded):
-        replays.after(Overloaded("full, too"))
 
 
 def test_hand_overs_use_up_no_attempt_but_do_not_go_on_for_ever():

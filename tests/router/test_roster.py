@@ -1,8 +1,7 @@
 import pytest
 
 from tandem.router.cluster import Roster, explain
-from tandem.router.node import Node
-from tandem.router.node_http import NodeUnusable
+from tandem.router.node import Node, NodeUnusable
 from tandem.router.policy import ClusterSnapshot, NodeSnapshot
 from tandem.wire.messages import ModelInfo, NodeInfo
 

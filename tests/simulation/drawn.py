@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 from tandem.router.config import AdmissionConfig, Limits
-from tandem.router.policies import POLICIES
+from tandem.router.policy import POLICIES
 from tandem.wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
 from tests.loopback import Fault
 from tests.simulation.clients import Client

@@ -18,7 +18,7 @@ import zmq
 
 import tandem.kvtransfer.control
 import tandem.kvtransfer.prefill_links
-import tandem.router.node_http
+import tandem.router.node_watch
 import tandem.wire.async_link
 import tandem.wire.channel
 import tandem.wire.hosts
@@ -31,7 +31,7 @@ CHANCE = ("randbits", "token_bytes", "token_hex")
 
 
 async def fetch_info(session, url):
-    """See `tandem.router.node_http.fetch_info`."""
+    """See `tandem.router.node_watch.fetch_info`."""
     del session
     process = CURRENT.get()
     return await process.world.server_info(process, url)
@@ -46,7 +46,7 @@ REPLACED = {
     tandem.wire.hosts.resolve: sockets.resolve,
     tandem.kvtransfer.control.ControlThread: threads.SimulatedControlThread,
     tandem.kvtransfer.control.Worker: threads.SimulatedWorker,
-    tandem.router.node_http.fetch_info: fetch_info,
+    tandem.router.node_watch.fetch_info: fetch_info,
 }
 
 

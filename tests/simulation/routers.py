@@ -7,7 +7,7 @@ from tandem.router.backend import ClusterBackend
 from tandem.router.cluster import Cluster
 from tandem.router.config import PrefillTarget, RouterConfig
 from tandem.router.membership import Announcement, Membership, listed_members
-from tandem.router.policies import POLICIES
+from tandem.router.policy import POLICIES
 from tests.simulation.processes import Process
 
 NODE_WAIT_S = 5.0

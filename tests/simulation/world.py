@@ -9,7 +9,7 @@ import structlog
 
 from tandem.router.config import AdmissionConfig
 from tandem.router.membership import Announcement
-from tandem.router.node_http import NodeUnusable
+from tandem.router.node import NodeUnusable
 from tandem.wire.errors import TandemError
 from tandem.wire.messages import StartColocated, StartDecode, StartPrefill
 from tests.loopback import Fault

@@ -9,7 +9,8 @@ import aiohttp
 
 from tandem.doctor.report import Finding
 from tandem.router.config import host_of
-from tandem.router.node_http import INFO_TIMEOUT_S, NodeUnusable, fetch_info
+from tandem.router.node import NodeUnusable
+from tandem.router.node_watch import INFO_TIMEOUT_S, fetch_info
 from tandem.wire.hosts import reason_of
 from tandem.wire.messages import NodeInfo
 

@@ -71,7 +71,7 @@ def node_app(info: NodeInfo, health: int) -> web.Application:
 async def test_nodes_are_asked_and_their_ports_tried(monkeypatch):
     # Longer than a machine stands still; whoever is away refuses at once.
     monkeypatch.setattr("tandem.doctor.nodes.INFO_TIMEOUT_S", 600.0)
-    monkeypatch.setattr("tandem.router.node_http.INFO_TIMEOUT_S", 600.0)
+    monkeypatch.setattr("tandem.router.node_watch.INFO_TIMEOUT_S", 600.0)
     info = answer("prefill").info
     assert info is not None
     with socket.create_server(("127.0.0.1", 0)) as engine, kept_port() as closed_port:
