@@ -1,4 +1,11 @@
-"""Answering a call of any API: who sent it, its generations side by side, as one answer or one stream."""
+"""Answering a call of any API: who sent it, its generations side by side, as one answer or one stream.
+
+```
+ JSON ──read──▶ Call: generations ──Edge.run──▶ Piece, Piece, ... ──Writer──▶ one body, or events
+```
+
+An API is a function that reads its body into a `Call`, and a `Writer` of its answers.
+"""
 
 import asyncio
 import hashlib
@@ -20,6 +27,7 @@ from tandem.frontend.edge import EDGE, Edge
 from tandem.frontend.generation import Generation
 from tandem.frontend.keys import key_of
 from tandem.frontend.middleware import public_info
+from tandem.frontend.options import FrontendOptions
 from tandem.frontend.sse import EventStream
 from tandem.frontend.tracing import TRACE
 from tandem.frontend.transcript import Piece, Sink, joined
@@ -120,6 +128,7 @@ class Call(Protocol):
     """A checked body."""
 
     generations: list[Generation]
+    is_stream: bool
 
 
 class StreamSink(Sink, Protocol):
@@ -129,6 +138,19 @@ class StreamSink(Sink, Protocol):
 
     def write_failure(self, error: ErrorInfo) -> None:
         """Write the end of a generation that an error cut short."""
+
+
+class Writer(Protocol):
+    """Writes the answer of one call, either whole or as events."""
+
+    def whole(self, pieces: Sequence[Piece]) -> bytes:
+        """Return the whole answer as JSON; each generation is one piece."""
+
+    def sinks(self, events: EventStream) -> Sequence[StreamSink]:
+        """Return what writes each generation to the stream."""
+
+    def summary(self) -> bytes:
+        """Return the events behind those of the generations, maybe none."""
 
 
 class Answer:
@@ -147,24 +169,35 @@ class Answer:
         return True
 
 
-async def read_call(
-    request: web.Request, read: Callable[[ServedModel, dict[str, Any]], CallT]
-) -> CallT:
-    """Return the checked body of a request, its generations marked with who asks.
+async def answer(
+    request: web.Request,
+    read: Callable[[ServedModel, FrontendOptions, dict[str, Any]], CallT],
+    writer_of: Callable[[CallT, FrontendOptions], Writer],
+) -> web.StreamResponse:
+    """Answer a request of an API that `read` and `writer_of` are all of.
 
     Raises:
         NoNodeAvailable: The model is not known yet.
-        TandemError: As `read` raises it.
+        TandemError: As `read` or the backend raises it, before anything was sent.
+        ConnectionError: The client is gone.
     """
     edge = request.app[EDGE]
-    model = edge.backend.model()
+    model, options = edge.backend.model(), edge.options
 
     def read_both(data: dict[str, Any]) -> tuple[CallT, str]:
-        return read(model, data), session_of(request.headers, data)
+        return read(model, options, data), session_of(request.headers, data)
 
     call, session = await edge.read(await request.read(), read_both)
     call.generations = asked_by(request, call.generations, session)
-    return call
+    writer = writer_of(call, options)
+    if not call.is_stream:
+        body = writer.whole(await _whole(request, call.generations))
+        return web.Response(body=body, content_type="application/json")
+    async with EventStream(request, options.stall_timeout_s, edge.outbox) as events:
+        await _side_by_side([_stream(edge, events, sink) for sink in writer.sinks(events)])
+        if summary := writer.summary():
+            events.put(summary)
+        return await events.finish()
 
 
 @asynccontextmanager
@@ -186,7 +219,7 @@ async def in_time(request: web.Request) -> AsyncIterator[None]:
         raise RequestTimedOut(sentence) from None
 
 
-async def whole(request: web.Request, generations: Sequence[Generation]) -> list[Piece]:
+async def _whole(request: web.Request, generations: Sequence[Generation]) -> list[Piece]:
     """Return each of several generations as one piece.
 
     Raises:
@@ -203,17 +236,12 @@ async def whole(request: web.Request, generations: Sequence[Generation]) -> list
     return [joined(answer.pieces) for answer in answers]
 
 
-async def stream(edge: Edge, events: EventStream, sinks: Sequence[StreamSink]) -> None:
-    """Send the events of several generations, an error after the first event included.
+async def _stream(edge: Edge, events: EventStream, sink: StreamSink) -> None:
+    """Send one generation, an error after the first event included.
 
     Raises:
         TandemError: Nothing was sent yet.
-        ConnectionError: The client is gone.
     """
-    await _side_by_side([_stream_one(edge, events, sink) for sink in sinks])
-
-
-async def _stream_one(edge: Edge, events: EventStream, sink: StreamSink) -> None:
     try:
         async with in_time(events.request):
             await edge.run(sink.generation, sink)

@@ -77,12 +77,6 @@ class NativeLogprobs:
         return [_finite(logprob), token_id, text]
 
 
-def native_logprobs(generation: Generation, *, has_text: bool) -> NativeLogprobs | None:
-    """Return what writes a generation's log-probabilities, or None when it wants none."""
-    wanted = generation.request.logprobs
-    return None if wanted is None else NativeLogprobs(generation, wanted, has_text=has_text)
-
-
 class CompletionLogprobs:
     """Writes the `logprobs` of a choice of `/v1/completions`, piece by piece.
 

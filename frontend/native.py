@@ -5,7 +5,7 @@
 ```
 """
 
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -24,7 +24,6 @@ from tandem.frontend.body import (
     validate,
     worded,
 )
-from tandem.frontend.edge import EDGE
 from tandem.frontend.generation import (
     Generation,
     Ids,
@@ -37,7 +36,8 @@ from tandem.frontend.generation import (
     read_prompts,
 )
 from tandem.frontend.grammars import NativeGrammar, native_grammar
-from tandem.frontend.logprobs import MAX_TOP_LOGPROBS, NativeLogprobs, native_logprobs
+from tandem.frontend.logprobs import MAX_TOP_LOGPROBS, NativeLogprobs
+from tandem.frontend.options import FrontendOptions
 from tandem.frontend.sampling import (
     MAX_STOP_PATTERNS,
     NativeSampling,
@@ -96,7 +96,7 @@ class NativeCall:
     has_text_in_logprobs: bool = False
 
 
-def read_native(model: ServedModel, data: dict[str, Any]) -> NativeCall:
+def read_native(model: ServedModel, _options: FrontendOptions, data: dict[str, Any]) -> NativeCall:
     """Check a body and make its generations: n for each prompt, in order."""
     refuse_unsupported(data)
     body = validate(GenerateBody, data)
@@ -198,23 +198,28 @@ def _request_ids(rid: str | list[str] | None, count: int, n: int) -> list[Reques
 
 async def generate(request: web.Request) -> web.StreamResponse:
     """Answer `/generate`."""
-    started = time.perf_counter()
-    edge = request.app[EDGE]
-    call = await answering.read_call(request, read_native)
-    if not call.is_stream:
-        answers = await answering.whole(request, call.generations)
-        whole = [_Generated(call, index, started) for index in range(len(answers))]
-        parts = [one.json(answer) for one, answer in zip(whole, answers, strict=True)]
-        body = b"[%b]" % b",".join(parts) if call.is_list else parts[0]
-        return web.Response(body=body, content_type="application/json")
-    is_incremental = edge.options.incremental_streaming_output
-    async with EventStream(request, edge.options.stall_timeout_s, edge.outbox) as events:
-        sinks = [
-            _Events(events, call, index, started, is_incremental=is_incremental)
-            for index in range(len(call.generations))
-        ]
-        await answering.stream(edge, events, sinks)
-        return await events.finish()
+    return await answering.answer(request, read_native, NativeWriter)
+
+
+class NativeWriter:
+    """Writes the answer of one call. A `Writer`."""
+
+    def __init__(self, call: NativeCall, options: FrontendOptions) -> None:
+        self._call, self._is_incremental = call, options.incremental_streaming_output
+
+    def whole(self, pieces: Sequence[Piece]) -> bytes:
+        """Return an object, or a list with one for each generation."""
+        parts = [_Generated(self._call, i).json(piece) for i, piece in enumerate(pieces)]
+        return b"[%b]" % b",".join(parts) if self._call.is_list else parts[0]
+
+    def sinks(self, events: EventStream) -> "list[_Events]":
+        """Return what writes each generation to the stream."""
+        indexes = range(len(self._call.generations))
+        return [_Events(events, self._call, i, self._is_incremental) for i in indexes]
+
+    def summary(self) -> bytes:
+        """Return nothing: each generation has its own counts."""
+        return b""
 
 
 def _meta(
@@ -264,23 +269,22 @@ class _Generated:
         "_logprobs",
         "_meta",
         "_num_tokens",
-        "_started",
         "_text",
         "generation",
     )
 
-    def __init__(
-        self, call: NativeCall, index: int, started: float, *, is_incremental: bool = False
-    ) -> None:
-        self.generation = call.generations[index]
-        self._started, self._is_incremental = started, is_incremental
+    def __init__(self, call: NativeCall, index: int, is_incremental: bool = False) -> None:
+        self.generation, self._is_incremental = call.generations[index], is_incremental
         self._label = b""  # fields behind `meta_info`
         # JSON, without quotes and brackets.
         self._text, self._ids = bytearray(), bytearray()
         self._num_tokens = self._cached_tokens = 0
         # Of an ordinary event: before its number of tokens, and behind it.
         self._meta: tuple[bytes, bytes] | None = None
-        self._logprobs = native_logprobs(self.generation, has_text=call.has_text_in_logprobs)
+        self._logprobs: NativeLogprobs | None = None
+        if (wanted := self.generation.request.logprobs) is not None:
+            has_text = call.has_text_in_logprobs
+            self._logprobs = NativeLogprobs(self.generation, wanted, has_text=has_text)
 
     def json(self, piece: Piece, prefix: bytes = b"", suffix: bytes = b"") -> bytes:
         """Add a piece and return the JSON, between `prefix` and `suffix`."""
@@ -292,7 +296,7 @@ class _Generated:
                 self._meta = self._running_meta()
             meta = b"%b%d%b" % (self._meta[0], self._num_tokens, self._meta[1])
         else:
-            meta = self._whole_meta(self._logprobs, piece)
+            meta = self._whole_meta(piece)
         return b"".join(
             (
                 prefix,
@@ -315,15 +319,15 @@ class _Generated:
         )
         return before + field, behind
 
-    def _whole_meta(self, logprobs: NativeLogprobs | None, piece: Piece) -> bytes:
+    def _whole_meta(self, piece: Piece) -> bytes:
         meta = _meta(self.generation, self._cached_tokens, piece.ending, self._num_tokens)
-        if logprobs is not None:
+        if (logprobs := self._logprobs) is not None:
             if self._is_incremental:
                 logprobs.clear()
             logprobs.add((piece.token_ids, piece.logprobs), piece.prompt_logprobs)
             logprobs.fill(meta)
         if piece.ending is not None:
-            meta.e2e_latency = time.perf_counter() - self._started
+            meta.e2e_latency = self.generation.timings.elapsed_s()
             if self.generation.timings.is_wanted:
                 self._label += b',"timings":%b' % encode(self.generation.report())
         return encode(meta)
@@ -347,15 +351,9 @@ class _Events(_Generated):
     __slots__ = ("_events", "drain")
 
     def __init__(
-        self,
-        events: EventStream,
-        call: NativeCall,
-        index: int,
-        started: float,
-        *,
-        is_incremental: bool,
+        self, events: EventStream, call: NativeCall, index: int, is_incremental: bool
     ) -> None:
-        super().__init__(call, index, started, is_incremental=is_incremental)
+        super().__init__(call, index, is_incremental)
         self._events, self.drain = events, events.drain
         self._label = b',"index":%d' % index if call.is_list else b""
 

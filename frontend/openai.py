@@ -1,7 +1,7 @@
 """OpenAI's API: `/v1/completions` and `/v1/chat/completions`, answered whole or streamed."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -20,10 +20,10 @@ from tandem.frontend.answers import (
     Timings,
     Usage,
 )
-from tandem.frontend.edge import EDGE
 from tandem.frontend.logprobs import ChatLogprobs, CompletionLogprobs
-from tandem.frontend.middleware import error_body, json_response
+from tandem.frontend.middleware import error_body
 from tandem.frontend.openai_body import OpenAICall, read_chat, read_completion
+from tandem.frontend.options import FrontendOptions
 from tandem.frontend.sse import EventStream, encode, event
 from tandem.frontend.tool_calls import Reply, message
 from tandem.frontend.transcript import Ending, Piece
@@ -35,37 +35,12 @@ Choice = CompletionChoice | ChatDelta
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Answer `/v1/completions`."""
-    return await _answer(request, await answering.read_call(request, read_completion))
+    return await answering.answer(request, read_completion, OpenAIWriter)
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer `/v1/chat/completions`."""
-    formats = request.app[EDGE].options.reply_formats
-    call = await answering.read_call(request, lambda model, data: read_chat(model, data, formats))
-    return await _answer(request, call)
-
-
-async def _answer(request: web.Request, call: OpenAICall) -> web.StreamResponse:
-    edge = request.app[EDGE]
-    if call.is_stream:
-        async with EventStream(request, edge.options.stall_timeout_s, edge.outbox) as events:
-            chunks = _Chunks(call, events)
-            await answering.stream(edge, events, chunks.choices)
-            chunks.put_summary()
-            return await events.finish()
-    answers = await answering.whole(request, call.generations)
-    choices = [_choice(call, index, answer) for index, answer in enumerate(answers)]
-    num_output = sum(len(answer.token_ids) for answer in answers)
-    num_cached = sum(answer.cached_tokens for answer in answers)
-    whole = ChatCompletion if call.is_chat else Completion
-    return json_response(
-        whole(
-            **_head(call, "chat.completion" if call.is_chat else "text_completion"),
-            choices=choices,  # type: ignore[arg-type]
-            usage=_usage(call, num_output, num_cached),
-            timings=_timings(call),
-        )
-    )
+    return await answering.answer(request, read_chat, OpenAIWriter)
 
 
 def _choice(call: OpenAICall, index: int, answer: Piece) -> CompletionChoice | ChatChoice:
@@ -82,21 +57,6 @@ def _choice(call: OpenAICall, index: int, answer: Piece) -> CompletionChoice | C
     reply = call.make_reply()
     parts = [*reply.push(text), *reply.finish()]
     return ChatChoice(index, message(parts), logprobs, _reason(answer.ending, reply))
-
-
-def _head(call: OpenAICall, kind: str) -> dict[str, Any]:
-    return {
-        "id": call.call_id,
-        "object": kind,
-        "created": int(time.time()),
-        "model": call.model_name,
-    }
-
-
-def _usage(call: OpenAICall, num_output: int, num_cached: int) -> Usage:
-    num_prompt = call.num_prompt_tokens
-    details = {"cached_tokens": num_cached}
-    return Usage(num_prompt, num_output, num_prompt + num_output, details)
 
 
 def _timings(call: OpenAICall) -> Timings:
@@ -123,26 +83,55 @@ def _writer(call: OpenAICall, index: int) -> CompletionLogprobs | ChatLogprobs |
     return kind(generation.tokenizer, wanted.num_top)
 
 
-class _Chunks:
-    """The chunks of one streamed call: for each choice an opening, its text, its end; then the usage.
+class OpenAIWriter:
+    """Writes the answer of one call. A `Writer`.
 
-    Attributes:
-        choices: What writes each choice.
+    In a stream each choice has an opening, its text and its end; then comes the usage.
     """
 
-    def __init__(self, call: OpenAICall, events: EventStream) -> None:
-        self._call, self.events = call, events
-        self._kind: Callable[..., msgspec.Struct] = (
+    def __init__(self, call: OpenAICall, _options: FrontendOptions) -> None:
+        self._call = call
+        kind = "text_completion"
+        if call.is_chat:
+            kind = "chat.completion.chunk" if call.is_stream else "chat.completion"
+        self._head = {
+            "id": call.call_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": call.model_name,
+        }
+        self._chunk: Callable[..., msgspec.Struct] = (
             ChatCompletionChunk if call.is_chat else CompletionChunk
         )
-        self._head = _head(call, "chat.completion.chunk" if call.is_chat else "text_completion")
-        self.choices = [_Choice(self, call, index) for index in range(len(call.generations))]
+        self._choices: list[_Choice] = []
+
+    def whole(self, pieces: Sequence[Piece]) -> bytes:
+        """Return the answer with a choice for each generation."""
+        whole: Callable[..., msgspec.Struct] = ChatCompletion if self._call.is_chat else Completion
+        num_cached = sum(piece.cached_tokens for piece in pieces)
+        return encode(
+            whole(
+                **self._head,
+                choices=[_choice(self._call, index, piece) for index, piece in enumerate(pieces)],
+                usage=self._usage(sum(len(piece.token_ids) for piece in pieces), num_cached),
+                timings=_timings(self._call),
+            )
+        )
+
+    def sinks(self, events: EventStream) -> "list[_Choice]":
+        """Return what writes each choice to the stream."""
+        indexes = range(len(self._call.generations))
+        self._choices = [_Choice(self, events, self._call, index) for index in indexes]
+        return self._choices
+
+    def _usage(self, num_output: int, num_cached: int) -> Usage:
+        num_prompt = self._call.num_prompt_tokens
+        return Usage(num_prompt, num_output, num_prompt + num_output, {"cached_tokens": num_cached})
 
     def usage(self) -> Usage:
         """Return the usage of all choices so far."""
-        num_output = sum(choice.num_tokens for choice in self.choices)
-        num_cached = sum(choice.cached_tokens for choice in self.choices)
-        return _usage(self._call, num_output, num_cached)
+        num_cached = sum(choice.cached_tokens for choice in self._choices)
+        return self._usage(sum(choice.num_tokens for choice in self._choices), num_cached)
 
     def chunk(self, choice: Choice, usage: Usage | msgspec.Raw) -> bytes:
         """Return one choice as an event, with the usage if the client wants it with every chunk."""
@@ -150,19 +139,21 @@ class _Chunks:
         extra: dict[str, Any] = {"usage": None} if options.include_usage else {}
         if options.continuous_usage_stats:
             extra = {"usage": usage}
-        return event(self._kind(**self._head, choices=[choice], **extra))
+        return event(self._chunk(**self._head, choices=[choice], **extra))
 
-    def put_failure(self, choice: Choice, error: ErrorInfo) -> None:
-        """Send the end of a choice that an error cut short."""
+    def failure(self, choice: Choice, error: ErrorInfo) -> bytes:
+        """Return the end of a choice that an error cut short."""
         detail = error_body(error).error
-        self.events.put(event(self._kind(**self._head, choices=[choice], error=detail)))
+        return event(self._chunk(**self._head, choices=[choice], error=detail))
 
-    def put_summary(self) -> None:
-        """Send the usage and the timings, where the client wants them."""
+    def summary(self) -> bytes:
+        """Return the usage and the timings, where the client wants them."""
+        found = b""
         if self._call.usage.include_usage:
-            self.events.put(event(self._kind(**self._head, usage=self.usage())))
+            found = event(self._chunk(**self._head, usage=self.usage()))
         if (timings := _timings(self._call)) is not msgspec.UNSET:
-            self.events.put(event(self._kind(**self._head, timings=timings)))
+            found += event(self._chunk(**self._head, timings=timings))
+        return found
 
 
 # Stand for what changes from chunk to chunk, to find its place. No text has them: it is escaped.
@@ -194,12 +185,13 @@ class _Choice:
         "num_tokens",
     )
 
-    def __init__(self, chunks: _Chunks, call: OpenAICall, index: int) -> None:
+    def __init__(
+        self, chunks: OpenAIWriter, events: EventStream, call: OpenAICall, index: int
+    ) -> None:
         self.generation = call.generations[index]
         self.num_tokens = self.cached_tokens = 0
         self._chunks, self._index, self._is_chat = chunks, index, call.is_chat
-        self._events = chunks.events
-        self.drain = chunks.events.drain
+        self._events, self.drain = events, events.drain
         self._echo = call.echoes[index]
         self._writer = _writer(call, index)
         self._reply = call.make_reply() if call.make_reply is not None else None
@@ -225,7 +217,7 @@ class _Choice:
             if self._is_chat
             else CompletionChoice(self._index, "", None, "abort")
         )
-        self._chunks.put_failure(end, error)
+        self._events.put(self._chunks.failure(end, error))
 
     def _write_text(self, text: str) -> bool:
         if self._frame is None:

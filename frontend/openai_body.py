@@ -30,7 +30,8 @@ from tandem.frontend.generation import (
 )
 from tandem.frontend.grammars import openai_grammar
 from tandem.frontend.logprobs import MAX_TOP_LOGPROBS
-from tandem.frontend.reply_parser import NO_FORMATS, ReplyFormats
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.reply_parser import ReplyFormats
 from tandem.frontend.sampling import (
     CompletionSampling,
     OpenAISampling,
@@ -180,7 +181,9 @@ class OpenAICall:
     make_reply: Callable[[], Reply] | None = None
 
 
-def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
+def read_completion(
+    model: ServedModel, _options: FrontendOptions, data: dict[str, Any]
+) -> OpenAICall:
     """Check a body of `/v1/completions`."""
     body = _read_body(CompletionBody, model, data)
     sampling = read_sampling(CompletionSampling, data, model)
@@ -193,14 +196,8 @@ def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
     return call
 
 
-def read_chat(
-    model: ServedModel, data: dict[str, Any], formats: ReplyFormats = NO_FORMATS
-) -> OpenAICall:
-    """Check a body of `/v1/chat/completions`.
-
-    Args:
-        formats: Formats of the model's thoughts and calls of tools.
-    """
+def read_chat(model: ServedModel, options: FrontendOptions, data: dict[str, Any]) -> OpenAICall:
+    """Check a body of `/v1/chat/completions`."""
     body = _read_body(ChatBody, model, data, UNSUPPORTED_IN_CHATS)
     sampling = read_sampling(OpenAISampling, data, model)
     choice = read_choice(body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls)
@@ -214,7 +211,7 @@ def read_chat(
     if asked is not None and choice.grammar is not None:
         raise InvalidRequest("tool_choice: a call cannot be forced beside another grammar")
     # A grammar holds from the first token: there are no thoughts and no calls in what it allows.
-    make_reply = _make_reply(body, choice, formats, text) if asked is None else None
+    make_reply = _make_reply(body, choice, options.reply_formats, text) if asked is None else None
     if make_reply is not None and choice.grammar is None:
         # In many formats marks are special tokens. A forced call has none.
         sampling = sampling.model_copy(update={"skip_special_tokens": False})

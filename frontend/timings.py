@@ -88,12 +88,13 @@ class Timings:
         self.cached_by_tier: dict[str, int] = {}
         self.outcome: Outcome = "finished"
 
-    def _elapsed_s(self) -> float:
+    def elapsed_s(self) -> float:
+        """Return the time since the request came."""
         return self._clock() - self._arrived
 
     def sent(self) -> None:
         """Note that the backend got the request. The backend's phases count from now."""
-        self._sent_s = self._elapsed_s()
+        self._sent_s = self.elapsed_s()
 
     def came(self, delta: TokenDelta) -> bool:
         """Note the phases and tokens of a delta. Return whether it has the first tokens."""
@@ -103,24 +104,24 @@ class Timings:
             self.cached_by_tier = delta.cached_by_tier
         is_first = self._first_at_s is None and bool(delta.token_ids)
         if is_first:
-            self._first_at_s = self._elapsed_s()
+            self._first_at_s = self.elapsed_s()
         return is_first
 
     def token_read(self) -> float | None:
         """Note that a token is text. Returns the time to first token if it is the first, else None."""
         if self._ttft_s is not None:
             return None
-        self._ttft_s = self._elapsed_s()
+        self._ttft_s = self.elapsed_s()
         return self._ttft_s
 
     def ended(self) -> float:
         """Note that the last token is text, and return the time. Later reports end here too."""
-        self._ended_s = self._elapsed_s()
+        self._ended_s = self.elapsed_s()
         return self._ended_s
 
     def report(self, request_id: str, num_prompt_tokens: int) -> Report:
         """Return the report so far."""
-        elapsed_s = self._elapsed_s()
+        elapsed_s = self.elapsed_s()
         e2e_s = elapsed_s if self._ended_s is None else self._ended_s
         row, beside = self._laid_out(e2e_s)
         nodes = {phase.name: phase.node for phase in (*row, *beside) if phase.node}

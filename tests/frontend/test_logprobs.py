@@ -6,7 +6,7 @@ import pytest
 
 from tandem.frontend.answers import MetaInfo
 from tandem.frontend.generation import Generation
-from tandem.frontend.logprobs import ChatLogprobs, CompletionLogprobs, native_logprobs
+from tandem.frontend.logprobs import ChatLogprobs, CompletionLogprobs, NativeLogprobs
 from tandem.frontend.sampling import TextRules
 from tandem.wire.generation import LogprobsWanted, TokenLogprobs
 from tests.frontend.fakes import length, say, stop
@@ -224,7 +224,8 @@ def test_what_cannot_be_is_a_number_that_json_has(tokenizer):
     told = CompletionLogprobs(tokenizer, 0).write(([5], impossible))
     assert told["token_logprobs"] == [-9999.0]
     wanting = request(logprobs=LogprobsWanted())
-    writer = native_logprobs(Generation(wanting, TextRules(), tokenizer), has_text=False)
+    generation = Generation(wanting, TextRules(), tokenizer)
+    writer = NativeLogprobs(generation, LogprobsWanted(), has_text=False)
     writer.add(([5], impossible), [])
     meta = MetaInfo("r", None, 1, 0)
     writer.fill(meta)

@@ -8,6 +8,7 @@ import pytest
 from tandem.frontend.backend import Bootstrap
 from tandem.frontend.chat_template import ChatTemplate
 from tandem.frontend.openai_body import read_chat
+from tandem.frontend.options import FrontendOptions
 from tandem.frontend.reply_parser import reply_formats
 from tandem.frontend.tokenizer import Tokenizer, tokenizer_files
 from tandem.wire.errors import EngineFailed
@@ -403,12 +404,10 @@ async def test_reasoning_effort_reaches_the_template(client, backend, tokenizer,
 
 def test_an_answer_that_follows_a_grammar_is_not_read_for_calls(tokenizer):
     model = FakeBackend(tokenizer).served
-    formats = reply_formats("llama3", "think")
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    plain = read_chat(model, CHAT_BODY | {"tools": tools}, formats)
-    bound = read_chat(
-        model, CHAT_BODY | {"tools": tools, "response_format": {"type": "json_object"}}, formats
-    )
+    options = FrontendOptions(reply_formats=reply_formats("llama3", "think"))
+    body = CHAT_BODY | {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    plain = read_chat(model, options, body)
+    bound = read_chat(model, options, body | {"response_format": {"type": "json_object"}})
     assert (plain.make_reply is None, bound.make_reply is None) == (False, True)
     # Marks of a format may be special tokens.
     assert [call.generations[0].rules.skip_special_tokens for call in (plain, bound)] == [
