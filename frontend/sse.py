@@ -17,7 +17,6 @@ from typing import Self
 
 import msgspec
 from aiohttp import HttpVersion11, web
-from typing_extensions import override
 
 from tandem.telemetry.log import get_logger
 
@@ -55,15 +54,6 @@ class Outbox:
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[asyncio.WriteTransport, bytes]] = deque()
-
-    @override
-    def __repr__(self) -> str:
-        return f"Outbox({len(self._waiting)} waiting)"
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether every write was made."""
-        return not self._waiting
 
     def put(self, transport: asyncio.WriteTransport, data: bytes) -> None:
         """Write `data` once the running callback has returned."""
@@ -136,10 +126,6 @@ class EventStream:
         self._transport: asyncio.Transport | None = None  # of a stream that has begun
         self._is_chunked = request.version >= HttpVersion11
         self.is_started = False
-
-    @override
-    def __repr__(self) -> str:
-        return f"EventStream({self.request.path}, is_started={self.is_started})"
 
     async def __aenter__(self) -> Self:
         return self

@@ -46,7 +46,14 @@ REMEDIES = {
 # Printed by commands, or internal: never sent over HTTP.
 NOT_OVER_HTTP = frozenset(
     {
-        *("config_invalid", "drain_failed", "key_refused", "router_away", "tier_failed"),
+        *(
+            "config_invalid",
+            "drain_failed",
+            "key_refused",
+            "router_away",
+            "tier_failed",
+            "unanswered",
+        ),
         "unexpected_event",
     }
 )

@@ -12,14 +12,14 @@ from typing import Annotated, Any
 import aiohttp
 import msgspec
 
+from tandem.asking import Unanswered, ask, session_with
 from tandem.wire.command_line import Parser
 from tandem.wire.errors import TandemError
-from tandem.wire.hosts import checked_url, reason_of
+from tandem.wire.hosts import checked_url
 from tandem.wire.keys import operator_key
 from tandem.wire.options import Flag, add_flags, read_flags
 
 ASK_INTERVAL_S = 0.25
-ANSWER_TIMEOUT_S = 5.0
 # After the deadline: what was handed over is off the node when no page of it can be written any more.
 GRACE_S = 15.0
 
@@ -109,9 +109,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def _run(config: DrainConfig) -> None:
     key = config.api_key or operator_key(os.environ.get("TANDEM_CLUSTER_KEY", ""))
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+    async with session_with(key) as session:
         if config.is_cancel:
             status = await _ask(session, config.url, {"cancel": True})
             sys.stdout.write(f"{config.url} is {status.detail}\n")
@@ -146,31 +144,11 @@ async def _watch(session: aiohttp.ClientSession, url: str, status: DrainStatus) 
 async def _ask(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any] | None = None
 ) -> DrainStatus:
-    """Ask the node how far it is, or give it an order.
-
-    Raises:
-        DrainFailed: It cannot be reached, or rejects the order.
-    """
+    """Ask the node how far it is, or give it an order."""
     try:
-        method = "GET" if body is None else "POST"
-        async with session.request(method, f"{url}/drain", json=body) as response:
-            data = await response.read()
-            if response.status != 200:
-                raise DrainFailed(f"{url} refuses: {_refusal(response.status, data)}")
-            return msgspec.json.decode(data, type=DrainStatus)
-    except aiohttp.ClientConnectorError as error:
-        raise DrainFailed(
-            f"{url} cannot be reached ({reason_of(error.os_error)}): is it a node's URL, and the node up?"
-        ) from error
-    except TimeoutError as error:
-        raise DrainFailed(f"{url} does not answer within {ANSWER_TIMEOUT_S:g} s") from error
-    except (aiohttp.ClientError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        data = await ask(session, url, "/drain", "node", body)
+        return msgspec.json.decode(data, type=DrainStatus)
+    except Unanswered as error:
+        raise DrainFailed(error.message) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DrainFailed(f"{url} does not answer as a node: {error}") from error
-
-
-def _refusal(status: int, body: bytes) -> str:
-    """Return the node's own sentence where it gave one."""
-    try:
-        return str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError):
-        return f"it answers with status {status}"

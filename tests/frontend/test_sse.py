@@ -37,7 +37,7 @@ async def until_empty(outbox: Outbox) -> int:
     """Return after how many turns of the loop nothing waits any more."""
     turns = 0
     async with asyncio.timeout(PATIENCE_S):
-        while not outbox.is_empty:
+        while outbox._waiting:
             turns += 1
             await asyncio.sleep(0)
     return turns

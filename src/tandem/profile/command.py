@@ -198,8 +198,10 @@ def _measured(asked: ProfileConfig, engine: Engine) -> Profile:
         is_quick=asked.is_quick,
     )
     bench = Bench(engine, QUICK_POINT_S if asked.is_quick else POINT_S)
-    prefill = fit_prefill(_timed("tokens of a prompt", grid.prefills(), bench.prefill_s))
-    decode = fit_decode(_timed("answers", grid.decodes(), bench.decode_s))
+    prefill, prefill_error = fit_prefill(
+        _timed("tokens of a prompt", grid.prefills(), bench.prefill_s)
+    )
+    decode, decode_error = fit_decode(_timed("answers", grid.decodes(), bench.decode_s))
     figures = NodeFigures(
         model=config.served_model_name,
         device=f"{platform.machine()} CPU" if is_cpu else settings.device,
@@ -213,16 +215,16 @@ def _measured(asked: ProfileConfig, engine: Engine) -> Profile:
         chunked_prefill_size=grid.chunk,
         host_step_ms=rounded(1000 * statistics.median(bench.host_s)),
         is_overlapped=not is_cpu,
-        prefill_error=prefill.mean_error,
-        decode_error=decode.mean_error,
+        prefill_error=prefill_error,
+        decode_error=decode_error,
     )
     origin = (
         f"Measured by tandem profile {package_version()} on {datetime.now(UTC).date()}: {figures.model}, "
-        f"{shape.dtype}, on {figures.num_devices} x {figures.device}; off by {prefill.mean_error:.1%} (prefill) and "
-        f"{decode.mean_error:.1%} (decode) on average."
+        f"{shape.dtype}, on {figures.num_devices} x {figures.device}; off by {prefill_error:.1%} (prefill) and "
+        f"{decode_error:.1%} (decode) on average."
     )
     sys.stdout.write(f"{origin}\n")
-    return Profile(origin=origin, prefill=prefill.times, decode=decode.times, node=figures)
+    return Profile(origin=origin, prefill=prefill, decode=decode, node=figures)
 
 
 def _timed(what: str, points: list[Point], measure: Callable[[Point], float]) -> dict[Point, float]:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -17,8 +16,6 @@ from tandem.engine.core import Engine
 from tandem.engine.profile import DecodeTimes, PrefillTimes, attended_pairs
 from tandem.engine.request import ActiveRequest
 from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
-
-TimesT = TypeVar("TimesT", PrefillTimes, DecodeTimes)
 
 # Of a pool: the rest is for answers that grow while they are measured.
 POOL_SHARE = 0.9
@@ -188,33 +185,20 @@ class Bench:
 # ── fitting ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class Fit(Generic[TimesT]):
-    """The times that describe measurements best, and how far they are off, relative, on average."""
-
-    times: TimesT
-    mean_error: float
-
-
-def fit_prefill(measured_s: Mapping[Point, float]) -> Fit[PrefillTimes]:
-    """Return the times of chunks that describe measurements best."""
+def fit_prefill(measured_s: Mapping[Point, float]) -> tuple[PrefillTimes, float]:
+    """Return the times of chunks that describe measurements best, and the mean relative error."""
     parts = [[1, p.size, p.num_context, attended_pairs(p.size, p.num_context)] for p in measured_s]
     (base, token, context, pair), error = _least(parts, measured_s)
-    return Fit(
-        PrefillTimes(
-            base_ms=base, per_token_ms=token, per_context_token_ms=context, per_pair_ms=pair
-        ),
-        error,
-    )
+    return PrefillTimes(
+        base_ms=base, per_token_ms=token, per_context_token_ms=context, per_pair_ms=pair
+    ), error
 
 
-def fit_decode(measured_s: Mapping[Point, float]) -> Fit[DecodeTimes]:
-    """Return the times of batches that describe measurements best."""
+def fit_decode(measured_s: Mapping[Point, float]) -> tuple[DecodeTimes, float]:
+    """Return the times of batches that describe measurements best, and the mean relative error."""
     parts = [[1, p.size, p.size * p.num_context] for p in measured_s]
     (base, request, context), error = _least(parts, measured_s)
-    return Fit(
-        DecodeTimes(base_ms=base, per_request_ms=request, per_context_token_ms=context), error
-    )
+    return DecodeTimes(base_ms=base, per_request_ms=request, per_context_token_ms=context), error
 
 
 def _least(

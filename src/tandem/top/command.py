@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from tandem.asking import Unanswered, ask, session_with
 from tandem.router.overview import Overview
 from tandem.top.picture import picture, plain
 from tandem.wire.command_line import Parser
 from tandem.wire.errors import TandemError
-from tandem.wire.hosts import checked_url, reason_of
+from tandem.wire.hosts import checked_url
 from tandem.wire.options import Flag, add_flags, read_flags
 
 EXAMPLES = """\
@@ -31,7 +32,6 @@ Ctrl-C ends it. A browser shows the same and more at the router's own URL.
 
 More: tandem docs dashboard
 """
-ANSWER_TIMEOUT_S = 5.0
 
 
 class RouterAway(TandemError, code="router_away"):
@@ -94,7 +94,7 @@ async def _watch(config: TopConfig, console: Console) -> None:
     # Without a terminal, pictures follow one another.
     is_live = console.is_terminal and not config.is_json and not config.is_once
     live = Live(Text(f"asking {config.url} …"), console=console, screen=True, auto_refresh=False)
-    async with _session(config.api_key) as session:
+    async with session_with(config.api_key) as session:
         with live if is_live else nullcontext():
             while True:
                 try:
@@ -123,13 +123,6 @@ async def _watch(config: TopConfig, console: Console) -> None:
                 await asyncio.sleep(config.interval_s)
 
 
-def _session(key: str) -> aiohttp.ClientSession:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return aiohttp.ClientSession(
-        headers=headers, timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
-    )
-
-
 async def _fetch(session: aiohttp.ClientSession, url: str) -> bytes:
     """Return the overview as the router wrote it.
 
@@ -137,25 +130,17 @@ async def _fetch(session: aiohttp.ClientSession, url: str) -> bytes:
         RouterAway: It cannot be had, and why.
     """
     try:
-        async with session.get(f"{url}/overview") as response:
-            body, status = await response.read(), response.status
-    except aiohttp.ClientConnectorError as error:
-        raise RouterAway(
-            f"{url} cannot be reached ({reason_of(error.os_error)}): is it the router's URL, and the router up?"
-        ) from error
-    except TimeoutError as error:
-        raise RouterAway(f"{url} does not answer within {ANSWER_TIMEOUT_S:g} s") from error
-    except aiohttp.ClientError as error:
-        raise RouterAway(f"{url} does not answer as a router: {error}") from error
-    if status == 401:
-        raise KeyRefused(f"{url} asks for an API key: give one that it takes with --api-key")
-    if status == 404:
-        raise RouterAway(
-            f"{url} has no /overview: is it a router, and no node, and of this release?"
-        )
-    if status != 200:
-        raise RouterAway(f"{url} answers with status {status}")
-    return body
+        return await ask(session, url, "/overview", "router", None)
+    except Unanswered as error:
+        if error.answered == 401:
+            raise KeyRefused(
+                f"{url} asks for an API key: give one that it takes with --api-key"
+            ) from error
+        if error.answered == 404:
+            raise RouterAway(
+                f"{url} has no /overview: is it a router, and no node, and of this release?"
+            ) from error
+        raise RouterAway(error.message) from error
 
 
 def _decoded(url: str, body: bytes) -> Overview:

@@ -1,0 +1,68 @@
+"""Asks a server of the cluster something over HTTP, and says in one sentence why there is no answer."""
+
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from tandem.wire.errors import TandemError
+from tandem.wire.hosts import reason_of
+
+ANSWER_TIMEOUT_S = 5.0
+
+
+class Unanswered(TandemError, code="unanswered"):
+    """The server cannot be reached, rejects the question, or is of another kind.
+
+    Attributes:
+        answered: The HTTP status; 0 where there was no answer.
+    """
+
+    def __init__(self, message: str, answered: int = 0) -> None:
+        super().__init__(message)
+        self.answered = answered
+
+
+def session_with(key: str) -> aiohttp.ClientSession:
+    """Return a session that sends a bearer token, if there is one."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return aiohttp.ClientSession(
+        headers=headers, timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+    )
+
+
+async def ask(
+    session: aiohttp.ClientSession, url: str, path: str, kind: str, body: dict[str, Any] | None
+) -> bytes:
+    """Return what a server answers to a GET, or to a POST of `body`.
+
+    Args:
+        kind: What it ought to be, such as `router`.
+
+    Raises:
+        Unanswered: There is no answer of status 200.
+    """
+    method = "GET" if body is None else "POST"
+    try:
+        async with session.request(method, url + path, json=body) as response:
+            data = await response.read()
+    except aiohttp.ClientConnectorError as error:
+        raise Unanswered(
+            f"{url} cannot be reached ({reason_of(error.os_error)}): is it the {kind}'s URL, and the {kind} up?"
+        ) from error
+    except TimeoutError as error:
+        raise Unanswered(f"{url} does not answer within {ANSWER_TIMEOUT_S:g} s") from error
+    except aiohttp.ClientError as error:
+        raise Unanswered(f"{url} does not answer as a {kind}: {error}") from error
+    if response.status != 200:
+        sentence = _sentence(data) or f"it answers with status {response.status}"
+        raise Unanswered(f"{url} refuses: {sentence}", response.status)
+    return data
+
+
+def _sentence(body: bytes) -> str:
+    """Return the server's own sentence, or nothing."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError):
+        return ""
