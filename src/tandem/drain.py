@@ -137,7 +137,13 @@ async def _watch(session: aiohttp.ClientSession, url: str, status: DrainStatus) 
             sys.stdout.write(f"{url} is draining: {left} left, {within}\n")
             sys.stdout.flush()
         await asyncio.sleep(ASK_INTERVAL_S)
-        status = await _ask(session, url)
+        try:
+            status = await _ask(session, url)
+        except DrainFailed:
+            if status.state != "leaving":
+                raise
+            sys.stdout.write(f"{url} has ended, as it was told to: nothing runs on it\n")
+            return
     sys.stdout.write(f"{url} is drained: nothing runs on it\n")
 
 
