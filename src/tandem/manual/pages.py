@@ -9,7 +9,9 @@ import re
 from pathlib import Path
 
 # A fenced block, where `#` begins a comment, or a heading.
-_HEADING = re.compile(r"^\s*(```|~~~).*?^\s*\1|^(?P<level>#{1,6})\s+(?P<title>[^\n]+)", re.MULTILINE | re.DOTALL)
+_HEADING = re.compile(
+    r"^\s*(```|~~~).*?^\s*\1|^(?P<level>#{1,6})\s+(?P<title>[^\n]+)", re.MULTILINE | re.DOTALL
+)
 _LINK = re.compile(r"\]\(([\w/-]+)\.md(?:#[\w-]*)?\)")
 FRONT = "index"
 NUM_SUGGESTIONS = 8
