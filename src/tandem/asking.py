@@ -19,8 +19,13 @@ class Unanswered(TandemError, code="unanswered"):
     """
 
     def __init__(self, message: str, answered: int = 0) -> None:
-        super().__init__(message)
+        super().__init__(plain(message))
         self.answered = answered
+
+
+def plain(text: str) -> str:
+    """Return text of another machine without what a terminal would obey."""
+    return "".join(char if char.isprintable() else "·" for char in text)
 
 
 def session_with(key: str) -> aiohttp.ClientSession:

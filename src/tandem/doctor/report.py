@@ -10,6 +10,8 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from tandem.asking import plain
+
 Status = Literal["ok", "warning", "missing", "failed"]
 """`missing`: not there, and nothing that was asked for needs it. `failed`: something asked for does."""
 
@@ -85,7 +87,7 @@ def render(report: Report) -> None:
         _print(console, ["status", "area", "what", "found", "what to do"], found)
     statuses = [(row.name, row.status) for row in report.transports]
     statuses += [(each.name, each.status) for each in report.findings]
-    failed = [_printable(name) for name, status in statuses if status == "failed"]
+    failed = [plain(name) for name, status in statuses if status == "failed"]
     num_warnings = sum(status == "warning" for _, status in statuses)
     warned = f"; {num_warnings} warning{'s' * (num_warnings != 1)}" if num_warnings else ""
     if failed:
@@ -103,18 +105,13 @@ def _transport(row: TransportRow, num_sizes: int) -> list[str]:
 
 def _print(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Write one aligned line for each row, whatever its length."""
-    lines = [list(heads), *(list(map(_printable, row)) for row in rows)]
+    lines = [list(heads), *(list(map(plain, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         padded = (text.ljust(width) for text, width in zip(line, widths, strict=True))
         text = Text("  ".join(padded).rstrip(), style=COLOURS.get(line[0], ""))
         console.print(text, soft_wrap=True)
     console.print()
-
-
-def _printable(text: str) -> str:
-    """Return text of another machine without what would steer a terminal."""
-    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 def _size(size_bytes: int) -> str:

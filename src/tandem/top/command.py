@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from tandem.asking import Unanswered, ask, session_with
+from tandem.asking import Unanswered, ask, plain, session_with
 from tandem.router.overview import Overview
-from tandem.top.picture import picture, plain
+from tandem.top.picture import picture
 from tandem.wire.command_line import Parser
 from tandem.wire.errors import TandemError
 from tandem.wire.hosts import checked_url
@@ -36,9 +36,6 @@ More: tandem docs dashboard
 
 class RouterAway(TandemError, code="router_away"):
     """The router does not answer, or not as one."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(plain(message))  # it may quote another machine
 
 
 class KeyRefused(RouterAway, code="key_refused"):
@@ -147,4 +144,5 @@ def _decoded(url: str, body: bytes) -> Overview:
     try:
         return msgspec.json.decode(body, type=Overview)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RouterAway(f"{url} does not answer as a router of this release: {error}") from error
+        sentence = f"{url} does not answer as a router of this release: {error}"
+        raise RouterAway(plain(sentence)) from error

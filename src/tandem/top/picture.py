@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tandem.asking import plain
 from tandem.router.overview import NodeView, Overview
 
 NONE = "-"
@@ -162,11 +163,6 @@ def page_bar(node: NodeView, width: int) -> Text:
 
 
 # ── words ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def plain(text: str) -> str:
-    """Return text without what a terminal would obey."""
-    return "".join(char if char.isprintable() else "·" for char in text)
 
 
 def seconds(value: float | None) -> str:

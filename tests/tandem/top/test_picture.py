@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from tandem.top.picture import number, page_bar, picture, plain, seconds
+from tandem.asking import plain
+from tandem.top.picture import number, page_bar, picture, seconds
 from tests.browser import scenes
 
 
