@@ -8,8 +8,10 @@ from tandem.kvtransfer.session import (
     OVER,
     RECEIVER,
     SENDER,
+    Action,
     Event,
     ReceiverState,
+    SenderState,
     UnexpectedEvent,
     receiver_session,
 )
@@ -46,3 +48,27 @@ def diagram(table):
 def test_the_page_of_the_hand_off_shows_the_table_as_it_is(table):
     page = Path(__file__).resolve().parents[2] / "docs" / "hand-off.md"
     assert f"```\n{diagram(table)}\n```" in page.read_text()
+
+
+def test_the_other_end_gets_its_pages_back_only_when_nothing_is_written_any_more():
+    writing = {SenderState.PUSHING, SenderState.RELEASING}
+    says = {Action.SEND_RELEASED: Event.WRITES_STOPPED, Action.SEND_LANDED: Event.WRITES_DONE}
+    for state, arrows in SENDER.items():
+        for event, step in arrows.items():
+            for action in says.keys() & set(step.actions):
+                assert state not in writing or event is says[action], (state, event)
+            if state in writing and step.state not in writing:
+                assert event in says.values(), (state, event)
+
+
+def test_decode_uses_its_pages_again_only_after_the_last_word_or_a_fence():
+    writable = {ReceiverState.GRANTED, ReceiverState.WITHDRAWN, ReceiverState.FENCING}
+    ends = {
+        Event.LANDED_ARRIVED,
+        Event.CORRUPTED_ARRIVED,
+        Event.RELEASED_ARRIVED,
+        Event.FENCED,
+    }
+    for state in writable:
+        for event, step in RECEIVER[state].items():
+            assert step.state in writable or event in ends, (state, event)
