@@ -44,7 +44,7 @@ COMMON = (
     "--bootstrap-port",
 )
 
-# Default limit of prompts that a decode node computes itself: they fit into one step.
+# Default limit per step beside decodes: the prompts that a router leaves to a decode node by default fit into one step.
 LOCAL_PREFILL_TOKENS = 128
 
 EXAMPLES: dict[NodeRole, str] = {
