@@ -114,7 +114,7 @@ def not_started() -> DeadlinePassed:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Half:
-    """A node's part of one attempt. Once `is_wanted` is False the client expects nothing; only pages may be pending."""
+    """A node's part of one attempt. `is_wanted`: False once its client is done; then only its pages are pending."""
 
     ticket: Ticket
     active: ActiveRequest

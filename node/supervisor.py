@@ -43,8 +43,8 @@ from tandem.wire.keys import ChannelKey
 
 log = get_logger(__name__)
 
-# Time after the drain's deadline, at which the remaining requests are handed over, until no peer may still write a
-# page. A peer that does not answer counts as lost after 2 s.
+# Time limit after the drain's deadline, when requests were handed over, until no peer can write a page any more.
+# A peer that does not answer counts as lost after 2 s.
 HAND_OVER_S = 5.0
 
 
