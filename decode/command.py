@@ -6,7 +6,7 @@ from tandem.node.command import NodeCommand, run
 
 COMMAND = NodeCommand(
     role="decode",
-    # Named, not imported: a node may be turned into the other role.
+    # Module names, not imports: a running node can switch to the other role.
     engine_modules={"prefill": "tandem.prefill.engine", "decode": "tandem.decode.engine"},
     default_port=7001,
     summary="Serve answers: take over prompts whose KV landed here, and generate.",

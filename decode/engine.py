@@ -8,7 +8,7 @@ from tandem.node.process import end_process
 
 
 def make_role(parts: Parts) -> DecodeRole:
-    """Return the role of a decode node, or without an agent of a node that serves alone."""
+    """Return the role of a decode node, or of a colocated node if there is no transfer agent."""
     assert parts.agent is None or isinstance(parts.agent, DecodeAgent | DecodeGroup)
     return DecodeRole(
         parts.engine,

@@ -1,10 +1,10 @@
-"""What a decode node does with a request, and what `tandem serve` does: decode without a transfer agent.
+"""The life of a request on a decode node, and on `tandem serve`, which decodes without a transfer agent.
 
 ```
  start ──▶ queued in the engine ─▶ granted: prefill may write ──Landed──▶ running ──▶ end
-                  │                 │ cancel, lost: pages quarantined      ▲
+                  │                 │ cancel, Lost: pages quarantined      ▲
                   │                 └──Failed, Safe: no write can arrive; pages free
-                  └──whole request, its prompt is computed here────────────┘
+                  └──whole request: its prompt is computed here────────────┘
 ```
 """
 
@@ -38,9 +38,9 @@ from tandem.wire.messages import NodeLoad, StartDecode, StartPrefill
 
 @dataclass(slots=True, eq=False)
 class _Half(Half):
-    """Decode's half of one attempt, or all of it.
+    """Decode's half of one attempt, or a whole request if `hand_off` is None.
 
-    `since_s`: since when it waits for its pages, then its first step; -1 once done.
+    `since_s`: when it began to wait, first for its pages, then for its first step; -1 when not waiting.
     """
 
     hand_off: StartDecode | None = None
@@ -48,9 +48,9 @@ class _Half(Half):
 
 
 class DecodeRole(Role[_Half]):
-    """Grants pages, takes over what landed in them, generates; see `Role`.
+    """Grants pages, takes over the prompts that land in them, and generates; see `Role`.
 
-    Without an agent every request is a whole one.
+    Without an agent, only whole requests are accepted.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DecodeRole(Role[_Half]):
     ) -> None:
         super().__init__(engine, answers, max_waiting, tiering, clock)
         self._agent, self._max_running = agent, max_running
-        self._granted: dict[Room, _Half] = {}  # whose pages prefill may write, wanted or not
+        self._granted: dict[Room, _Half] = {}  # prefill may write their pages, even after a cancel
         self._num_corrupted = 0
         engine.watch_reserved(self._reserved)
 
@@ -110,7 +110,7 @@ class DecodeRole(Role[_Half]):
             self._half(active).timeline.end("kv_tier")
             self._engine.queue(active)
         for half in self._deadlines.passed():
-            # One that is granted waits for prefill, which sees to its deadline.
+            # A granted request waits for prefill, which enforces the deadline.
             is_waiting = half.active.stage in (Stage.WAITING, Stage.RUNNING)
             if half.is_wanted and is_waiting and not half.active.is_begun:
                 self._fail(half, not_started())
@@ -127,7 +127,7 @@ class DecodeRole(Role[_Half]):
                 half.timeline.computed(began)
         for run in result.prompt_logprobs:
             half = self._half(run.request)
-            if half.hand_off is None:  # else prefill sent them; these are of a retracted request
+            if half.hand_off is None:  # else prefill sent them, and a retraction recomputed them
                 self._send_prompt_logprobs(half, run)
         for token in result.tokens:
             half = self._half(token.request)
@@ -135,14 +135,14 @@ class DecodeRole(Role[_Half]):
                 half.timeline.beside("first_step", half.since_s)
                 half.since_s = -1.0
             self._answer(half, token)
-        # Last: one that fails with its first token may have log-probabilities of its prompt above.
+        # Failures come last, so that a failing request's prompt log-probabilities are sent before.
         for failure in result.failures:
             self._fail(self._half(failure.request), failure.error)
 
     @override
     def fail_all(self, error: TandemError) -> None:
         for half in list(self._by_ticket.values()):
-            # One that ended in the step that failed has lost its last word with it.
+            # A request that ended in the failed step has lost its final token.
             has_part = half.active.stage in (Stage.RUNNING, Stage.ENDED) or half.active.is_begun
             if has_part:
                 self._engine.cancel(half.active)
@@ -195,7 +195,7 @@ class DecodeRole(Role[_Half]):
         )
 
     def _reserved(self, active: ActiveRequest) -> None:
-        """Have prefill write a prompt into the pages that were set aside for it."""
+        """Grant the pages reserved for a prompt to its prefill node."""
         half = self._half(active)
         assert half.hand_off is not None
         assert self._agent is not None
@@ -231,7 +231,7 @@ class DecodeRole(Role[_Half]):
             self._part(half)
 
     def _phases(self, half: _Half, token: Token) -> list[Phase] | None:
-        """Return what is sent with this token: a first one whose prompt was computed here, or the last."""
+        """Return the phases to send with a locally computed prompt's first token, or with a last token; else None."""
         if half.hand_off is None and token.index == half.active.request.num_prior_tokens:
             half.timeline.end("prefill")
         elif token.finish is None:
@@ -239,7 +239,7 @@ class DecodeRole(Role[_Half]):
         return half.timeline.take()
 
     def _safe(self, half: _Half, error: TandemError | None) -> None:
-        """Free the granted pages, which no write can reach any more, and fail a client that waits."""
+        """Free the granted pages, which no write can reach any more, and report any error to the client."""
         assert half.hand_off is not None
         del self._granted[half.hand_off.room]
         self._engine.cancel(half.active)

@@ -1,4 +1,4 @@
-"""What every node role shares: its checkpoint, its engine process, its HTTP process.
+"""What all node roles share: the checkpoint, the engine process, the HTTP process.
 
-Sits between the roles and the capabilities, so that prefill and decode need not import each other.
+This package sits between the roles and the capabilities, so that prefill and decode need not import each other.
 """

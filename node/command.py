@@ -1,4 +1,4 @@
-"""From a node's command line to its exit status."""
+"""Runs a node command: from the command line to the exit status."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ log = logs.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NodeCommand:
-    """What differs between `prefill`, `decode` and `serve`. A node may take on any role of `engine_modules`."""
+    """The differences between `prefill`, `decode` and `serve`. A node can switch to any role in `engine_modules`."""
 
     role: NodeRole
     engine_modules: Mapping[NodeRole, str]
@@ -34,18 +34,18 @@ class NodeCommand:
     prog: str = ""
 
     def build_parser(self) -> Parser:
-        """Return the parser."""
+        """Return the command's parser."""
         prog = self.prog or f"tandem {self.role}"
         return build_parser(prog, self.role, self.summary, self.default_port)
 
 
 def run(command: NodeCommand, argv: Sequence[str]) -> int:
-    """Run a node until it is told to stop.
+    """Run a node until a signal or a failure ends it.
 
     Returns:
-        0 after a stop that was asked for, 1 after a failure or a stop by force, 2 for flags that cannot work.
+        0 after a requested stop, 1 after a failure or a forced stop, 2 for an invalid configuration.
     """
-    # Until the server takes over, a SIGTERM unwinds too: a conversion under way is stopped and removed.
+    # Until the server installs its handlers, SIGTERM raises SystemExit, so that a conversion in progress is cleaned up.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
     parser = command.build_parser()
     try:
@@ -67,7 +67,7 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
         if config.generation_config == "auto":
             config = _with_sampling_defaults(config)
         operator = operator_key(os.environ.get("TANDEM_CLUSTER_KEY", ""))
-        from tandem.node.supervisor import serve  # a misspelt flag need not wait for its imports
+        from tandem.node.supervisor import serve  # late: flag errors need not wait for its imports
 
         status: int = uvloop.run(serve(config, command.engine_modules, key, operator))
     except TandemError as error:
@@ -79,7 +79,7 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
 
 
 def default_cache_dir() -> Path:
-    """Return where converted models and tokenizers are kept unless told otherwise."""
+    """Return the default directory of converted models and tokenizers."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "tandem"
 

@@ -1,4 +1,4 @@
-"""What a node is told before it starts: checked in `__main__`, frozen, passed down."""
+"""A node's configuration: read by `flags.py`, validated by `check`, immutable."""
 
 from functools import partial
 from pathlib import Path
@@ -27,12 +27,12 @@ from tandem.wire.options import HEARTBEAT, HOST, LOG_FORMAT, LOG_LEVEL, PORT, Fl
 
 NodeRole = Literal["prefill", "decode", "colocated"]
 
-# What a pod is given to end by default; one that drains should be given some seconds more.
+# Kubernetes' default grace period. A pod that drains needs a grace period some seconds longer.
 DRAIN_TIMEOUT_S = 30.0
-# Longer than any forward, and than what compiles at the first use of a size later on.
+# Longer than any forward, including one that compiles for a new batch size.
 STEP_TIMEOUT_S = 300.0
 MAX_STEP_S = 86_400.0
-# A day: longer than any answer takes, so that more is a mistake.
+# A day. No answer takes longer, so a larger value is a mistake.
 MAX_DRAIN_S = 86_400.0
 
 
@@ -41,15 +41,15 @@ def _host_tier(unit: str, size: str) -> str:
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How KV moves.
+    """Options of the KV transfer.
 
     Attributes:
-        bootstrap_port: 8998: SGLang's default.
-        grant_timeout_s: Decode's queue for pages included. A half whose edge worker is gone ends at once;
-            this is for halves that nobody follows. 300 s: SGLang's default.
-        early_grant_timeout_s: How long a grant waits for its request: its pages are idle meanwhile.
-        landed_timeout_s: How long decode waits for the pages of a grant, prefill's queue included.
-        verify: `sample` finds a link that corrupts within a few prompts, at a sixteenth of the cost.
+        bootstrap_port: 8998 is SGLang's default.
+        grant_timeout_s: Includes the time in decode's queue for pages. A half whose edge worker is lost ends at
+            once; this timeout is for halves that no edge worker tracks. 300 s is SGLang's default.
+        early_grant_timeout_s: How long a grant waits for its request. Its pages are idle meanwhile.
+        landed_timeout_s: How long decode waits for the pages of a grant to land, including prefill's queue.
+        verify: `sample` hashes one slab in 64, and still detects a corrupting link within a few prompts.
     """
 
     backend: Annotated[
@@ -118,14 +118,14 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands behind the prefix cache.
+    """Options of the tiers behind the prefix cache.
 
     Attributes:
         specs: See `tandem.kvtier.spec`.
-        timeout_s: 0.5: half of what SGLang waits, and more than a healthy store takes for some thousand
-            tokens.
-        min_tokens: 256: SGLang's default.
-        staging_bytes: 2 GiB: either direction has room for 8k tokens of an 8B model.
+        timeout_s: 0.5 s is half of SGLang's timeout, and more than a healthy store needs for several
+            thousand tokens.
+        min_tokens: 256 is SGLang's default.
+        staging_bytes: In 2 GiB each direction fits 8k tokens of an 8B model.
     """
 
     specs: Annotated[
@@ -136,12 +136,12 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
             metavar="SPEC",
             help="keep KV beyond the device: host:8GiB, disk:/dir:200GiB or redis://host:6379/0; repeated, "
             "fastest first; see `tandem docs tiers`",
-            # SGLang's and vLLM's names for the host's memory.
+            # SGLang's and vLLM's flags for host memory.
             aliases={
                 "--hicache-size": partial(_host_tier, "GB"),
                 "--kv-offloading-size": partial(_host_tier, "GiB"),
             },
-            # A host tier is the fastest, and these flags do not give its place. An empty one is none.
+            # A host tier is the fastest, so it goes first wherever its flag stands. Empty specs are dropped.
             parse=lambda specs: tuple(
                 sorted(filter(None, specs), key=lambda spec: not spec.startswith("host:"))
             ),
@@ -179,7 +179,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says of an engine without a model; `EngineConfig.simulation` is read from it."""
+    """Command-line options of a simulated engine; the source of `EngineConfig.simulation`."""
 
     engine: Annotated[
         Literal["model", "simulated"],
@@ -207,7 +207,7 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
 
     def simulation(self) -> Simulation | None:
-        """Read the simulated engine that is asked for; raise `ConfigInvalid` for a wrong profile."""
+        """Return the requested simulation, or None; raise `ConfigInvalid` for invalid options or profiles."""
         if self.engine == "simulated":
             profile = read_profile(Path(self.profile)) if self.profile else Profile()
             return Simulation(profile=profile, kv=self.kv or "real")
@@ -223,8 +223,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One node: an HTTP process and the engine process under it.
 
     Attributes:
-        engine_port: Where edge workers reach the engine; `/server_info` reports it to them.
-        default_sampling: Values of parameters that a request leaves out.
+        engine_port: Port of the engine's links to edge workers, which read it from `/server_info`.
+        default_sampling: Defaults of sampling parameters that a request omits.
     """
 
     role: NodeRole
@@ -340,12 +340,12 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """The rhythm of this node's links."""
+        """The heartbeat of this node's links."""
         return heartbeat_of(self.heartbeat_interval_ms)
 
 
 def check(config: NodeConfig) -> NodeConfig:
-    """Return `config` if it can work; else raise `ConfigInvalid` with the flag and what to give."""
+    """Return `config` if it is valid; else raise `ConfigInvalid`, which names the flag and a remedy."""
     heartbeat_of(config.heartbeat_interval_ms)
     engine = config.engine
     if "file" in config.transfer.backend.split(",") and not config.transfer.directory:
@@ -353,7 +353,7 @@ def check(config: NodeConfig) -> NodeConfig:
             "--transfer-backend file needs --transfer-directory: a directory that both sides share",
             topic="transports#a-shared-directory",
         )
-    # Else a node that is told to be reached from here only, and asks for no secret, would be reached.
+    # Otherwise a node on loopback, which requires no secret, would be reachable from other hosts.
     if config.transfer.interface not in ("", "lo") and is_loopback(config.host):
         raise ConfigInvalid(
             f"--transfer-interface {config.transfer.interface} is for links to other hosts, and "

@@ -1,12 +1,12 @@
-"""The engine process of a node: reads its config, loads the model, reports that it is ready, loops.
+"""The engine process of a node: reads its config, loads the model, reports `Ready`, and runs the loop.
 
 ```
  parent (HTTP) ── stdin: a line of NodeConfig, then orders while the parent lives ──▶ engine
  parent (HTTP) ◀── stdout: a line of Ready or Failed, then reports ──────────────── engine
 ```
 
-Standard input's end is the order to stop, so an engine never outlives its parent, however that died.
-Under tensor parallelism this is rank 0, which starts the others (`ranks.py`) and ends with them.
+End of file on standard input is the order to stop, so an engine never outlives its parent, however the parent
+died. Under tensor parallelism this process is rank 0. It starts the other ranks (`ranks.py`) and ends with them.
 """
 
 import os
@@ -53,17 +53,17 @@ from tandem.wire.messages import ModelInfo, ToEngine
 
 log = logs.get_logger(__name__)
 
-# Time for the loop's last answers after a rank died. On CPUs a forward under way fails at once.
+# Time for the loop to send its last answers after a rank died. On CPUs a forward in progress fails at once.
 RANK_LOST_GRACE_S = 2.0
-# For what is released at the end: some of it may wait for the device.
+# Time to release resources at the end: some of them may wait for the device.
 DEVICE_LOST_GRACE_S = 2.0
-# Tokens in a pool of pages without bytes: of a 70B model's KV that would be 320 GiB, the room of a few large GPUs.
+# Tokens in a pool of pages without bytes. A 70B model's KV for them would take 320 GiB, as on a few large GPUs.
 _TOKENS_WITHOUT_KV = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a role is built from. `agent`: of all ranks; None for a node that serves alone."""
+    """The parts from which a role is built. `agent` acts for all ranks; None on a colocated node."""
 
     config: NodeConfig
     engine: Engine
@@ -77,7 +77,7 @@ MakeRole = Callable[[Parts], Role[Any]]
 
 def main(make_role: MakeRole) -> int:
     """Run an engine process to its end; return its exit status."""
-    # Ctrl-C reaches the whole group, and so may SIGTERM; the parent drains, and decides what ends when.
+    # Ctrl-C, and sometimes SIGTERM, reaches the whole process group. The parent drains and decides when to end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     out = claim_stdout()
@@ -96,7 +96,7 @@ def main(make_role: MakeRole) -> int:
 
 
 class _EngineProcess:
-    """From the config to the end of the loop. Reports to the parent go to `out`."""
+    """Builds the engine from the config and runs its loop. Reports to the parent go to `out`."""
 
     def __init__(self, config: NodeConfig, make_role: MakeRole, out: BinaryIO) -> None:
         self._config, self._make_role, self._out = config, make_role, out
@@ -112,7 +112,7 @@ class _EngineProcess:
         self._others = [] if self._ranks is None else self._ranks.others
 
     def report(self, message: Report) -> None:
-        """Send the parent a report."""
+        """Send a report to the parent."""
         self._out.write(msgspec.json.encode(message) + b"\n")
         self._out.flush()
 
@@ -168,11 +168,11 @@ class _EngineProcess:
             watch.stop()
             inbox.close()
             if stack is not None:
-                stack.close()  # while the pool's memory is there
+                stack.close()  # before the pool's memory is released
         return int(self._lost_rank is not None)
 
     def close(self) -> None:
-        """Cut every peer off, release the pool's memory, and end the other ranks."""
+        """Close the transfer agent, release the pool's memory, and end the other ranks."""
         self._close_memory()
         if self._ranks is not None:
             self._ranks.close()
@@ -211,26 +211,25 @@ class _EngineProcess:
             log.debug("engine.parent_gone")
 
     def _rank_ended(self, error: TandemError) -> None:
-        """End too: what the rank held of every request is gone. Called by the rank's reader."""
+        """End this process, because the rank's shard of every request is lost. Called on the rank's reader thread."""
         log.error("rank.died", reason=str(error), effect="the node ends")
         self._lost_rank = error
-        # The main thread may wait for the dead rank for good (NCCL does), and the pool's file would outlive the
-        # process.
+        # The main thread may wait for the dead rank forever (NCCL does).
         end_process_after(RANK_LOST_GRACE_S)
         if self._loop is None:
             self.report(Failed(error=error.info()))
-            self._close_memory()
+            self._close_memory()  # the pool's file would outlive the process
             os._exit(1)
-        self._loop.stop()  # after the answers to its requests
+        self._loop.stop()  # the current pass still answers its requests
 
 
 def build_engine(
     config: NodeConfig, make_region: MakeRegion, waker: Waker, ranks: Ranks | None = None
 ) -> Engine:
-    """Make the engine that the config names, and its pool; raise `ConfigInvalid` where that cannot be."""
+    """Make the engine that the config specifies, and its pool; raise `ConfigInvalid` if that is impossible."""
     if config.engine.simulation is not None:
         return build_simulated(config, config.engine.simulation, make_region)
-    # A simulated engine never loads torch, which alone is 200 MB and a second.
+    # A simulated engine never imports torch, which costs 200 MB and a second.
     with uncollected():
         from tandem.node.model_engine import build_model
 
@@ -238,7 +237,7 @@ def build_engine(
 
 
 def build_simulated(config: NodeConfig, simulation: Simulation, make_region: MakeRegion) -> Engine:
-    """Make an engine that only takes time, and a pool as large as a model's or next to nothing."""
+    """Make an engine whose forwards only take time; its pool has a model's size, or hardly any bytes."""
     settings = config.engine
     shape, ordinary_ids = read_model(settings, simulation.kv)
     num_tokens = settings.max_total_tokens or (
@@ -266,7 +265,7 @@ def build_simulated(config: NodeConfig, simulation: Simulation, make_region: Mak
 
 
 def _take_orders(loop: EngineLoop) -> None:
-    # Not through `sys.stdin`, whose lock a thread that waits there would hold while the process ends.
+    # Not `sys.stdin`: this thread would hold its lock while it waits, and the process could not end.
     unread = b""
     while data := os.read(sys.stdin.fileno(), 4096):
         *lines, unread = (unread + data).split(b"\n")

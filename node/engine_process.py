@@ -1,9 +1,9 @@
-"""The engine process as its parent sees it: started, ready or failed, linked to, drained, stopped.
+"""The parent's handle of the engine process: start, link, drain, stop.
 
-They exchange lines of JSON:
+Parent and engine exchange lines of JSON:
 
 ```
- parent ── stdin:  NodeConfig, then Drain, Resume ... ──▶ engine       its end is the order to stop
+ parent ── stdin:  NodeConfig, then Drain, Resume ... ──▶ engine       end of file: stop
  parent ◀── stdout: Ready or Failed, then Drained ... ─── engine
 ```
 """
@@ -23,23 +23,23 @@ from tandem.wire.messages import ModelInfo
 
 log = get_logger(__name__)
 
-# glibc hands the memory of every step's tensors back to the kernel and faults it in again at the
-# next; keeping it was measured to save a tenth of a decode step. What a person has set stays.
+# glibc returns the memory of each step's tensors to the kernel and faults it in again in the next step. Keeping
+# the memory saves a tenth of a decode step (measured). Values set by the user take precedence.
 MALLOC_SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
 
-# The ranks of a node are on one host: gloo would listen on an address that others reach.
+# All ranks of a node run on one host. By default gloo would listen on an address that other hosts reach.
 GLOO_SETTINGS = {"GLOO_SOCKET_IFNAME": "lo"}
 
-# transformers shards a model over the GPUs that it sees, asked for or not.
+# transformers shards a model over all visible GPUs, even without a request to do so.
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine serves."""
+    """The engine is ready to serve."""
 
     epoch: int
     engine_port: int
@@ -55,20 +55,20 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Drained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Nothing is left since the drain of this number."""
+    """No request is left. `number` identifies the drain that this report answers."""
 
     number: int
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Take nothing new, and hand over what is left in `timeout_s`; `Drained` answers it with its number."""
+    """Reject new requests, and hand over the remaining ones after `timeout_s`. `Drained` repeats `number`."""
 
     number: int
     timeout_s: float
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Take requests again."""
+    """Accept requests again."""
 
 
 Order = Drain | Resume
@@ -78,7 +78,7 @@ Report = Ready | Failed | Drained
 class EngineProcess:
     """One engine process, run as `python -P -m module`.
 
-    `on_drained` is called when nothing is left since the last `drain`.
+    `on_drained` is called when no request is left after the last `drain`.
     """
 
     def __init__(self, module: str, config: NodeConfig, on_drained: Callable[[], None]) -> None:
@@ -89,7 +89,7 @@ class EngineProcess:
         self._num_drains = 0
 
     async def start(self) -> Ready | TandemError:
-        """Start the process and wait until it serves, or until it said why it cannot."""
+        """Start the process; return its `Ready`, or the error for which it could not start."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -117,13 +117,13 @@ class EngineProcess:
         return environment | (WITHOUT_GPUS if self._config.engine.device == "cpu" else {})
 
     def drain(self, timeout_s: float) -> None:
-        """Have it take nothing new, and hand over what is left in `timeout_s`. It has started."""
+        """Order it to reject new requests and hand over the rest after `timeout_s`. Call after `start`."""
         self._num_drains += 1
         self._order(Drain(number=self._num_drains, timeout_s=timeout_s))
 
     def resume(self) -> None:
-        """Have it take requests again."""
-        self._num_drains += 1  # a report that is under way is of the drain that ends here
+        """Order it to accept requests again."""
+        self._num_drains += 1  # invalidates a `Drained` that is in flight
         self._order(Resume())
 
     def _order(self, order: Order) -> None:
@@ -132,7 +132,7 @@ class EngineProcess:
         self._process.stdin.write(msgspec.json.encode(order) + b"\n")
 
     async def wait(self) -> int:
-        """Take what the process reports until it ends; return its exit status."""
+        """Process the engine's reports until it ends; return its exit status."""
         assert self._process is not None
         assert self._process.stdout is not None
         async for line in self._process.stdout:
@@ -141,12 +141,12 @@ class EngineProcess:
         return await self._process.wait()
 
     def kill(self) -> None:
-        """End it at once; `stop` then returns soon."""
+        """Kill the process; `stop` then returns soon."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """End the process: by closing its standard input, and by force after `timeout_s`."""
+        """End the process by closing its standard input; kill it after `timeout_s`."""
         if self._process is None or self._process.returncode is not None:
             return
         assert self._process.stdin is not None
@@ -163,9 +163,9 @@ class EngineProcess:
 async def keep_linked(
     make: Callable[[], EngineClient], use: Callable[[EngineClient], None]
 ) -> None:
-    """Run a node's link to its engine, and a new one whenever it is lost, until cancelled.
+    """Keep a node linked to its engine until cancelled: replace each link that is lost.
 
-    A node that was frozen finds all its links lost, while its engine lives on.
+    After the node's process was frozen, all its links are lost although the engine is alive.
     """
     while True:
         client = make()

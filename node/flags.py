@@ -1,4 +1,4 @@
-"""The command lines of `prefill`, `decode` and `serve`, with names that users of SGLang and vLLM know."""
+"""The flags of `prefill`, `decode` and `serve`, named as in SGLang and vLLM where possible."""
 
 import argparse
 from collections.abc import Collection, Sequence
@@ -13,7 +13,7 @@ from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.options import add_flags, read_flags
 
-# Accepted with a warning, and why they mean nothing here.
+# Flags that are accepted with a warning, and why they have no effect.
 MEANINGLESS = {
     "--enable-chunked-prefill": "prompts are always computed in chunks",
     "--enable-p2p-check": "the transport checks its own link",
@@ -25,7 +25,7 @@ MEANINGLESS = {
 }
 
 
-# What `--help` shows; `--help-all` shows the rest.
+# Flags in `--help`; `--help-all` shows the rest.
 COMMON = (
     "--model",
     "--served-model-name",
@@ -44,7 +44,7 @@ COMMON = (
     "--bootstrap-port",
 )
 
-# What a router leaves to a decode node by default fits into one step.
+# Default limit per step beside decodes: the prompts that a router leaves to a decode node by default fit into one step.
 LOCAL_PREFILL_TOKENS = 128
 
 EXAMPLES: dict[NodeRole, str] = {
@@ -94,7 +94,7 @@ def build_parser(prog: str, role: NodeRole, summary: str, default_port: int) -> 
 
 
 def add_hidden_flags(parser: Parser, without: Collection[str] = ()) -> None:
-    """Add the flags that users of SGLang type and that configure nothing here, but those in `without`."""
+    """Add hidden flags for compatibility with SGLang, except those in `without`."""
     parser.add_argument("--enable-hierarchical-cache", action="store_true", help=argparse.SUPPRESS)
     parser.ignore(sorted(MEANINGLESS.keys() - set(without)))
 
@@ -102,10 +102,9 @@ def add_hidden_flags(parser: Parser, without: Collection[str] = ()) -> None:
 def read_config(
     parser: argparse.ArgumentParser, role: NodeRole, argv: Sequence[str]
 ) -> tuple[NodeConfig, list[str]]:
-    """Read the command line, and the files that it names.
+    """Read the command line and the files that it names.
 
-    Return the config, its `engine.model_dir` still what the user gave, and the flags that
-    mean nothing.
+    Return the config and the flags that have no effect. `engine.model_dir` is still the user's `--model`.
     """
     args = parser.parse_args(argv)
     if getattr(args, "disaggregation_mode", None) not in (None, role):
@@ -113,7 +112,7 @@ def read_config(
     read = read_flags(
         NodeConfig, args, role=role, http=with_files(read_flags(HttpOptions, args, prefix="http."))
     )
-    # A wrong name is reported now, not when the model is loaded.
+    # An invalid parser name is reported now, before the model is loaded.
     reply_formats(read.tool_call_parser, read.reasoning_parser)
     if args.enable_hierarchical_cache and not read.tiers.specs:
         raise ConfigInvalid(

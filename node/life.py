@@ -1,6 +1,6 @@
-"""What a node is doing, and what it may do next: its life in the HTTP process, its drain in the engine.
+"""State machines of a node: its life cycle in the HTTP process, and its drain in the engine process.
 
-Pure: no process, and the time is given.
+Pure code: it starts no process and reads no clock.
 
 ```
  loading ──loaded──▶ serving ◀──resume── draining ──emptied──▶ drained
@@ -24,12 +24,12 @@ from tandem.node.config import NodeRole
 from tandem.wire.errors import InvalidRequest, NodeDraining, TandemError
 from tandem.wire.messages import NodeLoad
 
-# An edge worker that stands still may read its last answers later, or never: it starts those requests anew.
+# How long a drain waits for unread answers. An edge worker that hangs retries requests whose answers it misses.
 UNREAD_S = 2.0
 
 
 class State(StrEnum):
-    """What the node is doing."""
+    """The state of a node."""
 
     LOADING = "loading"
     SERVING = "serving"
@@ -42,7 +42,7 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
-    """What happened to it, or is asked of it."""
+    """An event in a node's life, or an order from an operator."""
 
     LOADED = "loaded"
     NOT_LOADED = "not loaded"
@@ -106,7 +106,7 @@ class NotNow(TandemError, code="not_now", status=409):
 
 
 class Life:
-    """One node's state and role, and why it could not become that."""
+    """A node's state and role. `reason`: why the last change of role failed."""
 
     def __init__(self, role: NodeRole) -> None:
         self.state = State.LOADING
@@ -115,16 +115,16 @@ class Life:
 
     @property
     def has_engine(self) -> bool:
-        """Whether an engine serves, be it what it still has."""
+        """Whether an engine serves requests, even if only the remaining ones."""
         return self.state in (_S.SERVING, _S.DRAINING, _S.DRAINED, _S.LEAVING)
 
     @property
     def is_draining(self) -> bool:
-        """Whether it takes nothing new."""
+        """Whether the node rejects new requests because of a drain."""
         return self.state in (_S.DRAINING, _S.DRAINED, _S.LEAVING)
 
     def apply(self, event: Event) -> State:
-        """Go on to the next state and return it; raise `NotNow` where there is none for this event."""
+        """Enter the next state and return it; raise `NotNow` if the present state does not allow the event."""
         following = TRANSITIONS[self.state].get(event)
         if following is None:
             raise NotNow(f"cannot {event} now: the node is {self.describe()}")
@@ -132,9 +132,9 @@ class Life:
         return following
 
     def turn(self, role: NodeRole, num_left: int) -> bool:
-        """Begin to become `role`; False when the node is that already.
+        """Begin to change the role; return False if the node already has it.
 
-        Raise `InvalidRequest` where it has both roles, `NotNow` where it has requests.
+        Raise `InvalidRequest` on a colocated node, and `NotNow` while the node has requests.
         """
         if role == self.role and self.state is not _S.FAILED:
             return False
@@ -149,12 +149,12 @@ class Life:
         return True
 
     def not_loaded(self, reason: str) -> None:
-        """The engine of the new role did not start."""
+        """Record that the engine of the new role did not start."""
         self.apply(_E.NOT_LOADED)
         self.reason = reason
 
     def describe(self, num_left: int | None = None) -> str:
-        """Return what the node is doing, for people, with the requests that are left where that is known."""
+        """Return the state as a sentence, with the number of remaining requests if given."""
         left = "" if num_left is None else f": {_requests(num_left)} left"
         other = "prefill" if self.role == "decode" else "decode"
         sentence = SENTENCES[self.state]
@@ -169,22 +169,22 @@ def _requests(num: int) -> str:
 
 
 def refusal() -> NodeDraining:
-    """Return what a request is told that comes during a drain."""
+    """Return the error for a request that arrives during a drain."""
     return NodeDraining("this node is draining and takes no requests: send it to another, or again")
 
 
 def hand_over() -> NodeDraining:
-    """Return what a request is told that is not finished in time."""
+    """Return the error for a request that is unfinished at the drain's deadline."""
     return NodeDraining("this node is draining and hands its requests over: another goes on")
 
 
 def num_left(load: NodeLoad) -> int:
-    """Return how many requests a node still has to do with, the clients' or not."""
+    """Return how many requests a node still has, including those whose client has gone."""
     return load.num_running + load.num_waiting + load.num_transferring
 
 
 class Drain:
-    """One engine's drain, over all that were asked for."""
+    """The drain of an engine. Later orders replace earlier ones."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -195,27 +195,27 @@ class Drain:
         self.is_on = False
 
     def begin(self, number: int, timeout_s: float, now_s: float) -> None:
-        """Take nothing new. One that is on already gets the new deadline, and the new order's number."""
+        """Begin a drain. A drain in progress gets the new deadline and the new order's number."""
         self._number, self._deadline_s = number, now_s + timeout_s
         self._is_handed_over = self._is_told = False
         self._empty_since_s = None
         self.is_on = True
 
     def end(self) -> None:
-        """Take requests again."""
+        """End the drain: accept requests again."""
         self.is_on = False
 
     def take_hand_over(self, now_s: float) -> bool:
-        """Tell, once, that the deadline has passed."""
+        """Return True once, when the deadline has passed."""
         is_due = self.is_on and not self._is_handed_over and now_s >= self._deadline_s
         self._is_handed_over |= is_due
         return is_due
 
     def take_end(self, num_left: int, now_s: float, *, is_read: bool) -> int | None:
-        """Return, once, the order's number when nothing is left.
+        """Return the order's number once, when no request is left; else None.
 
         Args:
-            is_read: Whether the last answers were. What is not when a link is closed, its far side drops.
+            is_read: Whether all answers were read. Closing a link discards unread answers.
         """
         if not self.is_on or self._is_told or num_left:
             return None

@@ -1,8 +1,8 @@
-"""The engine process's loop: empty the inbox, let the role act, step, answer.
+"""The engine process's loop: drain the inbox, poll the role, step, send answers.
 
-Plain and single-threaded. Whatever happens beside it (transfers, tiers) rings the waker. The loop knows which
-edge worker sent which request (`Ticket`). An edge worker whose connection broke, or that falls silent, is lost.
-The role decides what a request goes through.
+The loop is single-threaded. Threads for transfers and tiers ring the waker. The loop tracks which edge worker
+sent which request (`Ticket`). An edge worker is lost when its connection breaks or it stays silent too long.
+The role decides how a request is processed.
 """
 
 import time
@@ -34,21 +34,21 @@ from tandem.wire.messages import (
 
 log = get_logger(__name__)
 
-# An idle loop looks around this often: lost edge workers are noticed without any message.
+# Maximum wait of an idle loop, so that it notices lost edge workers without any message.
 IDLE_WAIT_S = 0.25
-# A little less, so that an idle loop asks whenever it looks around.
+# Interval of load reports. Shorter than `IDLE_WAIT_S`, so that an idle loop reports on every pass.
 PROBE_INTERVAL_S = 0.2
 
 
 class EngineLoop:
-    """Runs a role until told to stop.
+    """Runs a role until `stop`.
 
     Args:
-        heartbeat: After how much silence an edge worker is lost.
-        log_interval_s: Between two lines of `Role.log_line`.
-        measures: What this process counts for operators.
-        on_drained: Given the number of a drain when nothing is left and all answers were read.
-        wait_s: Returns how long a loop without work may wait, given how long it would.
+        heartbeat: Specifies the silence after which an edge worker is lost.
+        log_interval_s: Interval between two lines of `Role.log_line`.
+        measures: Counts and times of this process, for operators.
+        on_drained: Called with a drain's number when no request is left and all answers were read.
+        wait_s: Returns how long an idle loop may wait; the argument is the upper limit.
         turned: Called at the beginning of each pass of `run`.
     """
 
@@ -83,32 +83,32 @@ class EngineLoop:
         self._on_drained, self._wait_s, self._turned = on_drained, wait_s, turned
 
     def stop(self) -> None:
-        """End `run` after the pass under way. Any thread may call it."""
+        """End `run` after the current pass. Any thread may call it."""
         self._is_stopping = True
         self._waker.wake()
 
     def order(self, order: Order) -> None:
-        """Drain, or take requests again, from the next pass on. Any thread may call it."""
+        """Queue an order to drain or resume for the next pass. Any thread may call it."""
         self._orders.append(order)
         self._waker.wake()
 
     def run(self) -> None:
         """Loop until `stop`.
 
-        `DeviceLost` goes through, with requests left as they are: no step can succeed any more.
+        `DeviceLost` propagates and requests stay as they are, because no step can succeed any more.
         """
         while not self._is_stopping:
             self._turned()
             self.run_once(0.0 if self._role.has_work else self._wait_s(IDLE_WAIT_S))
 
     def run_once(self, timeout_s: float) -> None:
-        """Make one pass, waiting at most `timeout_s` for something to do."""
+        """Make one pass; wait at most `timeout_s` for a message or the waker."""
         wait([self._inbox], timeout_s, self._waker)
         for part in (self._listen, self._work, self._answer):
             try:
                 part()
             except Exception:
-                # Which request broke the step is not known, so all fail, and the node goes on.
+                # Which request broke the step is unknown, so all fail; the node continues.
                 log.exception("engine.step_failed")
                 self._role.fail_all(EngineFailed("the engine failed while it ran this request"))
 
@@ -120,7 +120,7 @@ class EngineLoop:
         self._drop_lost_edges()
 
     def _work(self) -> None:
-        # The answers of the pass before were sent, so nothing is computed twice.
+        # All answers of the previous pass were sent, so the next node recomputes nothing that was already sent.
         if self._drain.take_hand_over(self._clock()):
             self._role.hand_over(hand_over())
         self._role.poll()
@@ -138,7 +138,7 @@ class EngineLoop:
         try:
             self._handle(peer, message)
         except Exception:
-            # One peer's message must not end the requests of the others.
+            # A bad message of one peer must not end other peers' requests.
             log.exception("engine.message_failed", kind=type(message).__name__)
             if isinstance(message, StartPrefill | StartDecode | StartColocated):
                 ticket = Ticket(peer, message.request.request_id, message.attempt)
@@ -180,7 +180,7 @@ class EngineLoop:
             self._start(ticket, message)
 
     def _start(self, ticket: Ticket, message: Start) -> None:
-        # An edge worker uses an id twice only when it has forgotten the first use.
+        # An edge worker reuses an id only if it has forgotten the earlier request.
         self._role.cancel(ticket)
         try:
             if self._drain.is_on:
@@ -193,11 +193,11 @@ class EngineLoop:
 
     def _drop_lost_edges(self) -> None:
         self._probe()
-        # Judged right after the inbox was drained: a step longer than the limit silences nobody.
+        # The inbox was just drained, so a step longer than the limit does not make a peer look silent.
         limit = self._clock() - self._heartbeat.silence_s
         silent = {peer for peer, heard in self._last_heard.items() if heard < limit}
         for peer in silent | self._answers.take_unreachable():
-            # Sending to a lost edge worker finds it lost again: count it once.
+            # Sending to a lost edge worker fails again: count the loss once.
             if self._last_heard.pop(peer, None) is not None:
                 self._measures.num_lost_edges += 1
             tickets = [ticket for ticket in self._role.tickets() if ticket.peer == peer]
@@ -205,19 +205,19 @@ class EngineLoop:
                 log.info("edge.lost", peer=peer.hex(), num_requests=len(tickets))
             for ticket in tickets:
                 self._role.cancel(ticket)
-                # An edge worker that was only slow reads this, and starts another attempt.
+                # An edge worker that was only slow reads this failure and starts another attempt.
                 self._answers.fail(ticket, PeerLost("the edge worker was silent for too long"))
             self._answers.lost(peer)
 
     def _probe(self) -> None:
-        """Send every edge worker the load, which also finds those that were killed."""
+        """Send the load to every edge worker; a failed send also detects killed edge workers."""
         now = self._clock()
         if now - self._probed_at >= PROBE_INTERVAL_S:
             self._probed_at = now
             self._tell_load(self._last_heard)
 
     def _tell_load(self, peers: Collection[Peer]) -> None:
-        """Send edge workers the load, each with how much of it is its own."""
+        """Send edge workers the load, with each one's own number of requests."""
         counts = Counter(ticket.peer for ticket in self._role.tickets())
         load = msgspec.structs.replace(
             self._load(), num_edges=len(counts), is_draining=self._drain.is_on
@@ -226,7 +226,7 @@ class EngineLoop:
             self._answers.pong(peer, msgspec.structs.replace(load, num_own=counts[peer]))
 
     def _load(self) -> NodeLoad:
-        """Return the role's load, with the inbox's rejected connections and frames."""
+        """Return the role's load plus the inbox's counts of rejected connections and frames."""
         load = self._role.load()
         return msgspec.structs.replace(
             load,

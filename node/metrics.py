@@ -1,12 +1,12 @@
-"""What a node measures, and how Prometheus gets it.
+"""A node's metrics, from the engine process to Prometheus.
 
 ```
  engine process: Measures ── Measured, with a Pong ──▶ HTTP process: NodeCollector ── METRICS ──▶ GET /metrics
 ```
 
-Each metric is declared once, in `METRICS`: its kind, name, help, and where its value comes from. All of them are
-explained in docs/metrics.md. `NodeLoad`, which routers steer by, goes to every edge worker five times a second and
-stays small; `Measured` goes to the node's own HTTP process alone.
+Each metric is declared once in `METRICS`, with its kind, name, help and the source of its value. docs/metrics.md
+explains all of them. Routers balance by `NodeLoad`, which goes to every edge worker five times a second and must
+stay small. `Measured` goes only to the node's own HTTP process.
 """
 
 import itertools
@@ -37,20 +37,20 @@ from tandem.wire.errors import TandemError
 from tandem.wire.generation import Epoch
 from tandem.wire.messages import Measured, NodeLoad
 
-# From a step of a few requests to one that compiles something.
+# From a step with a few requests to a step that compiles something.
 _CPU_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
 PAGE_STATES = ("free", "cached", "held", "granted", "quarantined")
 TIER_STATES = ("up", "backing_off", "full")
-# As operators call it: by the command that starts it.
+# Role labels for operators: a colocated node is named after its command.
 ROLE_NAMES = {"colocated": "serve"}
 
 # ── in the engine process ────────────────────────────────────────────────────────────────────────
 
 
 class Measures:
-    """What one engine process did.
+    """The measurements of one engine process.
 
-    `steps`: of its engine; `transfers`: of its agent; `tier_seconds`: how long requests waited for tiers.
+    `steps`: the engine's counts; `transfers`: the agent's times; `tier_seconds`: waiting times of requests by tier.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class Measures:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time the loop's own thread in a step: all but the forward of a device that is the CPU.
+        """Measure the loop thread's CPU time in a step, excluding forwards that run on the CPU.
 
-        The time counts with the next forward that is collected, as its launch may be a step earlier.
+        The time is added to the next collected forward, because a forward may be launched one step before.
         """
         steps, started_s = self._steps, time.thread_time()
         num_before, device_s = steps.num_collected, steps.host_cpu_s
@@ -85,7 +85,7 @@ class Measures:
         self._refused[error.code] += 1
 
     def report(self, epoch: Epoch) -> Measured:
-        """Return all of it, by the names of `METRICS`."""
+        """Return all measurements, keyed by the names in `METRICS`."""
         return Measured(
             epoch=epoch,
             pid=os.getpid(),
@@ -104,7 +104,7 @@ class Measures:
 
 
 def _spreads_of(source: object | None) -> Iterator[tuple[str, Spread]]:
-    """Yield the histograms of an object, by the names of its attributes."""
+    """Yield an object's histograms with their attribute names."""
     for name, value in () if source is None else vars(source).items():
         if isinstance(value, Histogram):
             yield name, value.spread()
@@ -115,9 +115,9 @@ def _spreads_of(source: object | None) -> Iterator[tuple[str, Spread]]:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """What is known of a node at a scrape.
+    """The values of a node at a scrape.
 
-    `facts`: labels of `tandem_node_info`; `measured`: None until the engine has reported it.
+    `facts`: labels of `tandem_node_info`; `measured`: None until the engine reports it.
     """
 
     role: str
@@ -136,9 +136,9 @@ class Declared:
     """One metric.
 
     Attributes:
-        name: Without `tandem_`.
-        values: Returns its values, each with its labels but for the role.
-        labels: Their names.
+        name: The name without the prefix `tandem_`.
+        values: Returns the values, each with its labels except the role.
+        labels: Names of those labels.
     """
 
     kind: Kind
@@ -148,7 +148,7 @@ class Declared:
     labels: tuple[str, ...] = ()
 
     def family(self, view: NodeView) -> Metric:
-        """Return what Prometheus gets."""
+        """Return the metric family of a scrape."""
         role = ROLE_NAMES.get(view.role, view.role)
         family = self.kind(f"tandem_{self.name}", self.help, labels=["role", *self.labels])
         for labels, value in self.values(view):
@@ -172,7 +172,7 @@ def _buckets(spread: Spread) -> list[tuple[str, float]]:
 _G, _C, _H = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
 
 
-# Fields of `NodeLoad` that are reported by another name.
+# Fields of `NodeLoad` whose metrics have other names.
 _NAMES = {
     "num_running": "requests_running",
     "num_waiting": "requests_waiting",
@@ -183,7 +183,7 @@ _NAMES = {
 
 
 def _load(kind: Kind, field: str, help_text: str) -> Declared:
-    """Declare a field of `NodeLoad`; -1 there is a value that was not reported yet."""
+    """Declare a metric for a field of `NodeLoad`; the value -1 (not reported yet) becomes 0."""
     name = _NAMES.get(field, field.removeprefix("num_"))
     return Declared(kind, name, help_text, lambda view: [((), max(0, getattr(view.load, field)))])
 
@@ -227,7 +227,7 @@ def _tier_states(view: NodeView) -> Values:
 
 
 def _tier_costs(view: NodeView) -> Values:
-    # -1: not known yet
+    # -1: unknown so far
     return [((t.name,), t.token_cost) for t in view.load.tiers if t.token_cost >= 0]
 
 
@@ -326,7 +326,7 @@ METRICS = (
 
 
 class NodeCollector(Collector):
-    """Collects what is known of a node."""
+    """Collects the metrics of a node."""
 
     def __init__(self, view: NodeView) -> None:
         self._view = view
@@ -342,7 +342,7 @@ class NodeCollector(Collector):
 
 
 def render(view: NodeView) -> str:
-    """Return a node's metrics as Prometheus reads them."""
+    """Return a node's metrics in Prometheus' text format."""
     pids = {"http": os.getpid()} | ({} if view.measured is None else {"engine": view.measured.pid})
     registry = CollectorRegistry()
     for collector in (

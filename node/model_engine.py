@@ -1,4 +1,4 @@
-"""The engine of a node that computes: its model, its pool, and the ranks it shares them with."""
+"""Builds the engine of a node with a real model: the model, its pool and the other ranks."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ log = logs.get_logger(__name__)
 def build_model(
     config: NodeConfig, memory: MakeRegion, waker: Waker, ranks: Ranks | None
 ) -> Engine:
-    """Load the model and make its pool; return once the other ranks have done so too."""
+    """Load the model and make its pool on every rank; return the engine once all ranks are ready."""
     runner: Runner
     if ranks is not None:
         config = config_for(config, 0)
@@ -48,7 +48,7 @@ def build_model(
 
 
 def build_shard(config: NodeConfig, memory: MakeRegion) -> tuple[Runner, PoolPlan]:
-    """Load this rank's shard of the model and make its pool, on the device that was taken."""
+    """Load this rank's shard of the model and make its pool. Call `use_device` first."""
     settings = config.engine
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
@@ -84,5 +84,5 @@ def _num_pages(config: NodeConfig, shape: ModelShape) -> int:
         return pool_pages(shape, settings.page_size, settings.kv_bytes // settings.tp_size)
     free, total = torch.cuda.mem_get_info(settings.device)
     budget = int(total * settings.mem_fraction_static) - (total - free)
-    # One page stays behind those counted: recorded batches are padded into it.
+    # One page is reserved as the scratch page: padding rows of recorded batches write there.
     return pool_pages(shape, settings.page_size, max(0, budget)) - 1

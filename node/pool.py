@@ -1,7 +1,7 @@
-"""The memory of a pool of pages: how large it is, where it lies, and copies between it and host memory.
+"""The memory of a pool of pages: its size, its location, and copies to and from host memory.
 
-The engine computes in it; prefill reads and writes it from other processes; tiers copy whole pages out of it
-and into it. Which page is whose is the engine's business (`tandem.engine.kv_cache`).
+The engine computes in this memory, transfers read and write it, and tiers copy whole pages out of it and into it.
+The engine tracks the owners of pages (`tandem.engine.kv_cache`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,15 +18,15 @@ from tandem.kvtransfer.transports.registry import names_of
 from tandem.node.config import NodeConfig
 from tandem.wire.errors import ConfigInvalid
 
-if TYPE_CHECKING:  # a simulated engine has memory, and no tensors
+if TYPE_CHECKING:  # a simulated engine uses this module without torch
     import torch
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """The size of a pool that is to be made.
+    """The size of a pool to make.
 
-    `has_scratch_page`: one page more lies behind those counted; see `make_pool`.
+    `has_scratch_page`: the pool has one page more than `num_pages`; see `make_pool`.
     """
 
     shape: ModelShape
@@ -36,7 +36,7 @@ class PoolPlan:
 
     @property
     def layout(self) -> KVLayout:
-        """The pool as transfer sees it."""
+        """The pool's layout for transfers."""
         shape = self.shape
         return KVLayout.of_layers(
             self.num_pages, self.page_size, shape.kv_layers, shape.kv_dtype, shape.kv_item_bytes
@@ -44,7 +44,7 @@ class PoolPlan:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the whole pool."""
+        """Size of the whole pool in bytes, including the scratch page."""
         return self.layout.pool_bytes + self.has_scratch_page * self.layout.page_bytes
 
 
@@ -53,7 +53,7 @@ MakeRegion = Callable[[PoolPlan], MemoryRegion | None]
 
 
 def checked_pages(num_pages: int) -> int:
-    """Return the size of a pool; raise `ConfigInvalid` where there is no page."""
+    """Return `num_pages`; raise `ConfigInvalid` if it is less than 1."""
     if num_pages < 1:
         raise ConfigInvalid(
             "the KV pool holds no page: raise --max-total-tokens",
@@ -63,16 +63,16 @@ def checked_pages(num_pages: int) -> int:
 
 
 def make_region(config: NodeConfig, plan: PoolPlan) -> MemoryRegion | None:
-    """Return memory for a pool, on decode such that the other side can write into it.
+    """Return memory for a pool. On a CPU decode node with the shm transport it is shared memory.
 
-    None where nobody but the engine touches it.
+    Return None if only the engine uses the memory.
     """
     if config.role == "colocated" and not config.tiers.specs:
         return None
     device, size_bytes = config.engine.device, plan.memory_bytes
     if device != "cpu":
         return _device_region(size_bytes, device)
-    # Only memory in a file can be mapped by a prefill of this host.
+    # A prefill node on this host can only map memory that is a file.
     names = names_of(config.transfer.backend, device)
     is_shared = config.role == "decode" and "shm" in names
     return (MemoryRegion.shared if is_shared else MemoryRegion.private)(size_bytes)
@@ -92,12 +92,12 @@ def _device_region(size_bytes: int, device: str) -> MemoryRegion:
     import torch
 
     memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-    # Not the stream of the forwards: a checksum would wait for all that is queued there.
+    # Not the stream of the forwards: a checksum would wait for all work queued there.
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def read(extents: Sequence[slice]) -> Iterable[memoryview]:
         if not extents:
-            return []  # torch joins no empty list
+            return []  # `torch.cat` rejects an empty list
         with torch.cuda.stream(stream):
             gathered = torch.cat([memory[extent] for extent in extents]).cpu()
         sizes = [extent.stop - extent.start for extent in extents]
@@ -110,9 +110,9 @@ def _device_region(size_bytes: int, device: str) -> MemoryRegion:
 
 
 def pool_pages(region: MemoryRegion, page_bytes: int) -> PoolPages:
-    """Return the pages of the pool in a region, to be copied by workers of tiers beside the engine's loop.
+    """Return the pool's pages in a region. Worker threads of tiers copy them while the engine's loop runs.
 
-    A page is one contiguous run of the pool's memory, so a copy of it is one piece.
+    A page is one contiguous run of the pool's memory, so each copy is a single piece.
     """
     if isinstance(region, DeviceRegion):
         return _DevicePages(region, page_bytes)
@@ -127,7 +127,7 @@ class _HostPages:
         whole = region.size_bytes // page_bytes
         self._pages = region.array()[: whole * page_bytes].reshape(whole, page_bytes)
 
-    # NumPy copies without the interpreter's lock, which a copy between memoryviews keeps: forwards go on.
+    # NumPy releases the GIL during a copy, so forwards continue. A copy between memoryviews would hold it.
 
     def read(self, page_ids: Sequence[int], into: Sequence[memoryview]) -> None:
         """Copy pages out of the pool."""
@@ -140,15 +140,15 @@ class _HostPages:
             np.copyto(self._pages[page], np.frombuffer(view, np.uint8))
 
     def host_memory(self, num_bytes: int) -> memoryview:
-        """Return memory that pages are copied from and to."""
+        """Return host memory for copies of pages."""
         return np.empty(num_bytes, np.uint8).data
 
 
 class _DevicePages:
-    """Pages in a GPU's memory, copied on a stream beside that of the forwards.
+    """Pages in a GPU's memory, copied on a separate stream.
 
-    The two streams need no order: tiers get a page when the forward that wrote it was collected, and a
-    forward gets one when `write` has returned.
+    The copies need no ordering with the stream of the forwards. Tiers read a page after the forward that wrote
+    it was collected, and a forward uses a page after `write` has returned.
     """
 
     def __init__(self, region: DeviceRegion, page_bytes: int) -> None:
@@ -173,7 +173,7 @@ class _DevicePages:
         """Copy pages into the pool."""
         import torch
 
-        # Kept until the copies are done: they read this memory while the loop goes on.
+        # Referenced until the copies finish, because the copies read this memory asynchronously.
         sources = [_as_tensor(view) for view in pages]
         with torch.cuda.stream(self._stream):
             for page, source in zip(page_ids, sources, strict=True):
@@ -181,7 +181,7 @@ class _DevicePages:
         self._stream.synchronize()
 
     def host_memory(self, num_bytes: int) -> memoryview:
-        """Return pinned memory, so that the copies above need no detour."""
+        """Return pinned memory, so that copies need no intermediate buffer."""
         import torch
 
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
@@ -190,6 +190,6 @@ class _DevicePages:
 def _as_tensor(view: memoryview) -> "torch.Tensor":
     import torch
 
-    # A tensor over memory that may not be written is warned of: such a page is copied first.
+    # torch warns about tensors over read-only memory, so a read-only page is copied first.
     array = np.array(view) if view.readonly else np.frombuffer(view, np.uint8)
     return torch.from_numpy(array)

@@ -1,4 +1,4 @@
-"""How the processes of an engine start, are watched, and end. They import torch, and hold memory that outlives them."""
+"""Start, watchdog and end of engine processes, which import torch and may own memory that outlives them."""
 
 import faulthandler
 import gc
@@ -13,22 +13,22 @@ from typing import BinaryIO, NoReturn
 from tandem.engine.step import StepCounts
 from tandem.wire.channel import PER_LINK, allow_descriptors
 
-# How long a thread in the interpreter makes another wait. The pushing thread waits for the loop's after the
-# last layer, when every tenth of a millisecond is in the time to the second token; Python's own is 5 ms.
+# The GIL's switch interval; Python's default is 5 ms. After the last layer the pushing thread waits for the loop's
+# thread to release the GIL, which directly delays the second token.
 SWITCH_S = 0.0005
-# The number of peers is not known before. Each has a link, and up to four streams of its transport.
+# The number of peers is unknown at the start. Each peer has a link and up to four transport streams.
 NUM_PEERS, DESCRIPTORS_PER_PEER = 64, PER_LINK + 4
-# Forwards of each kind and size that compile or record something at their first use come early.
+# Forwards without a time limit: the first ones of each kind and size may compile or record something.
 FIRST_FORWARDS = 16
-# Restarting the watchdog takes a thread: too much for every pass of the loop.
+# Minimum interval of restarting the watchdog. A restart starts a thread, too expensive for every pass of the loop.
 _REARM_S = 1.0
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Import inside this block without the garbage collector.
+    """Disable garbage collection during the imports in this block.
 
-    It would look at all new objects again and again: a quarter of the time of importing torch.
+    The collector would scan all new objects repeatedly: a quarter of the time of importing torch.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -40,14 +40,14 @@ def uncollected() -> Iterator[None]:
 
 
 def allow_peers() -> None:
-    """Let this process have as many links as it may; warn when they will be few."""
+    """Raise this process's limit of file descriptors for links to `NUM_PEERS` nodes; warn if it stays too low."""
     allow_descriptors(NUM_PEERS * DESCRIPTORS_PER_PEER, used_for=f"links to {NUM_PEERS} nodes")
 
 
 def claim_stdout() -> BinaryIO:
-    """Return standard output for the caller alone; what libraries print there goes to stderr.
+    """Return standard output for the caller's exclusive use; other output to it goes to stderr.
 
-    gloo prints a greeting, in the middle of what the parent reads.
+    Otherwise gloo would print a greeting into the stream that the parent reads.
     """
     own = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -55,9 +55,9 @@ def claim_stdout() -> BinaryIO:
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process at once; what outlives it must be released before.
+    """End this process at once. The caller must have released resources that outlive a process.
 
-    Taking torch's modules apart takes two seconds.
+    A regular exit spends two seconds on tearing down torch's modules.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -65,21 +65,21 @@ def end_process(status: int) -> NoReturn:
 
 
 def end_process_after(timeout_s: float) -> None:
-    """End this process with status 1 then, whatever its threads wait for, unless it ended before."""
+    """End this process with status 1 after `timeout_s`, even if threads hang, unless it ends earlier."""
     timer = threading.Timer(timeout_s, os._exit, (1,))
     timer.daemon = True
     timer.start()
 
 
 class StepWatch:
-    """Ends a process whose loop hangs, in a forward that never ends or anywhere else.
+    """Ends a process whose loop hangs in a forward or anywhere else.
 
-    The interpreter's own watchdog (`faulthandler`) does it, which needs no lock of the interpreter: it writes
-    where every thread stands to standard error and ends the process with status 1.
+    It uses Python's watchdog (`faulthandler`), which does not need the GIL. On a timeout the watchdog writes the
+    stack of every thread to standard error and ends the process with status 1.
 
     Args:
-        timeout_s: How long one pass of the loop may take, at least; the first forwards are not limited.
-        steps: Counts the forwards that were collected.
+        timeout_s: Time that one pass of the loop may take; no limit until `FIRST_FORWARDS` were collected.
+        steps: Counts the collected forwards.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class StepWatch:
         self._armed_at = -_REARM_S
 
     def turned(self) -> None:
-        """Start the time of another pass."""
+        """Restart the watchdog for a new pass of the loop."""
         now = self._clock()
         if self._steps.num_collected >= FIRST_FORWARDS and now - self._armed_at >= _REARM_S:
             self._armed_at = now

@@ -1,4 +1,4 @@
-"""`python -m tandem.node.rank SOCKET`: one of the ranks beside rank 0, which starts it and ends it; see `ranks.py`."""
+"""`python -m tandem.node.rank SOCKET`: a rank other than 0. Rank 0 starts and ends the process; see `ranks.py`."""
 
 import signal
 import sys
@@ -33,14 +33,14 @@ with uncollected():
 
 log = logs.get_logger(__name__)
 
-# How long the end may take after rank 0 hung up: first of a forward under way or of tiers that hang, which take
-# `CLOSE_S` twice, then of the agent, whose memory would outlive the process. Less than `STOP_TIMEOUT_S`.
+# Time to end after rank 0 hung up: for a forward in progress or hanging tiers (`CLOSE_S` twice), then to close the
+# agent and release memory that would outlive the process. Less than `STOP_TIMEOUT_S`.
 END_TIMEOUT_S = 2 * CLOSE_S + 0.5
 
 
 def main(descriptor: int) -> int:
     """Run a rank to its end; return its exit status."""
-    # Rank 0 decides when to end, and hangs up then.
+    # Rank 0 decides when this process ends, by hanging up.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
@@ -63,7 +63,7 @@ def main(descriptor: int) -> int:
 
 
 class _Rank:
-    """A shard of the model, its agent, and the tiers behind its pool. `stack` releases them."""
+    """A shard of the model with its transfer agent and tiers. `stack` releases them."""
 
     def __init__(self, config: NodeConfig, store: Path, link: Connection, stack: ExitStack) -> None:
         self._config, self._link, self._stack = config, link, stack
@@ -92,7 +92,7 @@ class _Rank:
         self._targets = {"rank": self, "agent": self._agent, "tiers": self._tiers}
 
     def run(self) -> None:
-        """Make rank 0's calls until it hangs up."""
+        """Execute rank 0's calls until rank 0 hangs up."""
         self._report("ready", getattr(self._agent, "port", 0))
         while not self._is_over:
             wait([], 1.0, self._waker)
@@ -103,7 +103,7 @@ class _Rank:
             self._report_transfers()
 
     def forward(self, inputs: ForwardInputs, num_sampled: int) -> None:
-        """Take part in a forward."""
+        """Run this rank's part of a forward."""
         wrote, self._wrote = self._wrote, None
         follow(self._runner, inputs, num_sampled, wrote)
 
@@ -119,11 +119,11 @@ class _Rank:
         return self._region
 
     def _open_tiers(self, plan: PoolPlan) -> RankTiers | None:
-        # Events do not wait for this loop: rank 0 would have them a step too late.
+        # Tier events bypass this loop, so that rank 0 does not receive them a step late.
         opened = open_tiers(self._config, plan.shape, self._region, self._report_tiers)
         if opened is None:
             return None
-        self._stack.callback(opened.close)  # before the agent, and with it the pool's memory
+        self._stack.callback(opened.close)  # runs before the agent and the pool's memory are closed
         engine = self._config.engine
         space = plan.shape.page_space(engine.page_size, engine.tp_rank, engine.tp_size)
         return RankTiers(opened, space.shard)
@@ -139,7 +139,7 @@ class _Rank:
             self._report("agent", event)
 
     def _report_tiers(self, event: TierEvent) -> None:
-        with suppress(OSError):  # rank 0 is gone; the loop ends
+        with suppress(OSError):  # rank 0 is dead; the loop ends
             self._report("tiers", event)
 
     def _read(self) -> None:
@@ -150,7 +150,7 @@ class _Rank:
         finally:
             self._is_over = True
             self._waker.wake()
-            # A forward that waits for a rank that is gone may never return.
+            # A forward that waits for a dead rank may never return.
             end_process_after(END_TIMEOUT_S)
 
 

@@ -1,17 +1,17 @@
-"""Tensor parallelism: rank 0 decides, and the other ranks do the same with their shards.
+"""Tensor parallelism: rank 0 decides, and the other ranks follow with their shards.
 
 ```
  rank 0, the engine process                                rank r: python -m tandem.node.rank SOCKET
  Ranks.forward, RemoteAgent.push, ... ── (target, method, arguments) ─▶ the rank's runner, agent or tiers
- RankProcess.take_events ◀──────────────────── (source, event) ──────── what its agent and tiers report
+ RankProcess.take_events ◀──────────────────── (source, event) ──────── events of its agent and tiers
 ```
 
-A rank makes all calls in the order in which rank 0 made them: a page is pushed, or saved, after the forward that
-wrote it. A call has no result. Events that only hold when every rank has reported them are agreed on by rank 0:
+A rank executes calls in rank 0's order, so it pushes or saves a page after the forward that wrote the page. Calls
+return nothing. Some events hold only once every rank has reported them. Rank 0 collects these:
 `tandem.kvtransfer.group` for transfers, `tandem.node.tiers` for tiers.
 
-A socket pair joins rank 0 to each rank, and nobody else has its ends, so objects go through it as Python pickles
-them. The socket ends with the process at either end: no rank outlives rank 0, and rank 0 ends without a rank.
+A private socket pair connects rank 0 to each rank, so messages can safely be pickled objects. The socket closes with
+the process at either end: no rank outlives rank 0, and rank 0 ends when it loses a rank.
 """
 
 import os
@@ -38,21 +38,21 @@ from tandem.wire.errors import EngineFailed, TandemError
 
 log = logs.get_logger(__name__)
 
-# A rank has nothing to drain when rank 0 is done; below the 5 s that the HTTP process gives rank 0.
+# A rank has nothing left to drain when rank 0 ends. Must be below the 5 s that the HTTP process gives rank 0.
 STOP_TIMEOUT_S = 3.0
 
 
 class RankProcess:
-    """One other rank, as rank 0 sees it.
+    """Rank 0's handle of another rank's process.
 
     Args:
-        config: With `engine.tp_rank` and `engine.device` of this rank.
+        config: Config with this rank's `engine.tp_rank` and `engine.device`.
         store: The file through which the ranks find each other.
-        heard: Called, in a thread of this rank's own, whenever there are events to take.
-        ended: Called there once with the reason, unless `hang_up` was called before.
+        heard: Called on the reader thread of this handle whenever an event has arrived.
+        ended: Called on the same thread, once, with the reason, unless `hang_up` was called before.
 
     Attributes:
-        bootstrap_port: Where its agent takes grants, once `is_ready` is set; 0 for nowhere.
+        bootstrap_port: The port where the rank's agent accepts grants; 0: none. Valid once `is_ready` is set.
     """
 
     def __init__(
@@ -80,27 +80,27 @@ class RankProcess:
         self._send((config, store))
 
     def call(self, target: str, method: str, /, *args: object, **kwargs: object) -> None:
-        """Have the rank make a call, after those before. The reader notices a rank that is gone."""
+        """Queue a call on the rank. Errors of a dead rank are ignored here: the reader thread reports the death."""
         self._send((target, method, args, kwargs))
 
     def take_events(self, source: str, /) -> Iterator[Any]:
-        """Yield what its agent, or its tiers, reported since the last call, oldest first."""
+        """Yield the events from `source` ("agent" or "tiers") since the last call, oldest first."""
         events = self._events[source]
         for _ in range(len(events)):
             yield events.popleft()
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         self._process.kill()
 
     def hang_up(self) -> None:
-        """Ask it to end; `join` waits for that. Never blocks, not even on a rank that reads nothing."""
+        """Request the process to end; `join` waits for its end. Never blocks, even if the rank reads nothing."""
         self._is_closing = True
         with suppress(OSError), socket.socket(fileno=os.dup(self._link.fileno())) as link:
             link.shutdown(socket.SHUT_WR)
 
     def join(self) -> None:
-        """Wait for its end, which is forced after a while."""
+        """Wait for the process to end; kill it after `STOP_TIMEOUT_S`."""
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -128,7 +128,7 @@ class RankProcess:
                 else:
                     self._events[source].append(event)
                     self._heard()
-        except Exception as broken:  # its next message may depend on one that cannot be read
+        except Exception as broken:  # later messages may depend on the unreadable one
             log.exception("rank.message_unreadable", rank=self.rank, effect="the node ends")
             error = EngineFailed(f"rank {self.rank} sent a message that cannot be read: {broken!r}")
             self._process.kill()
@@ -138,11 +138,11 @@ class RankProcess:
 
 
 class Ranks:
-    """All ranks but 0. Also the `Followers` of rank 0's runner.
+    """All ranks except rank 0. Implements `Followers` for rank 0's runner.
 
     Args:
-        heard: Called, from any thread, when an agent or the tiers of a rank reported something.
-        ended: Called as by `RankProcess`.
+        heard: Called on any thread when an agent or the tiers of a rank report an event.
+        ended: Called as in `RankProcess`.
     """
 
     def __init__(
@@ -156,22 +156,22 @@ class Ranks:
         ]
 
     def wait_ready(self) -> None:
-        """Return when every rank is ready; one that cannot become so ends the node instead."""
+        """Wait until every rank is ready. If a rank fails, `ended` must end the process: the wait has no timeout."""
         for rank in self.others:
             rank.is_ready.wait()
 
     def forward(self, inputs: ForwardInputs, num_sampled: int) -> None:
-        """Have every rank take part in a forward."""
+        """Run a forward on every rank."""
         for rank in self.others:
             rank.call("rank", "forward", inputs, num_sampled)
 
     def abandon(self) -> None:
-        """Kill every rank: no forward of theirs can end."""
+        """Kill every rank, because their forwards can never finish."""
         for rank in self.others:
             rank.kill()
 
     def close(self) -> None:
-        """End all of them. Safe to call twice."""
+        """End all ranks. Safe to call twice."""
         for rank in self.others:
             rank.hang_up()
         for rank in self.others:
@@ -185,7 +185,7 @@ def config_for(config: NodeConfig, rank: int) -> NodeConfig:
 
 
 def received(link: Connection) -> Iterator[Any]:
-    """Yield what comes until the far side hangs up or is gone."""
+    """Yield messages until the other end closes the link or dies."""
     with suppress(EOFError, OSError):
         while True:
             yield link.recv()

@@ -1,7 +1,7 @@
-"""What the roles of a node share: their place in the loop, the clocks of their requests, what they report.
+"""The base of a node's roles: the interface to the loop, request timelines and deadlines, load reports.
 
-A request has one identity at a node, its ticket. The role keeps one record for it (`Half`), which the
-engine carries along as the owner of the request, so that a result leads to its record without a search.
+A request has one identity at a node: its ticket. The role keeps one record per request (`Half`). The engine's
+request refers to the record as its owner, so a result leads to its record without a lookup.
 """
 
 import heapq
@@ -25,15 +25,15 @@ from tandem.wire.messages import NodeLoad, StartColocated, StartDecode, StartPre
 T = TypeVar("T")
 Start = StartPrefill | StartDecode | StartColocated
 
-# The chunks of a longer prompt beyond this number are reported as one.
+# Chunks of a prompt beyond this number are reported as one phase.
 MAX_CHUNKS = 64
 
 
 class Timeline:
-    """The phases of one request since the node took it, for the tokens that report them.
+    """The phases of one request since the node accepted it; tokens report them to the edge worker.
 
-    Phases of the row follow each other without a gap: each begins where the one before ended. Those
-    beside the row have times of their own.
+    Sequential phases follow each other without a gap: each begins where the previous one ended. Parallel
+    phases have their own start times.
 
     Args:
         clock: Monotonic, in seconds.
@@ -50,19 +50,19 @@ class Timeline:
         self._chunks: list[Phase] = []
 
     def now(self) -> float:
-        """Return the seconds since the node took the request."""
+        """Return the seconds since the node accepted the request."""
         return self._clock() - self._started
 
     def end(self, name: str) -> None:
-        """End the next phase of the row."""
+        """End the current sequential phase and name it."""
         now = self.now()
         self._phases.append(Phase(name, self._row_s, now - self._row_s))
         self._row_s = now
 
     def computed(self, began: float) -> None:
-        """Note a chunk of the prompt, computed since `began` by the clock; the first ends the queue."""
+        """Record a chunk of the prompt that was computed since `began` (clock time); the first ends `prefill_queue`."""
         start_s, now = max(began - self._started, self._row_s), self.now()
-        # Once: what is computed again after a retraction is no wait for the first token.
+        # Only once: recomputing after a retraction does not delay the first token.
         if not self._is_begun:
             self._is_begun = True
             self._phases.append(Phase("prefill_queue", self._row_s, start_s - self._row_s))
@@ -72,20 +72,20 @@ class Timeline:
         self._chunks.append(Phase("prefill_chunk", start_s, now - start_s))
 
     def beside(self, name: str, start_s: float) -> None:
-        """End a phase beside the row that began at `start_s`."""
+        """End a parallel phase that began at `start_s`, in seconds as returned by `now`."""
         self._phases.append(Phase(name, start_s, self.now() - start_s))
 
     def take(self) -> list[Phase]:
-        """Return what was not reported yet."""
+        """Return the phases that were not reported yet."""
         phases = self._phases + self._chunks
         self._phases, self._chunks = [], []
         return phases
 
 
 class Deadlines(Generic[T]):
-    """Requests by the end of their clients' patience, which keeps none alive.
+    """Requests ordered by deadline, held by weak references.
 
-    The caller skips those that began meanwhile.
+    The caller skips requests that have begun in the meantime.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -94,13 +94,13 @@ class Deadlines(Generic[T]):
         self._heap: list[tuple[float, int, weakref.ref[T]]] = []
 
     def note(self, item: T, seconds_left: float | None) -> None:
-        """Note when an item's time is over, counted from now; None is never."""
+        """Add an item whose deadline is in `seconds_left`; None: no deadline."""
         if seconds_left is not None:
             entry = (self._clock() + seconds_left, next(self._numbers), weakref.ref(item))
             heapq.heappush(self._heap, entry)
 
     def passed(self) -> Iterator[T]:
-        """Yield, once, each item that is still there and whose time is over."""
+        """Yield each live item whose deadline has passed, once."""
         while self._heap and self._heap[0][0] <= self._clock():
             item = heapq.heappop(self._heap)[2]()
             if item is not None:
@@ -108,13 +108,13 @@ class Deadlines(Generic[T]):
 
 
 def not_started() -> DeadlinePassed:
-    """Return the error of a request that waited here until its client's time was over."""
+    """Return the error for a request whose deadline passed while it was queued here."""
     return DeadlinePassed("the time that the client would wait passed before a node could begin")
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Half:
-    """A node's part of one attempt. One that is not wanted, as its client has left, only waits for its pages."""
+    """A node's part of one attempt. `is_wanted`: False once its client is done; then only its pages are pending."""
 
     ticket: Ticket
     active: ActiveRequest
@@ -129,12 +129,12 @@ H = TypeVar("H", bound=Half)
 
 
 class Role(ABC, Generic[H]):
-    """What a node does with requests. All methods are called by the loop's thread.
+    """Runs requests on a node. Only the loop's thread calls its methods.
 
     Args:
-        max_waiting: Requests that may wait for pages or a grant; one more is rejected.
-        tiering: Brings prefixes from tiers; None: there are none.
-        clock: Of the phases that edge workers are sent.
+        max_waiting: Maximum number of requests that wait for pages or a grant; more are rejected.
+        tiering: Fetches prefixes from tiers. None: no tiers.
+        clock: Times the phases that edge workers receive, in seconds.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Role(ABC, Generic[H]):
         self._engine, self._answers = engine, answers
         self._tiering = tiering or Tiering(engine)
         self._max_waiting, self._clock = max_waiting, clock
-        self._by_ticket: dict[Ticket, H] = {}  # whose clients listen
+        self._by_ticket: dict[Ticket, H] = {}  # only halves that are wanted
         self._deadlines: Deadlines[H] = Deadlines()
         self._num_aborted = 0
         self._logged = NodeLoad()
@@ -159,15 +159,15 @@ class Role(ABC, Generic[H]):
         return self._engine.has_work
 
     def tickets(self) -> list[Ticket]:
-        """Return the requests whose edge workers still want them."""
+        """Return the requests that edge workers still wait for."""
         return list(self._by_ticket)
 
     @abstractmethod
     def start(self, ticket: Ticket, message: Start) -> None:
-        """Take a request whose ticket no other has, or raise a `TandemError`: then nothing of it is left."""
+        """Accept a request under a new ticket, or raise a `TandemError` and keep no state of it."""
 
     def cancel(self, ticket: Ticket) -> None:
-        """Stop a request at whatever stage it is; an unknown ticket is no error."""
+        """Stop a request at any stage; an unknown ticket is ignored."""
         half = self._by_ticket.get(ticket)
         if half is not None:
             self._num_aborted += 1
@@ -176,18 +176,18 @@ class Role(ABC, Generic[H]):
 
     @abstractmethod
     def poll(self) -> None:
-        """Act on what transfers and tiers did beside the loop, and on deadlines."""
+        """Process events of transfers and tiers, and passed deadlines."""
 
     @abstractmethod
     def step(self) -> None:
-        """Run one forward and hand out what it produced."""
+        """Run one engine step and send its results."""
 
     @abstractmethod
     def fail_all(self, error: TandemError) -> None:
-        """End every request that computes with `error`."""
+        """Fail with `error` each request that the engine may be computing."""
 
     def hand_over(self, error: TandemError) -> None:
-        """End every request with `error`, whatever its stage, and report it to the other half."""
+        """Fail every request at any stage with `error`, and report the error to the other half."""
         for half in list(self._by_ticket.values()):
             self._end(half, error)
 
@@ -197,41 +197,41 @@ class Role(ABC, Generic[H]):
 
     @abstractmethod
     def _let_go(self, half: H, error: TandemError | None = None) -> None:
-        """Stop computing and transferring for a half; the other half is sent `error`."""
+        """Stop computing and transferring for a half; send `error` to the other half."""
 
     @abstractmethod
     def _log_line(self, now: NodeLoad, before: NodeLoad, elapsed_s: float) -> str | None:
-        """Return a line for operators about the time between two loads; None: there was no work."""
+        """Return a log line about the time between two loads, or None if there was no work."""
 
     def flush_cache(self) -> None:
-        """Drop cached pages without a reader."""
+        """Drop the cached pages that no request reads."""
         self._engine.cache.flush()
 
     def log_line(self, elapsed_s: float) -> str | None:
-        """Return a line for operators if there was work since the last one."""
+        """Return a log line about the work since the last call, or None if there was none."""
         now, before = self.load(), self._logged
         self._logged = now
         return self._log_line(now, before, elapsed_s)
 
     def _half(self, active: ActiveRequest) -> H:
-        """Return the record of a request that the engine reports on."""
+        """Return the record of a request in an engine result."""
         half = active.owner and active.owner()
         assert half is not None, "a result of a request that no client waits for"
         return cast("H", half)
 
     def _end(self, half: H, error: TandemError) -> None:
-        """End a half, for its client and for the other half."""
+        """Fail a half: report to the client, and stop its transfer and the other half."""
         self._fail(half, error)
         self._let_go(half, error)
 
     def _fail(self, half: H, error: TandemError) -> None:
-        """Report an error to the client; the pages stay until no transfer uses them."""
+        """Report an error to the client. The half keeps its pages until no transfer uses them."""
         if half.is_wanted:
             self._part(half)
             self._answers.fail(half.ticket, error)
 
     def _part(self, half: H) -> None:
-        """Note that the client has heard the last of this half: its id may be used again."""
+        """Mark a half as finished for its client; its ticket may be used again."""
         half.is_wanted = False
         self._tiering.cancel(half.active)
         del self._by_ticket[half.ticket]
@@ -251,11 +251,11 @@ class Role(ABC, Generic[H]):
 
     def _send_prompt_logprobs(self, half: H, run: PromptLogprobs) -> None:
         """Send log-probabilities of prompt positions to the client."""
-        index = run.request.request.num_prior_tokens  # before its first token
+        index = run.request.request.num_prior_tokens  # index of the request's first token here
         self._answers.prompt_logprobs(half.ticket, run.first_position, run.entries, index)
 
     def _engine_load(self) -> NodeLoad:
-        """Return the part of the load that roles report alike; transfers and queues are theirs."""
+        """Return the load without the fields that each role adds: transfers and its own queues."""
         engine, pages = self._engine, self._engine.counts()
         return NodeLoad(
             num_running=engine.num_running,
@@ -279,12 +279,12 @@ class Role(ABC, Generic[H]):
 
 
 def token_usage(load: NodeLoad) -> str:
-    """Return the part of a log line about pages that are neither free nor cached."""
+    """Return the log text for the share of pages that are neither free nor cached."""
     return f"token usage: {1 - (load.pages_free + load.pages_cached) / load.num_pages:.2f}"
 
 
 def cache_hits(now: NodeLoad, before: NodeLoad) -> str:
-    """Return the end of a log line: what came from the cache and from tiers between two loads."""
+    """Return the log text for tokens served by the cache and by tiers between two loads."""
     num_prompt = now.prompt_tokens - before.prompt_tokens
     rate = (now.cached_tokens - before.cached_tokens) / num_prompt if num_prompt else 0.0
     known = {tier.name: tier.hit_tokens for tier in before.tiers}

@@ -1,12 +1,12 @@
-"""One node's HTTP process: its server, its engines one after another, and its life.
+"""A node's HTTP process: its server, its life cycle, and its engines, one after another.
 
-Starts the engine of the node's role, attaches it to the backend, passes orders on to it, and ends it, as `life.py`
-allows. Orders come by signals and by the routes of operators, `/drain` and `/role`. A node that turns ends its
-engine and starts another in the other role.
+The supervisor starts the engine of the node's role, attaches it to the backend, forwards orders and ends the
+engine, as `life.py` allows. Orders arrive by signal and by the operators' routes `/drain` and `/role`. A node that
+changes its role ends its engine and starts another one in the other role.
 
 ```
  listen ─▶ HTTP answers (health: 503) ─▶ engine loads ─▶ serving ─▶ signal: 503, drain ─▶ engine stops
-                                              └─ engine fails to start, or dies ─▶ the node ends with 1
+                                              └─ engine fails to start, or dies ─▶ the node ends with status 2 or 1
 ```
 """
 
@@ -43,13 +43,13 @@ from tandem.wire.keys import ChannelKey
 
 log = get_logger(__name__)
 
-# From the deadline, when what is left was handed over, to the last page that a peer may still write. A peer
-# that does not answer is found lost after 2 s.
+# Time limit after the drain's deadline, when requests were handed over, until no peer can write a page any more.
+# A peer that does not answer counts as lost after 2 s.
 HAND_OVER_S = 5.0
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the node is. `remaining_s`: until what is left is handed over; None unless the node drains."""
+    """A node's status. `remaining_s`: time until remaining requests are handed over; None unless draining."""
 
     role: str
     state: str
@@ -62,10 +62,10 @@ class Supervisor:
     """Runs a node.
 
     Args:
-        engine_modules: Of each role that the node may have.
-        backend: What the node's HTTP serves; has its life.
+        engine_modules: The engine's module for each role that the node may take.
+        backend: The backend of the node's HTTP server; its `life` is the node's.
         announcer: Announces the node to routers.
-        port: Where its HTTP listens.
+        port: The node's HTTP port.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Supervisor:
         self._is_told_to_end = False
         self._status = 0
         loop = asyncio.get_running_loop()
-        # Who presses Ctrl-C waits for it: other nodes go on with the requests.
+        # A person who presses Ctrl-C waits for the end, so the requests move to other nodes at once.
         loop.add_signal_handler(signal.SIGINT, self._told_to_end, 0.0)
         loop.add_signal_handler(signal.SIGTERM, self._told_to_end, config.drain_timeout_s)
 
     # ── orders ───────────────────────────────────────────────────────────────────────────────────
 
     def status(self) -> NodeStatus:
-        """Return how far the node is."""
+        """Return the node's status."""
         num_left, remaining_s = self._backend.num_left, None
         if self._life.state in (State.DRAINING, State.LEAVING):
             remaining_s = max(0.0, self._deadline_s - asyncio.get_running_loop().time())
@@ -108,17 +108,17 @@ class Supervisor:
         )
 
     def drain(self, timeout_s: float | None) -> None:
-        """Take nothing new, finish what is in, hand over what is left then; None takes the command line's time."""
+        """Reject new requests; hand over those unfinished after `timeout_s` (None: `--drain-timeout-s`)."""
         if self._apply(Event.DRAIN) is State.DRAINING:
             self._drain_engine(self._config.drain_timeout_s if timeout_s is None else timeout_s)
 
     def resume(self) -> None:
-        """Take requests again."""
+        """Accept requests again."""
         if self._apply(Event.RESUME) is State.SERVING:
             self._engine.resume()
 
     def turn(self, role: NodeRole) -> None:
-        """Begin to become the other role."""
+        """Begin to change the node's role."""
         if self._life.turn(role, self._backend.num_left):
             log.info("node.turning", role=role)
             self._changed.set()
@@ -161,9 +161,9 @@ class Supervisor:
     # ── engines ──────────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> int | TandemError:
-        """Run until the node is told to end or its engine ends.
+        """Run until a signal ends the node or its engine dies.
 
-        Return the status, or why the first engine could not start.
+        Return the exit status, or the error for which the first engine could not start.
         """
         warn_of_loopback(self._config)
         async with asyncio.TaskGroup() as tasks:
@@ -175,7 +175,7 @@ class Supervisor:
         return outcome
 
     async def _run_engine(self, announcing: asyncio.Task[None]) -> int | TandemError | None:
-        """Run one engine from start to stop; None when the node goes on with another."""
+        """Run one engine from start to stop; return None if the node continues with another."""
         config = msgspec.structs.replace(self._config, role=self._life.role)
         configure(config.log_level, config.log_format, role=config.role)
         self._engine = engine = self._new_engine(config)
@@ -185,7 +185,7 @@ class Supervisor:
                 if await self._serve(config, ready, announcing):
                     return 1
             else:
-                engine.kill()  # it may be reading a model, and has nothing to lose
+                engine.kill()  # it may still be loading a model, and has no requests
             if isinstance(ready, TandemError):
                 if self._life.state is State.LOADING:
                     return ready
@@ -199,7 +199,7 @@ class Supervisor:
         return EngineProcess(self._modules[config.role], config, self._drained)
 
     async def _unless_ended(self, engine: EngineProcess) -> Ready | TandemError | None:
-        """Start an engine; None when the node was told to end first."""
+        """Start an engine; return None if the node was ended first."""
         async with asyncio.TaskGroup() as tasks:
             starting = tasks.create_task(engine.start())
             ended = tasks.create_task(self._changes_while(State.LOADING, State.TURNING))
@@ -211,7 +211,7 @@ class Supervisor:
     async def _serve(
         self, config: NodeConfig, ready: Ready, announcing: asyncio.Task[None]
     ) -> bool:
-        """Serve until the engine is to end; True when it ended by itself."""
+        """Serve until the engine must end; return True if it died instead."""
         address = tcp_address(_reachable(config.host), ready.engine_port)
         make_client = partial(
             EngineClient,
@@ -235,7 +235,7 @@ class Supervisor:
             if has_died:
                 log.error("engine.died", status=died.result(), effect="the node ends")
             elif self._life.state is State.ENDED and not self._status:
-                # While the engine still answers: no router takes this for a loss.
+                # The engine still answers, so that no router takes the withdrawal for a loss.
                 self._announcer.stop()
                 await asyncio.wait([announcing], timeout=LEAVE_TIMEOUT_S)
             self._backend.detach()
@@ -244,20 +244,20 @@ class Supervisor:
         return has_died
 
     async def _wait_to_be_turned(self, role: NodeRole, error: TandemError) -> None:
-        """Serve nothing, and say why, until the node is turned or told to end."""
+        """Report the failure, and wait until the node changes its role again or is ended."""
         log.error("node.not_turned", role=role, reason=error.message)
         self._life.not_loaded(error.message)
         await self._changes_while(State.FAILED)
 
     async def _changes_while(self, *states: State) -> None:
-        """Return when the node is in none of these states."""
+        """Wait until the node is in none of these states."""
         while self._life.state in states:
             await self._changed.wait()
             self._changed.clear()
 
 
 def _reachable(host: str) -> str:
-    """Return where this machine reaches a socket of its own that is bound to `host`."""
+    """Return the address at which this machine reaches its own socket bound to `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
@@ -285,8 +285,8 @@ async def serve(
 ) -> int:
     """Run a node.
 
-    Return 0 after a signal, 1 when its engine ended or a second signal forced the end. Operators need
-    `operator_key`.
+    Return 0 after a signal, or 1 if the engine died or a second signal forced the end. Raise the error of an
+    engine that could not start. The operators' routes require `operator_key`.
     """
     files = tokenizer_files(Path(config.engine.model_dir))
     if not files:
@@ -320,7 +320,7 @@ def _options(config: NodeConfig, files: Mapping[str, str], operator_key: str) ->
 
 
 def add_routes(app: web.Application, node: Supervisor) -> None:
-    """Give a node's app the routes of its operators."""
+    """Add the operators' routes to a node's app."""
 
     async def status(_request: web.Request) -> web.Response:
         return json_response(node.status())

@@ -1,17 +1,17 @@
-"""Between the prefix cache and the tiers behind it: what is fetched for which request, and what is saved when.
+"""Moves pages between the prefix cache and the tiers: decides what to fetch for a request and when to save.
 
 ```
- begin ──▶ looking ──Fetched──▶ placing ──Placed──▶ adopted: cached as if it had been computed here
-              │ nothing there,    │ pages held
-              │ no pages, cancel  └─ too late, cancel: nobody waits; the pages stay held until Placed
+ begin ──▶ looking ──Fetched──▶ placing ──Placed──▶ adopted: cached as if computed here
+              │ miss, no free     │ pages held
+              │ pages, cancel     └─ timeout, cancel: no request waits; pages stay held until Placed
               ├─────────────────▶ over
-              └ too late ───────▶ over
+              └ timeout ────────▶ over
 ```
 
-A fetch holds no pages while it looks, so that none stands in the way of a request that runs. `ready` returns a
-request when its wait is over, at the latest after the limit; it then matches in the prefix cache what is there.
-Pages that no tier has are saved beside all that: at once where other nodes can read the tiers, else when few
-pages are left that can be evicted without loss.
+A fetch holds no pool pages while it looks, so it never blocks running requests. `ready` returns a request when its
+wait ends, normally within the timeout; the request then uses whatever the prefix cache holds.
+Pages that no tier has are saved independently: at once if other nodes can read the tiers, else when few pages
+can be evicted without loss.
 """
 
 import itertools
@@ -33,30 +33,30 @@ from tandem.telemetry.histogram import Histogram, Spread
 from tandem.wire.messages import TierLoad
 from tandem.wire.prefixes import PageKey
 
-# Pages of one save: a copy of them is short, and a put of them worth a round trip.
+# Maximum pages per save: few enough for a short copy, enough to be worth a round trip.
 _SAVED_TOGETHER = 64
-# At most this share of all pages, and that of those that could be handed out now, is held by saves.
+# Saves hold at most this share of all pages; one save takes at most this share of the available pages.
 _SAVING_SHARE, _SAVING_OF_AVAILABLE = 1 / 8, 1 / 4
-# Where pages are saved ahead of eviction: when fewer than this share can be handed out without loss.
+# When saving ahead of eviction: start when less than this share of pages is available without loss.
 _CLEAN_SHARE = 1 / 4
-# After a save that could not begin, unless one that was under way ends before.
+# Delay before retrying a save that could not start; a save that ends earlier cuts the delay short.
 _SAVE_AGAIN_S = 0.1
-# Tiers slower than computing are measured anew after this: a store may have been busy.
+# Interval for measuring tiers that are slower than computing again: a store may have been busy.
 _PROBE_S = 30.0
-# From a page in host memory to what nobody would wait for.
+# Histogram bounds: from one page in host memory to longer than any sensible timeout.
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """Some pages on their way into the pool.
+    """A fetch of pages into the pool.
 
     Attributes:
-        token_ids: Of a prompt, as far as it may come from the cache.
+        token_ids: The part of a prompt that may come from the cache.
         waiting: Requests that wait for the pages.
-        until_s: How long they wait.
-        matched: While placing: the pages before, held.
-        placed: While placing: pages that are written, held.
+        until_s: The deadline for those requests, by the clock.
+        matched: While placing: the cached pages of the prefix before the placed ones, held.
+        placed: While placing: the pages that the copy writes, held.
     """
 
     number: int
@@ -72,9 +72,9 @@ class _Fetch:
 
 
 class Tiering:
-    """Fetches prefixes for requests that wait, and saves what was computed.
+    """Fetches prefixes for waiting requests, and saves computed pages.
 
-    Belongs to the loop's thread. Without a stack no request waits.
+    Only the loop's thread may call it. Without a stack no request waits.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class Tiering:
     # ── for roles ────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, active: ActiveRequest) -> bool:
-        """Look for what is not cached of a request's prompt; `ready` returns the request later.
+        """Fetch the uncached part of a request's prompt; `ready` returns the request later.
 
-        False: nothing to wait for.
+        Return False if there is nothing to wait for.
         """
         token_ids, salt = active.token_ids[: active.num_matchable], active.request.cache_salt
         size = self._cache.page_size
@@ -126,11 +126,11 @@ class Tiering:
 
     @property
     def waiting(self) -> Collection[ActiveRequest]:
-        """Requests that wait for tiers."""
+        """Requests that wait for the tiers."""
         return self._waiting.keys()
 
     def cancel(self, active: ActiveRequest) -> None:
-        """Have a request wait no longer; one that does not wait is no error."""
+        """Stop waiting for a request; a request that does not wait is ignored."""
         fetch = self._waiting.pop(active, None)
         if fetch is None:
             self._ready = [each for each in self._ready if each is not active]
@@ -140,12 +140,12 @@ class Tiering:
             self._drop(fetch)
 
     def ready(self) -> list[ActiveRequest]:
-        """Return the requests whose wait ended, each with its cached prompt tokens of each tier in `from_tiers`."""
+        """Return the requests whose wait ended; `from_tiers` of each has the tokens brought by each tier."""
         ready, self._ready = self._ready, []
         return ready
 
     def poll(self) -> None:
-        """Act on what the tiers did, end what takes too long, and save."""
+        """Process the tiers' events, end fetches past their deadline, and start saves."""
         if self._stack is None:
             return
         for event in self._stack.events():
@@ -159,7 +159,7 @@ class Tiering:
         self._save()
 
     def wait_s(self, at_most_s: float) -> float:
-        """Return how long a loop without work may wait before it polls again."""
+        """Return how long an idle loop may wait before it must poll again, at most `at_most_s`."""
         if self._stack is None:
             return at_most_s
         now = self._clock()
@@ -172,7 +172,7 @@ class Tiering:
     # ── for operators ────────────────────────────────────────────────────────────────────────────
 
     def loads(self) -> list[TierLoad]:
-        """Return what is to be said of each tier, fastest first."""
+        """Return the load of each tier, fastest first, with `token_cost` where it is known."""
         if self._stack is None:
             return []
         costs, computed_s = self._stack.costs(), self._engine.steps.prompt_token_s
@@ -185,7 +185,7 @@ class Tiering:
         ]
 
     def seconds(self) -> dict[str, Spread]:
-        """Return how long requests waited, by the slowest tier that had something; `none`: none had."""
+        """Return waiting times of requests by the slowest tier that brought pages; `none` if none did."""
         return {name: histogram.spread() for name, histogram in self._seconds.items()}
 
     @override
@@ -195,7 +195,7 @@ class Tiering:
     # ── fetching ─────────────────────────────────────────────────────────────────────────────────
 
     def _is_worth(self, num_pages: int) -> bool:
-        """Tell whether some tier may bring pages faster than they are computed; not known is worth a try."""
+        """Return whether some tier may be faster than computing the pages; True while costs are unknown."""
         assert self._stack is not None
         costs = self._stack.costs().values()
         computed_s = num_pages * self._cache.page_size * self._engine.steps.prompt_token_s
@@ -209,7 +209,7 @@ class Tiering:
         return True
 
     def _like(self, keys: Sequence[PageKey]) -> _Fetch | None:
-        """Return a fetch under way that brings all of these keys, but for less than is worth one."""
+        """Return a fetch in progress that covers these keys, except for fewer pages than a fetch is worth."""
         for fetch in self._fetches.values():
             theirs = fetch.missing.keys
             if theirs[0].digest == keys[0].digest and fetch.waiting:
@@ -228,17 +228,17 @@ class Tiering:
             self._drop(fetch)
             return
         assert self._stack is not None
-        # Seen late when a step was long, which is none of the tiers' fault: then the copy has its time all the same.
+        # A long step may delay this event, which is not the tiers' fault: the copy gets its full time anyway.
         copying_s = (1 - LOOKING_SHARE) * self._timeout_s
         fetch.until_s = max(fetch.until_s, self._clock() + copying_s)
         self._stack.place(fetch.number, fetch.placed)
 
     def _take_pages(self, fetch: _Fetch, num_pages: int) -> bool:
-        """Hold what the pages follow on, and pages for them; False when that cannot be, or need not."""
+        """Hold the prefix before the fetched pages and allocate pages for them; False if impossible or useless."""
         first, size = fetch.missing.first_page, self._cache.page_size
         match = self._cache.match(fetch.token_ids[: (first + num_pages) * size], fetch.salt)
         is_of_use = first <= len(match.page_ids) < first + num_pages
-        # A page each is left to answers that grow meanwhile: what is found is not worth a retraction.
+        # Leave one page for each running request: fetched pages are not worth a retraction.
         is_of_use &= num_pages + self._engine.num_running <= self._cache.num_available
         fetch.matched = match.page_ids[:first] if is_of_use else []
         self._cache.release(match.page_ids[len(fetch.matched) :])
@@ -257,7 +257,7 @@ class Tiering:
                 fetch.matched,
                 fetch.placed,
                 fetch.salt,
-                # Ahead of eviction they are given to the tier again, which marks them as used there.
+                # When saving ahead of eviction, they are put again later, which refreshes them in the tier.
                 is_saved=self._saves_at_once,
             )
             by_tier = {name: num * self._cache.page_size for name, num in fetch.by_tier.items()}
@@ -267,7 +267,7 @@ class Tiering:
         self._end_wait(fetch, by_tier)
 
     def _drop(self, fetch: _Fetch) -> None:
-        """End a fetch that is not placing."""
+        """End a fetch that is not being placed."""
         assert self._stack is not None
         del self._fetches[fetch.number]
         self._stack.abandon(fetch.number)
@@ -277,7 +277,7 @@ class Tiering:
         now = self._clock()
         for fetch in list(self._fetches.values()):
             if fetch.began_s + self._timeout_s > now:
-                return  # those behind it began later
+                return  # all later fetches began after this one
             if fetch.until_s > now:
                 continue
             if fetch.placed:
@@ -299,7 +299,7 @@ class Tiering:
     # ── saving ───────────────────────────────────────────────────────────────────────────────────
 
     def _num_to_save(self) -> int:
-        """Return how many pages the next save may have."""
+        """Return the maximum number of pages for the next save; 0: do not save now."""
         cache = self._cache
         if not cache.num_unsaved:
             return 0
@@ -331,12 +331,12 @@ class Tiering:
 
 
 def make_tiering(config: TierConfig, engine: Engine, stack: TierGroup | None) -> Tiering:
-    """Return what brings prefixes from a stack, or from nowhere."""
+    """Return the `Tiering` of a node; without a stack it fetches and saves nothing."""
     return Tiering(
         engine,
         stack,
         timeout_s=config.timeout_s,
         min_tokens=config.min_tokens,
-        # What only this node reads is worth a copy when it would be lost; others' prompts come at any time.
+        # Pages that only this node reads are saved before eviction. Other nodes may need shared ones at any time.
         saves_at_once=any(spec.kind != "host" for spec in parse_tiers(config.specs)),
     )

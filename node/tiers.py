@@ -1,12 +1,12 @@
-"""The tiers behind the pool of a node: a stack of them on each rank, used from rank 0 as if it were one.
+"""The tiers of a node: each rank has a stack, and rank 0 uses them all as one.
 
 ```
- Tiering ── fetch, place, abandon, save ──▶ TierGroup ─┬─▶ TierStack                    rank 0's own
-         ◀── Fetched, Placed, Saved ────────           └─▶ RankProcess ──▶ RankTiers    each other rank's, by calls
+ Tiering ── fetch, place, abandon, save ──▶ TierGroup ─┬─▶ TierStack                    rank 0
+         ◀── Fetched, Placed, Saved ────────           └─▶ RankProcess ──▶ RankTiers    each other rank, by calls
 ```
 
-A page is of use with the heads of every rank only. So a node has found what each of its ranks has, and placed
-what each has placed; pages are given back when no rank reads or writes them any more.
+A page is usable only with the heads of every rank. So a node has found, or placed, the pages that all of its ranks
+have found, or placed. Pages are released when no rank reads or writes them any more.
 """
 
 from collections import deque
@@ -29,10 +29,10 @@ from tandem.wire.prefixes import PageKey, PrefixJournal, shard_key
 
 log = get_logger(__name__)
 
-# Of the time that a request waits: what looking may take. The rest is for the copy into the pool.
+# Share of a request's waiting time for searching the tiers. The rest is for the copy into the pool.
 LOOKING_SHARE = 0.75
-# How long a save that rank 0 began waits at a rank without memory for it, with its pages held. A tier that
-# keeps up frees some in a fraction of that.
+# How long another rank waits for memory to join a save that rank 0 began; the pages stay held. A tier that
+# keeps up frees memory in a fraction of that.
 SAVE_WAIT_S = 1.0
 
 
@@ -42,9 +42,9 @@ def open_tiers(
     region: MemoryRegion | None,
     report: Callable[[TierEvent], None],
 ) -> TierStack | None:
-    """Return what stands behind one rank's pool, which the caller closes before the region.
+    """Return the stack of tiers of one rank, or None without tiers. The caller closes it before the region.
 
-    None without tiers. Raise `ConfigInvalid` where one cannot be opened.
+    Raise `ConfigInvalid` if a tier cannot be opened.
     """
     engine, tiers = config.engine, config.tiers
     if not tiers.specs:
@@ -70,11 +70,11 @@ def open_tiers(
 
 
 class RankTiers:
-    """The tiers of a rank beside rank 0, whose calls name pages by rank 0's digests.
+    """The tiers of a rank other than 0. Calls from rank 0 name pages by rank 0's digests.
 
     Args:
-        stack: Over this rank's pool; reports to rank 0.
-        shard: Of this rank, as `PageSpace` has it.
+        stack: The tiers of this rank's pool; it reports to rank 0.
+        shard: This rank's `PageSpace.shard`.
     """
 
     def __init__(self, stack: TierStack, shard: str) -> None:
@@ -82,16 +82,16 @@ class RankTiers:
         self.place, self.abandon, self.close = stack.place, stack.abandon, stack.close
 
     def fetch(self, number: int, digests: Sequence[bytes]) -> None:
-        """Look through the tiers."""
+        """Search the tiers for pages."""
         self._stack.fetch(number, self._keys(digests))
 
     def save(self, number: int, digests: Sequence[bytes], page_ids: Sequence[int]) -> None:
-        """Put pages into the tiers as soon as there is memory. `Saved` follows, also when there is none."""
-        # Rank 0 has saved its part already, and holds the pages for us: without ours they will be a miss.
+        """Put pages into the tiers, waiting for host memory if necessary. `Saved` follows even if none is free."""
+        # Rank 0 has begun to save its shard and holds the pages for this rank. Without this shard they are a miss.
         self._stack.save(number, self._keys(digests), page_ids, SAVE_WAIT_S)
 
     def _keys(self, digests: Sequence[bytes]) -> list[PageKey]:
-        # Without blocks: routers follow rank 0's journals.
+        # No block names: routers follow only rank 0's journals.
         return [PageKey(shard_key(digest, self._shard), ()) for digest in digests]
 
 
@@ -105,11 +105,11 @@ def open_group(
     waker: Waker,
     others: Sequence[RankProcess],
 ) -> "TierGroup | None":
-    """Return the tiers of all ranks; None where there are no tiers. Raises as `open_tiers`.
+    """Return the tiers of all ranks, or None without tiers. Raise as `open_tiers` does.
 
     Args:
-        waker: Is rung when rank 0's tiers report something.
-        others: From rank 1 on.
+        waker: Rung when rank 0's tiers report an event.
+        others: Ranks 1 and up, in order.
     """
     events = deque[TierEvent]()
 
@@ -125,48 +125,48 @@ class TierGroup:
     """The stacks of all ranks, used as one.
 
     Args:
-        own: Rank 0's, which has the journals that routers follow.
-        events: What it has reported.
-        others: From rank 1 on.
+        own: Rank 0's stack, with the journals that routers follow.
+        events: The events that `own` has reported.
+        others: Ranks 1 and up, in order.
     """
 
     def __init__(
         self, own: TierStack, events: deque[TierEvent], others: Sequence[RankProcess]
     ) -> None:
         self._own, self._events, self._others = own, events, others
-        # What each rank answered, by rank, of fetches, placings and saves that are not answered by all.
+        # Answers by number and rank, for fetches, placements and saves that some ranks have yet to answer.
         self._answers: dict[int, dict[int, TierEvent]] = {}
 
     @property
     def max_save_pages(self) -> int:
-        """The most pages of one save: equal on all ranks, since their pages are equally long."""
+        """Maximum number of pages per save; equal on all ranks, because their pages have equal sizes."""
         return self._own.max_save_pages
 
     def fetch(self, number: int, keys: Sequence[PageKey]) -> None:
-        """Look through the tiers. `Fetched` has what every rank found."""
+        """Search the tiers. `Fetched` reports the pages that every rank found."""
         self._begin("fetch", number, _digests(keys))
         self._own.fetch(number, keys)
 
     def place(self, number: int, page_ids: Sequence[int]) -> None:
-        """Copy fetched pages into the pool. What a rank found beyond these pages it gives up."""
+        """Copy fetched pages into the pool. A rank that found more pages drops the rest."""
         self._begin("place", number, list(page_ids))
         self._own.place(number, page_ids)
 
     def abandon(self, number: int) -> None:
-        """Forget a fetch."""
+        """Cancel a fetch."""
         self._begin("abandon", number)
         del self._answers[number]
         self._own.abandon(number)
 
     def save(self, number: int, keys: Sequence[PageKey], page_ids: Sequence[int]) -> bool:
-        """Begin a save if rank 0 can. Other ranks wait a moment for memory, or go without."""
+        """Begin a save if rank 0 can; return whether it did. Other ranks wait up to `SAVE_WAIT_S` or skip the save."""
         is_begun = self._own.save(number, keys, page_ids)
         if is_begun:
             self._begin("save", number, _digests(keys), list(page_ids))
         return is_begun
 
     def events(self) -> Iterator[TierEvent]:
-        """Yield what holds on all ranks since the last look."""
+        """Return the events that all ranks have agreed on since the last call."""
         heard = [(0, self._events.popleft()) for _ in range(len(self._events))]
         for number, rank in enumerate(self._others, 1):
             heard += [(number, event) for event in rank.take_events("tiers")]
@@ -174,19 +174,19 @@ class TierGroup:
         return iter([event for event in agreed if event is not None])
 
     def loads(self) -> list[TierLoad]:
-        """Return rank 0's loads, with the bytes of all ranks: each keeps an equal part of each page."""
+        """Return rank 0's loads, scaled to all ranks: each rank stores an equal shard of each page."""
         return [load_of_node(load, 1 + len(self._others)) for load in self._own.loads()]
 
     def costs(self) -> Mapping[str, TierCost]:
-        """Return rank 0's."""
+        """Return the costs of rank 0's tiers."""
         return self._own.costs()
 
     def journals(self) -> Mapping[str, PrefixJournal]:
-        """Return rank 0's: what another rank lacks of it costs a prompt its hit."""
+        """Return rank 0's journals. A page in them that another rank lacks is a miss."""
         return self._own.journals()
 
     def close(self) -> None:
-        """Close rank 0's. The other ranks close their own when they end."""
+        """Close rank 0's stack. The other ranks close their stacks when they end."""
         self._own.close()
 
     def _begin(self, method: str, number: int, *arguments: object) -> None:
@@ -195,16 +195,16 @@ class TierGroup:
             rank.call("tiers", method, number, *arguments)
 
     def _agree(self, rank: int, event: TierEvent) -> TierEvent | None:
-        """Return what holds for the node.
+        """Return the event that now holds for the whole node.
 
-        None: other ranks have to answer first, or it is a late answer of what is over.
+        None: other ranks have yet to answer, or the answer is late and its operation is over.
         """
         answers = self._answers.get(event.number)
         if answers is None:
             return None
         answers[rank] = event
-        # What one has nothing of is of no use, whatever others find. But where a copy failed on one rank another
-        # may still write, and nobody may have its pages until then.
+        # One rank's miss makes the whole fetch a miss at once. A failed copy must wait for all answers: other ranks
+        # may still be writing, and the pages must stay held until they finish.
         is_nothing = isinstance(event, Fetched) and not event.num_pages
         if len(answers) <= len(self._others) and not is_nothing:
             return None
@@ -212,7 +212,7 @@ class TierGroup:
         by_rank = [answers[number] for number in sorted(answers)]
         match event:
             case Fetched():
-                # The first of the ranks that found the least names where that came from.
+                # `by_tier` comes from the first of the ranks that found the fewest pages.
                 found = [each for each in by_rank if isinstance(each, Fetched)]
                 return min(found, key=lambda each: each.num_pages)
             case Placed():
@@ -223,9 +223,9 @@ class TierGroup:
 
 
 def load_of_node(load: TierLoad, num_ranks: int) -> TierLoad:
-    """Return the load of a tier over several ranks by rank 0's.
+    """Return a tier's load for all ranks, computed from rank 0's load.
 
-    Of a store without `limit_bytes` each rank sees the whole.
+    Without `limit_bytes` the tier is a store whose full size each rank sees.
     """
     num_parts = num_ranks if load.limit_bytes else 1
     return msgspec.structs.replace(

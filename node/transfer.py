@@ -1,4 +1,4 @@
-"""The transfer agent of a rank, and of a node: made alike on every rank, by the node's role."""
+"""The transfer agent of a rank and of a node. Every rank makes its agent in the same way, by the node's role."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -35,9 +35,9 @@ def open_agent(
     port: int = 0,
     rank_ports: Sequence[int] = (),
 ) -> RankAgent | None:
-    """Return this rank's end of transfers, which takes grants at `port`.
+    """Return this rank's transfer agent, or None on a colocated node.
 
-    None for a node that serves alone. `rank_ports`: of the other ranks of prefill.
+    `port`: where a prefill agent accepts grants. `rank_ports`: the same ports of the other ranks.
     """
     if config.role == "colocated":
         return None
@@ -84,9 +84,9 @@ def open_agent(
 
 
 class RemoteAgent:
-    """The transfer agent of another rank, as the group on rank 0 sees it.
+    """Rank 0's proxy for the transfer agent of another rank.
 
-    It stands in for a `PrefillAgent` or `DecodeAgent`: each method is called at the rank.
+    It replaces a `PrefillAgent` or `DecodeAgent` and forwards each method call to the rank.
     """
 
     def __init__(self, rank: RankProcess) -> None:
@@ -101,12 +101,12 @@ class RemoteAgent:
         return lambda _layer: None
 
     def events(self) -> Iterator[Any]:
-        """Yield what the agent reported since the last call."""
+        """Yield the events that the agent reported since the last call."""
         return self._rank.take_events("agent")
 
 
 def join_ranks(own: RankAgent | None, others: Sequence[RankProcess]) -> NodeAgent | None:
-    """Return the agents of all ranks as one; rank 0's own where there are no others."""
+    """Return the agents of all ranks as one; with a single rank, its own agent."""
     remote = [RemoteAgent(rank) for rank in others]
     match own:
         case PrefillAgent() if remote:

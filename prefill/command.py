@@ -6,7 +6,7 @@ from tandem.node.command import NodeCommand, run
 
 COMMAND = NodeCommand(
     role="prefill",
-    # Named, not imported: a node may be turned into the other role.
+    # Module names, not imports: a running node can switch to the other role.
     engine_modules={"prefill": "tandem.prefill.engine", "decode": "tandem.decode.engine"},
     default_port=7000,
     summary="Serve prompts: compute their KV and push it into decode nodes' memory.",

@@ -1,13 +1,13 @@
-"""What a prefill node does with a request.
+"""The life of a request on a prefill node.
 
 ```
  start ──▶ waiting for the grant ──Granted──▶ computing, pushing each layer while the next computes
              and for its prefix from tiers        └─ last chunk: first token to the client ──▶ landing
- landing ──PushDone──▶ handed off; the pages go back
- any stage: cancel, or Released by the transfer ──▶ the pages go back once no push reads them
+ landing ──PushDone──▶ handed off; pages released
+ any stage: cancel, or Released by the transfer ──▶ pages released once no push reads them
 ```
 
-A whole request of one token is computed without a grant: it shows that the node can do its work.
+A whole request for one token is computed without a grant. Health checks use it to test the engine.
 """
 
 import time
@@ -40,7 +40,7 @@ from tandem.wire.messages import NodeLoad, StartColocated, StartPrefill
 
 @dataclass(slots=True, eq=False, weakref_slot=False)
 class _Half(Half):
-    """Prefill's half of one attempt, or without a room a whole request. The engine has it once it is queued."""
+    """Prefill's half of one attempt; a whole request if `room` is None. `is_queued`: the engine has the request."""
 
     room: Room | None = None
     is_granted: bool = False
@@ -49,7 +49,7 @@ class _Half(Half):
 
 
 class PrefillRole(Role[_Half]):
-    """Computes prompts and hands them off; see `Role`. `pushes_layers`: while a forward still runs."""
+    """Computes prompts and hands them off; see `Role`. `pushes_layers`: push each layer during the forward."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class PrefillRole(Role[_Half]):
     ) -> None:
         super().__init__(engine, answers, max_waiting, tiering, clock)
         self._agent = agent
-        self._by_room: dict[Room, _Half] = {}  # whose pages the transfer may read, wanted or not
+        self._by_room: dict[Room, _Half] = {}  # until no push reads their pages, even if cancelled
         if pushes_layers:
             engine.watch_layers(self._push_by_layer)
 
@@ -170,7 +170,7 @@ class PrefillRole(Role[_Half]):
         )
 
     def _pending(self) -> list[_Half]:
-        """Return the halves that wait for a grant or for tiers."""
+        """Return the halves that wait for a grant or for the tiers."""
         return [half for half in self._by_room.values() if not half.is_queued]
 
     # ── towards the hand-off ─────────────────────────────────────────────────────────────────────
@@ -193,7 +193,7 @@ class PrefillRole(Role[_Half]):
         )
 
     def _pushing(self, pages: CompletePages) -> Room:
-        """Return the room that pages go to, and note when the first of them went."""
+        """Return the room that receives these pages, and record the time of the room's first push."""
         half = self._half(pages.request)
         if half.pushing_s < 0:
             half.pushing_s = half.timeline.now()
@@ -228,13 +228,13 @@ class PrefillRole(Role[_Half]):
 
     @override
     def _let_go(self, half: _Half, error: TandemError | None = None) -> None:
-        # The agent answers with `Released`, whatever landed.
+        # The agent reports `Released` in every case, even if pages have landed.
         self._engine.cancel(half.active)
         if half.room is not None:
             self._agent.abort(half.room, error)
 
     def _forget(self, half: _Half) -> None:
-        """Give the pages of a half back: its hand-off is over."""
+        """Release the pages of a half whose hand-off is over."""
         if half.is_wanted:
             self._part(half)
         assert half.room is not None
