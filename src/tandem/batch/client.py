@@ -4,7 +4,7 @@
 |---|---|
 | 2xx, other 4xx | the result |
 | 408, 5xx, a broken connection, a timeout | retry after a pause, at most `max_attempts` attempts |
-| 429, 503, no connection | pause all requests; retry until the server has answered nothing for `patience_s` |
+| 429, 503, no connection | pause all requests; retry until the server has answered none for `patience_s` |
 """
 
 import asyncio
@@ -120,8 +120,8 @@ class BatchClient:
         url: A router, or any server with OpenAI's API.
 
     Attributes:
-        num_at_server: Requests at the server now.
-        problem: Why the last request was rejected; empty after an answer.
+        num_at_server: The number of requests at the server now.
+        problem: The reason of the last rejection; empty after an answer.
 
     Raises:
         ConfigInvalid: The URL is malformed.

@@ -147,7 +147,7 @@ class Answer:
         """Parse the rest after the end of the body.
 
         Raises:
-            Broken: The stream ended before its last event, or the rest is as in `feed`.
+            Broken: The stream ended before its last event, or the rest is invalid (see `feed`).
         """
         self._take(self._partial)
         if not self._is_ended:
