@@ -1,4 +1,4 @@
-"""Tandem: the `tandem` command and its tools. The rooms beside them are links to the folders at the top."""
+"""Tandem: the `tandem` command and its tools. The links beside them lead to packages at the top of the repository."""
 
 from pathlib import Path
 

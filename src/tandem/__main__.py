@@ -1,4 +1,4 @@
-"""`tandem COMMAND ...`: a person starts here."""
+"""The entry point of `tandem COMMAND ...`."""
 
 import difflib
 import os
@@ -41,10 +41,10 @@ Serve large language models with prefill and decode on separate nodes.
 More: tandem docs quickstart
 """
 
-# The secret of the cluster, or a file with it, as service managers and containers hand secrets over.
+# The cluster's secret, or the file that holds it: service managers and containers mount secrets as files.
 KEY, KEY_FILE = "TANDEM_CLUSTER_KEY", "TANDEM_CLUSTER_KEY_FILE"
 
-# Where the `main` of each is; imported when it is asked for: `lb` starts without torch.
+# The module with each command's `main`. It is imported only on use, so `lb` starts without torch.
 MODULES = {
     "up": "tandem.up",
     "prefill": "tandem.prefill.command",
@@ -66,10 +66,10 @@ MODULES = {
 
 
 def take_key_file(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Read the file of TANDEM_CLUSTER_KEY_FILE into TANDEM_CLUSTER_KEY, where all commands look.
+    """Read the file that TANDEM_CLUSTER_KEY_FILE names into TANDEM_CLUSTER_KEY, which all commands read.
 
     Raises:
-        ConfigInvalid: It cannot be read or is empty, or both are set.
+        ConfigInvalid: The file cannot be read or is empty, or both variables are set.
     """
     if not (name := environment.pop(KEY_FILE, "")):
         return
@@ -89,7 +89,7 @@ def take_key_file(environment: MutableMapping[str, str] = os.environ) -> None:
 def run(argv: Sequence[str]) -> int:
     """Run `tandem` with these arguments; return the exit status.
 
-    A command may raise `ConfigInvalid` (2), another `TandemError` (1) and `KeyboardInterrupt` (130).
+    A command's errors become the status: `ConfigInvalid` 2, another `TandemError` 1, `KeyboardInterrupt` 130.
     """
     name, *rest = argv or ["--help"]
     if name in ("-h", "--help", "help"):

@@ -1,4 +1,4 @@
-"""Asks a server of the cluster something over HTTP, and says in one sentence why there is no answer."""
+"""Queries a server of the cluster over HTTP, and reports a failure in one sentence."""
 
 from typing import Any
 
@@ -24,12 +24,12 @@ class Unanswered(TandemError, code="unanswered"):
 
 
 def plain(text: str) -> str:
-    """Return text of another machine without what a terminal would obey."""
+    """Replace nonprintable characters, so that text of another machine cannot control the terminal."""
     return "".join(char if char.isprintable() else "·" for char in text)
 
 
 def session_with(key: str) -> aiohttp.ClientSession:
-    """Return a session that sends a bearer token, if there is one."""
+    """Return a session that sends `key` as a bearer token, unless `key` is empty."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return aiohttp.ClientSession(
         headers=headers, timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
@@ -39,13 +39,13 @@ def session_with(key: str) -> aiohttp.ClientSession:
 async def ask(
     session: aiohttp.ClientSession, url: str, path: str, kind: str, body: dict[str, Any] | None
 ) -> bytes:
-    """Return what a server answers to a GET, or to a POST of `body`.
+    """Return the body of a server's answer to a GET, or to a POST of `body`.
 
     Args:
-        kind: What it ought to be, such as `router`.
+        kind: The expected kind of server, such as `router`, for error messages.
 
     Raises:
-        Unanswered: There is no answer of status 200.
+        Unanswered: The server does not answer with status 200.
     """
     method = "GET" if body is None else "POST"
     try:
@@ -66,7 +66,7 @@ async def ask(
 
 
 def _sentence(body: bytes) -> str:
-    """Return the server's own sentence, or nothing."""
+    """Return the server's error message, or an empty string."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError):

@@ -1,6 +1,6 @@
-"""`tandem drain`: have a node take nothing new, and wait until nothing is left on it.
+"""`tandem drain`: stops a node from accepting requests, and waits until the node is empty.
 
-Imports nothing of the node: it runs wherever the node's HTTP can be reached.
+It imports no node code, so it runs on any machine that reaches the node over HTTP.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from tandem.wire.keys import operator_key
 from tandem.wire.options import Flag, add_flags, read_flags
 
 ASK_INTERVAL_S = 0.25
-# After the deadline: what was handed over is off the node when no page of it can be written any more.
+# Wait after the deadline: a handed-over request leaves the node once none of its pages can be written.
 GRACE_S = 15.0
 
 EXAMPLES = """\
@@ -37,7 +37,7 @@ More: tandem docs operations
 
 
 class DrainConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What `tandem drain` is given."""
+    """The arguments of `tandem drain`."""
 
     url: str
     timeout_s: Annotated[
@@ -63,7 +63,7 @@ class DrainConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DrainStatus(msgspec.Struct, frozen=True):
-    """What the node reports of its drain."""
+    """The node's report on its drain."""
 
     state: str
     detail: str
@@ -81,7 +81,7 @@ def build_parser() -> Parser:
     """Return the parser."""
     parser = Parser(
         "tandem drain",
-        environment={},  # TANDEM_API_KEY is a client's key, and this command needs the operator's
+        environment={},  # TANDEM_API_KEY is a client's key; this command requires the operator key
         description="Have a node take nothing new, wait for what it has, and say when it is empty.",
         epilog=EXAMPLES,
     )
@@ -119,7 +119,7 @@ async def _run(config: DrainConfig) -> None:
 
 
 async def _watch(session: aiohttp.ClientSession, url: str, status: DrainStatus) -> None:
-    """Print how many requests are left until none is."""
+    """Print the number of remaining requests until the node is drained."""
     loop, shown = asyncio.get_running_loop(), -1
     give_up_at = loop.time() + (status.remaining_s or 0.0) + GRACE_S
     while status.state != "drained":
@@ -150,7 +150,7 @@ async def _watch(session: aiohttp.ClientSession, url: str, status: DrainStatus) 
 async def _ask(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any] | None = None
 ) -> DrainStatus:
-    """Ask the node how far it is, or give it an order."""
+    """Query the node's drain status, or post `body` to change it."""
     try:
         data = await ask(session, url, "/drain", "node", body)
         return msgspec.json.decode(data, type=DrainStatus)

@@ -1,4 +1,4 @@
-"""How far long work is, on standard error: a bar on a terminal, elsewhere a line now and then."""
+"""Shows the progress of long work on standard error: a bar on a terminal, elsewhere a line every few seconds."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +16,10 @@ Advance = Callable[[int, str], None]
 
 @contextmanager
 def counted(name: str, total: int | None) -> Iterator[Advance]:
-    """Show work of `total` steps, or of an unknown number, while the block runs.
+    """Show the progress of `total` steps (None: unknown) while the block runs.
 
     Args:
-        name: Of the work.
+        name: The label of the work.
     """
     console = Console(stderr=True, markup=False, highlight=False)
     if console.is_terminal:

@@ -1,4 +1,4 @@
-"""`tandem operator-key`: the key that requests which change the cluster bear."""
+"""`tandem operator-key`: prints the key for requests that change the cluster."""
 
 import os
 import sys

@@ -1,6 +1,6 @@
 """The parsers of all commands, for the reference, for tests, and for `tandem completion SHELL`.
 
-Imports every command; `src/tandem/__main__.py` imports the one that it runs.
+This module imports every command; `src/tandem/__main__.py` imports only the command that it runs.
 """
 
 import argparse
@@ -35,7 +35,7 @@ More: tandem docs configuration
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return the parser of each command, in the order in which `tandem --help` names them."""
+    """Return the parser of each command, by the command's name."""
     return {
         "up": tandem.up.build_parser(),
         "prefill": tandem.prefill.command.COMMAND.build_parser(),

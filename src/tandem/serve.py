@@ -1,4 +1,4 @@
-"""`tandem serve`: both roles in one engine. The colocated baseline, and the oracle of parity tests."""
+"""`tandem serve`: runs both roles in one engine, as the colocated baseline and the reference of parity tests."""
 
 from collections.abc import Sequence
 

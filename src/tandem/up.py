@@ -1,7 +1,7 @@
-"""`tandem up`: a whole cluster on this machine, in one command with one log.
+"""`tandem up`: runs a whole cluster on this machine, with one log.
 
-Each node is the same command a person would type, as a process of its own. If one ends, all end: this
-is a laptop's cluster, and a half of it serves nobody.
+Each node is a separate process that runs the command an operator would type. If one exits, all stop: half
+of a local cluster is useless.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ from tandem.wire.options import add_flags, options_of
 COMMAND = (sys.executable, "-P", "-m", "tandem")
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
 STOP_TIMEOUT_S = 10.0
-# Below those that the kernel gives to clients (from 32768; net.ipv4.ip_local_port_range): between the look for
-# a free one and a node's start no connection takes it. Drawn, so that two clusters that start at once get on.
+# Below the kernel's ephemeral ports (from 32768; net.ipv4.ip_local_port_range): no outgoing connection takes a
+# port between the check and a node's start. Drawn at random, so that clusters started together rarely collide.
 PORTS = range(20_000, 32_000)
 ROUTER = "router"
-# Of a log line: a longer one would end the cluster.
+# Limit of a log line: a longer line would stop the cluster.
 MOST_LINE_BYTES = 1 << 26
 
 
@@ -46,9 +46,9 @@ class Member:
     """One process of the cluster.
 
     Attributes:
-        name: In the log.
-        argv: After `tandem`.
-        secrets: Its variables beside those of this process: `ps` shows arguments, and no variables.
+        name: The name in the log.
+        argv: The arguments after `tandem`.
+        secrets: Environment variables to add, because `ps` shows arguments but no variables.
     """
 
     name: str
@@ -56,11 +56,11 @@ class Member:
     secrets: dict[str, str] = field(default_factory=dict)
 
 
-# Given by this command to each process.
+# Options that this command sets for each process.
 OWN = ("prefills", "bootstrap_ports", "decodes", "routers", "advertise_url", "tokenizer_dir")
 OWN_OF_NODES = ("model", "transfer.bootstrap_port", "engine.num_threads")
-# Of the flags that router and nodes both have; the others of these are the router's alone, since clients reach
-# only the router.
+# Flags for router and nodes. Other flags that both have go to the router alone, because clients reach only
+# the router.
 SHARED = (
     "--drain-timeout-s",
     "--generation-config",
@@ -69,7 +69,7 @@ SHARED = (
     "--log-level",
     "--served-model-name",
 )
-# May hold secrets: from a file or a variable they stay off the command lines of the processes.
+# Flags that may hold secrets: values from a file or a variable stay off the processes' command lines.
 SECRET = {"--api-key": "TANDEM_API_KEY", "--kv-tier": "TANDEM_KV_TIER"}
 COMMON = (
     *("--prefills", "--decodes", "--model", "--num-threads", "--host", "--port", "--detokenizers"),
@@ -79,7 +79,7 @@ COMMON = (
 
 
 def build_parser() -> Parser:
-    """Return the parser: its own flags, the router's, and those that only nodes have."""
+    """Return the parser: the command's own flags, the router's, and the flags that only nodes have."""
     parser = Parser(
         "tandem up",
         common=COMMON,
@@ -127,7 +127,7 @@ def members(
     """Return the processes of a cluster, in the order they start.
 
     Args:
-        argv: Of this command; no wrong one.
+        argv: The arguments of this command, already validated.
         ports: Free ports: two for each prefill, one for each decode.
     """
     args = parser.parse_args(argv)
@@ -156,13 +156,13 @@ def members(
 
 
 def _variable(flag: str, lower: Sequence[list[str]]) -> dict[str, str]:
-    """Return the variable that gives a process the values of a repeated flag."""
+    """Return the environment variable that passes a flag's values to a process; empty without values."""
     values = [words[0].partition("=")[2] for words in lower if words[0].startswith(f"{flag}=")]
     return {SECRET[flag]: shlex.join(values)} if values else {}
 
 
 def _forwarded(flags: Sequence[list[str]]) -> tuple[list[str], list[str]]:
-    """Return the words for every node, and those for the router."""
+    """Return the arguments for every node, and the arguments for the router."""
     own = {"--prefills", "--decodes", "--model", "--model-path", "--num-threads"}
     routers = _names(RouterConfig)
     of_nodes: list[str] = []
@@ -181,7 +181,7 @@ def _forwarded(flags: Sequence[list[str]]) -> tuple[list[str], list[str]]:
 
 
 def free_ports(num: int) -> list[int]:
-    """Return ports of loopback that nobody listens on now, and that the kernel gives to nobody by itself."""
+    """Return free loopback ports outside the kernel's ephemeral range."""
     drawn = random.sample(PORTS, len(PORTS))
     found = list(islice(filter(_is_free, drawn), num))
     assert len(found) == num
@@ -205,7 +205,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--prefills and --decodes are at least 1")
     ports = free_ports(2 * args.prefills + args.decodes)
     processes = members(parser, argv, ports, os.cpu_count() or 1)
-    # This command gave each process its flags; a variable would give the router's to nodes, too.
+    # Each process has its flags as arguments; inherited variables would also set the router's flags on nodes.
     others = (build_node_parser("tandem up", "prefill", "", 0), build_router_parser())
     for variable in set().union(*(each.variables() for each in (parser, *others))):
         os.environ.pop(variable, None)
@@ -234,10 +234,10 @@ class Cluster:
         self._status = 0
 
     async def run(self, host: str, port: int, scheme: str) -> int:
-        """Start all, say when the cluster serves, wait for a signal or an end, stop all.
+        """Start all processes, announce readiness, wait for a signal or an exit, stop all processes.
 
         Returns:
-            0 after a signal; when a process ended by itself its status, 1 at least.
+            0 after a signal; else the status of the first process that exited, at least 1.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -259,12 +259,12 @@ class Cluster:
             self._kill()
 
     def _signalled(self) -> None:
-        if self._stopping.is_set():  # a second signal forces
+        if self._stopping.is_set():  # a second signal kills
             self._kill()
         self._stopping.set()
 
     async def _member(self, member: Member, colour: str) -> None:
-        # A session of its own: Ctrl-C reaches this process alone, which then stops them in order.
+        # A separate session: Ctrl-C reaches only the parent, which then stops its children in order.
         process = await asyncio.create_subprocess_exec(
             *COMMAND,
             *member.argv,
@@ -285,18 +285,18 @@ class Cluster:
             self._console.print(Text.assemble(prefix, said), soft_wrap=True)
         status = await process.wait()
         if not self._stopping.is_set():
-            self._stopping.set()  # the first to end tells why
-            self._status = max(status, 1)  # a signal's is below 0
+            self._stopping.set()  # only the first exit is reported
+            self._status = max(status, 1)  # negative after a signal
             reason = refusal or f"ended with status {status}"
             sys.stderr.write(f"tandem up: error: {member.name}: {reason}; stopping the rest\n")
 
     async def _announce(self, host: str, port: int, scheme: str) -> None:
         shown = "localhost" if host in ("127.0.0.1", "0.0.0.0", "::", "::1") else host
         url = f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{port}"
-        # Not checked: it is our own child's certificate, made for the name that clients use.
+        # The certificate is not verified: it belongs to our own child and names the host that clients use.
         connector = aiohttp.TCPConnector(ssl=False)
         async with aiohttp.ClientSession(connector=connector) as session:
-            while not await _is_healthy(session, url):  # noqa: ASYNC110 - of another process
+            while not await _is_healthy(session, url):  # noqa: ASYNC110 - another process's state
                 await asyncio.sleep(0.2)
         self._console.print(
             Text.from_markup(
@@ -311,7 +311,7 @@ class Cluster:
         )
 
     async def _stop(self) -> None:
-        """Ask the router first, so that no request meets a node that is gone; then the nodes."""
+        """Terminate the router, then the nodes, so that no request meets a stopped node; kill them after a timeout."""
         self._stopping.set()
         routers = [process for name, process in self._processes.items() if name == ROUTER]
         try:

@@ -1,8 +1,8 @@
-"""Send many requests to a cluster or to any OpenAI server: `tandem batch`, and the same from code.
+"""Sends many requests to a cluster or to any OpenAI server, as `tandem batch` or from code.
 
 ```
  input file ─▶ command.py ─▶ client.py: retries ─▶ server
- output file ◀─ command.py ◀─ results, in the order in which they end
+ output file ◀─ command.py ◀─ results, in order of completion
 ```
 
 From code, without files:

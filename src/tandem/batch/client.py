@@ -1,10 +1,10 @@
-"""Sends requests and yields their results as they end. Writes no file: `command.py` does.
+"""Sends requests and yields their results in order of completion. `command.py` writes the files.
 
-| outcome | what follows |
+| outcome | handling |
 |---|---|
-| 2xx, 4xx | the result |
-| 408, 5xx, a broken connection, a timeout | sent again after a pause, `max_attempts` times in all |
-| 429, 503, no connection | all requests pause; sent again until nothing was answered for `patience_s` |
+| 2xx, other 4xx | the result |
+| 408, 5xx, a broken connection, a timeout | retry after a pause, at most `max_attempts` attempts |
+| 429, 503, no connection | pause all requests; retry until the server has answered none for `patience_s` |
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from tandem.wire.options import Flag
 
 CONNECT_TIMEOUT_S = 10.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
-# A longer Retry-After is a mistake of the server.
+# A longer Retry-After is treated as a server error and cut to this.
 MAX_RETRY_AFTER_S = 300.0
-# Of a body that is no JSON: enough to see what it is.
+# Part of a body without JSON that is kept: enough to recognise it.
 MAX_SHOWN_BYTES = 2000
 
 Kind = Literal["answered", "broke", "full", "away"]
@@ -38,7 +38,7 @@ NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError)
 
 
 class BatchStopped(Exception):
-    """Nothing more can be sent; results so far are valid."""
+    """No more requests can be sent; the results so far are valid."""
 
 
 class KeyRefused(BatchStopped):
@@ -54,7 +54,7 @@ class _Stopping(Exception):
 
 
 class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How requests are sent."""
+    """Settings for sending requests."""
 
     api_key: Annotated[
         str,
@@ -120,8 +120,8 @@ class BatchClient:
         url: A router, or any server with OpenAI's API.
 
     Attributes:
-        num_at_server: Requests at the server now.
-        problem: Why the last request was rejected; empty after an answer.
+        num_at_server: The number of requests at the server now.
+        problem: The reason of the last rejection; empty after an answer.
 
     Raises:
         ConfigInvalid: The URL is malformed.
@@ -131,28 +131,28 @@ class BatchClient:
         self._url = checked_url("--url", url.rstrip("/").removesuffix("/v1"))
         self._settings = settings or BatchSettings()
         self._stopping = asyncio.Event()
-        # Nothing is sent before `_retry_at`. Rejections of requests sent before the last one are of its round.
+        # No request is sent before `_retry_at`. Rejections of requests sent before `_rejected_at` count as one round.
         self._retry_at = self._answered_at = self._rejected_at = -math.inf
         self._num_rounds = 0
         self._was_reached = False
         self.num_at_server, self.problem = 0, ""
 
     def stop(self) -> None:
-        """Start nothing more: `run` ends when the requests at the server have ended."""
+        """Send no more requests; `run` ends when the requests at the server have ended."""
         self._stopping.set()
 
     async def run(self, requests: Iterable[BatchRequest]) -> AsyncGenerator[BatchResult, None]:
-        """Send requests and yield their results as they end.
+        """Send requests and yield their results in order of completion.
 
-        Requests are taken when there is room for them, so there may be any number. To leave before the
-        last result, close the iterator (`contextlib.aclosing`), which cancels the requests.
+        `requests` is read only as slots become free, so it may be endless. To stop before the last
+        result, close the iterator (`contextlib.aclosing`), which cancels the requests.
 
         Raises:
-            ServerAway: The server cannot be reached, or has answered nothing for `patience_s`.
+            ServerAway: The server was never reached, or has answered nothing for `patience_s`.
             KeyRefused: The server requires another API key.
         """
         results: asyncio.Queue[BatchResult | None] = asyncio.Queue()
-        # Results that nobody took yet count, too: so memory is bounded.
+        # A slot is held until the caller takes the result, so memory is bounded.
         places = asyncio.Semaphore(self._settings.max_concurrency)
 
         async def work(session: aiohttp.ClientSession) -> None:
@@ -191,8 +191,8 @@ class BatchClient:
         """Send a request until it has a result.
 
         Raises:
-            _Stopping: `stop` was called before.
-            BatchStopped: No request can have a result.
+            _Stopping: `stop` was called while the request waited to be sent.
+            BatchStopped: No request can succeed any more.
         """
         num_broken, rejected_at, retry_at = 0, math.inf, -math.inf
         while True:
@@ -225,7 +225,7 @@ class BatchClient:
             self._retry_at = max(self._retry_at, now + pause)
 
     async def _wait_until(self, retry_at: float) -> None:
-        """Wait until a request may be sent; `_retry_at` may grow meanwhile."""
+        """Wait until `retry_at` and `_retry_at`, which may grow during the wait."""
         while not self._stopping.is_set():
             wait_s = max(retry_at, self._retry_at) - time.monotonic()
             if wait_s <= 0:
@@ -235,13 +235,13 @@ class BatchClient:
         raise _Stopping
 
     def _is_last_word(self, kind: Kind, result: BatchResult, rejected_at: float) -> bool:
-        """Whether the server answered all others, and then nothing: it rejects this request alone.
+        """Return whether to give up on this request: the server answered others since, then none for `patience_s`.
 
         Args:
-            rejected_at: When the request was rejected first.
+            rejected_at: The time of the request's first rejection.
 
         Raises:
-            ServerAway: The server was never there, or has answered no request for too long.
+            ServerAway: The server was never reached, or has answered no request for `patience_s`.
         """
         self.problem = (
             f"does not answer ({result.error.message})" if result.error else "has no room"
@@ -278,7 +278,7 @@ class BatchClient:
 
 
 def _explain(error: Exception) -> tuple[Kind, str, str]:
-    """Return what follows a request without an answer, its code, and the reason."""
+    """Return the outcome, error code and reason of a request without a valid answer."""
     match error:
         case aiohttp.ConnectionTimeoutError():
             return "away", "no_connection", f"no connection within {CONNECT_TIMEOUT_S:g} s"
@@ -302,12 +302,12 @@ def _read(request: BatchRequest, response: aiohttp.ClientResponse, body: bytes) 
     """Return a response as a result.
 
     Raises:
-        MsgspecError, UnicodeDecodeError: The status is 2xx, and the body no JSON object.
+        MsgspecError, UnicodeDecodeError: The status is 2xx, but the body is not a JSON object.
     """
     answer = _Answer()
     try:
         answer = msgspec.json.decode(body, type=_Answer)
-        # A body on one line stays as it is; in others, numbers keep their digits.
+        # A body on one line stays unchanged; other bodies are joined into one line without parsing numbers.
         content = msgspec.json.format(body, indent=-1) if b"\n" in body or b"\r" in body else body
     except NOT_JSON:
         if response.ok:
@@ -319,7 +319,7 @@ def _read(request: BatchRequest, response: aiohttp.ClientResponse, body: bytes) 
 
 
 def retry_after_s(value: str) -> float:
-    """Read a Retry-After header, seconds or a date; 0 if it is neither."""
+    """Return the seconds of a Retry-After header, which holds seconds or a date; 0 if it is invalid."""
     with contextlib.suppress(ValueError):
         return max(0.0, float(value))
     with contextlib.suppress(ValueError, TypeError):
@@ -328,7 +328,7 @@ def retry_after_s(value: str) -> float:
 
 
 def pause_s(num_failures: int) -> float:
-    """Return how long to wait after failures in a row: doubling, and random in its upper half."""
+    """Return the seconds to wait after consecutive failures: exponential backoff with up to 50 % jitter."""
     most_s: float = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(num_failures - 1, 16))
     return most_s * (0.5 + 0.5 * random.random())
 
@@ -338,9 +338,9 @@ def run_batch(
 ) -> list[BatchResult]:
     """Send requests, wait for all of them, and return their results in the order of the requests.
 
-    For code without an event loop. Requests and results have to fit into memory. Raises as `BatchClient`.
+    It starts an event loop, and holds all requests and results in memory. It raises the same errors as `BatchClient`.
     """
-    # A copy of each: a request that is given twice has two results.
+    # Copies are distinct objects, so a request that occurs twice has two results.
     given = [replace(request) for request in requests]
     places = {id(request): place for place, request in enumerate(given)}
 

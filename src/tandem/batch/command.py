@@ -1,6 +1,6 @@
-"""`tandem batch`: a file of requests in, a file of results out, and the same command resumes.
+"""`tandem batch`: sends a file of requests and writes a file of results; the same command resumes.
 
-A result is one line, appended with one write; a request whose `custom_id` has a line is not sent again.
+Each result is one line, appended as it arrives. A request whose `custom_id` has a line is not sent again.
 """
 
 import asyncio
@@ -44,14 +44,14 @@ exit status: 0 all succeeded; 1 some failed; 2 the job could not run, or not to 
 More: tandem docs batch
 """
 SOME_FAILED = 1
-STOPPED = 130  # what shells report of a command that Ctrl-C ended
+STOPPED = 130  # the exit status that shells report after Ctrl-C
 RESUME = "give the same command again to go on"
-# Every line of an output begins so: a torn line that does not is somebody else's.
+# Every output line starts with this; a torn last line that does not is from another program.
 PREFIX = b'{"id":"batch_req_'
 
 
 class BatchConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What `tandem batch` is given."""
+    """The arguments of `tandem batch`."""
 
     input: Path
     output: Annotated[
@@ -106,8 +106,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str]) -> BatchConfig:
     """Read the command line.
 
     Raises:
-        ConfigInvalid: A value cannot work; the sentence says what to give.
-        SystemExit: argparse's own answer to a wrong flag (2) and to --help (0).
+        ConfigInvalid: A value is invalid; the message names the remedy.
+        SystemExit: argparse rejects a flag (2) or prints --help (0).
     """
     args = build_parser().parse_args(argv)
     config = read_flags(BatchConfig, args, input=args.input)
@@ -125,7 +125,7 @@ async def carry_out(config: BatchConfig) -> int:
     """Run the job and return the exit status.
 
     Raises:
-        ConfigInvalid: The job could not run, or not to its end.
+        ConfigInvalid: The job could not start or finish.
     """
     try:
         num_failed = await run_job(config)
@@ -141,13 +141,13 @@ async def carry_out(config: BatchConfig) -> int:
 
 
 async def run_job(config: BatchConfig) -> int:
-    """Send the requests that have no result yet; return how many results of the output are failures.
+    """Send the requests that have no result yet; return the number of failures in the output.
 
     Raises:
-        ConfigInvalid: The input or the output is unfit.
-        BatchStopped: The server is away or requires another key.
+        ConfigInvalid: The input or the output is invalid.
+        BatchStopped: The server does not answer, or requires another key.
         OSError: A file could not be read or written.
-        Interrupted: The operator stopped it; every answer that came is in the output.
+        Interrupted: The operator stopped the job; the output has every answer that arrived.
     """
     assert config.output is not None
     began_s, names = time.monotonic(), check_input(config.input)
@@ -173,11 +173,11 @@ async def run_job(config: BatchConfig) -> int:
 
 
 class Output:
-    """The output file, which no other process writes.
+    """The output file, locked against other writers.
 
     Raises:
-        ConfigInvalid: Another command writes it.
-        OSError: It cannot be opened.
+        ConfigInvalid: Another process holds the lock.
+        OSError: The file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -190,10 +190,10 @@ class Output:
             raise ConfigInvalid(f"{path} is in use: another tandem batch writes it") from error
 
     def outcomes(self) -> Iterator[tuple[str, str]]:
-        """Yield name and failure of each result in the file, and cut off a torn last line.
+        """Yield the `custom_id` and failure of each result in the file; truncate a torn last line.
 
         Raises:
-            ConfigInvalid: It is no output of `tandem batch`.
+            ConfigInvalid: The file is no output of `tandem batch`.
         """
         end, decoder = 0, msgspec.json.Decoder(_Line)
         with self._path.open("rb") as lines:
@@ -212,16 +212,16 @@ class Output:
                 yield found.custom_id, failure_of(status, found.error)
 
     def append(self, line: bytes) -> None:
-        """Write a line; it outlives this process at once.
+        """Append a line, unbuffered: the line survives a crash of this process.
 
         Raises:
-            OSError: The disk is full; the next run cuts off the part that was written.
+            OSError: The write failed, e.g. on a full disk; the next run removes a partial line.
         """
         while line:
             line = line[os.write(self._fd, line) :]
 
     def close(self) -> None:
-        """Have the disk hold all of it, and let others write."""
+        """Sync the file to disk and release the lock."""
         os.fsync(self._fd)
         os.close(self._fd)
 
@@ -230,7 +230,7 @@ def check_input(path: Path) -> set[str]:
     """Read the whole input; return the `custom_id` of every request.
 
     Raises:
-        ConfigInvalid: It cannot be read, two requests have the same name, or a line is no request.
+        ConfigInvalid: The file cannot be read, a `custom_id` repeats, or a line is no request.
     """
     lines_of: dict[str, int] = {}
     for number, request in _requests(path):
@@ -244,7 +244,7 @@ def check_input(path: Path) -> set[str]:
 
 
 def _requests(path: Path) -> Iterator[tuple[int, BatchRequest]]:
-    """Yield the number and request of every line that is not blank."""
+    """Yield the line number and request of every nonblank line."""
     if path.exists() and not path.is_file():
         raise ConfigInvalid(f"{path} can be read only once: save it as a file first")
     try:
@@ -267,10 +267,10 @@ async def _send(
     outcomes: dict[str, str],
     num_requests: int,
 ) -> None:
-    """Send requests, append their results to the output, and note their outcomes.
+    """Send requests, append their results to `output`, and record their failures in `outcomes`.
 
     Raises:
-        Interrupted: A second signal.
+        Interrupted: A second signal arrived.
     """
     allow_descriptors(config.settings.max_concurrency, "requests at once")
     client = BatchClient(config.url, config.settings)
@@ -287,7 +287,7 @@ async def _send(
 
 @contextlib.contextmanager
 def _stopping_on_signals(client: BatchClient) -> Iterator[None]:
-    """On the first Ctrl-C or SIGTERM wait for answers under way; on a second, end at once."""
+    """On the first Ctrl-C or SIGTERM, wait for requests in flight; on a second, stop at once."""
     loop, task, is_second = asyncio.get_running_loop(), asyncio.current_task(), False
     assert task is not None
 

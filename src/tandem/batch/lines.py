@@ -1,4 +1,4 @@
-"""Requests and results of a batch, and the lines of OpenAI's batch format that hold them."""
+"""Requests and results of a batch, and their lines in OpenAI's batch format."""
 
 import secrets
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 CHAT = "/v1/chat/completions"
-# Our servers have no embeddings and answer 404; other servers have them.
+# Tandem has no embeddings and answers 404; other servers may have them.
 URLS = (CHAT, "/v1/completions", "/v1/embeddings")
 
 
@@ -22,7 +22,7 @@ class BatchRequest:
     """One request.
 
     Attributes:
-        custom_id: The caller's name for the request; the result carries it.
+        custom_id: The caller's name for the request, copied to the result.
         body: A JSON object, as a mapping or as JSON text.
         url: The route to post to.
     """
@@ -32,7 +32,7 @@ class BatchRequest:
     url: str = CHAT
 
     def payload(self, extra: Mapping[str, Any]) -> bytes:
-        """Return the bytes to post: the body, and those `extra` fields that it lacks."""
+        """Return the bytes to post: the body, plus the `extra` fields that the body lacks."""
         body = self.body
         if isinstance(body, bytes):
             if not extra:
@@ -42,7 +42,7 @@ class BatchRequest:
 
 
 class BatchError(msgspec.Struct, frozen=True):
-    """Why a request has no HTTP response."""
+    """The reason for a missing HTTP response."""
 
     code: str
     message: str
@@ -50,10 +50,10 @@ class BatchError(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class BatchResult:
-    """The outcome of a request: an HTTP response, good or bad, or an error.
+    """The outcome of a request: an HTTP response of any status, or an error.
 
     Attributes:
-        status_code: Of the response; 0 if there was none, and `error` has the reason.
+        status_code: The response's status; 0 without a response, in which case `error` has the reason.
         request_id: The server's id of the request.
         content: The response body: JSON on one line.
     """
@@ -81,7 +81,7 @@ class BatchResult:
 
     @cached_property
     def body(self) -> Any:
-        """The decoded response body; None if there was none."""
+        """The decoded response body; None without a response."""
         return msgspec.json.decode(self.content)
 
     @property
@@ -91,7 +91,7 @@ class BatchResult:
         return str(choice.get("text") or (choice.get("message") or {}).get("content") or "")
 
     def line(self) -> bytes:
-        """Return the line of an output file, with its line end."""
+        """Return the result as a line of an output file, newline included."""
         response = {
             "status_code": self.status_code,
             "request_id": self.request_id,
@@ -107,7 +107,7 @@ class BatchResult:
 
 
 def failure_of(status_code: int, error: BatchError | None) -> str:
-    """Return the kind of failure under which a result is counted; empty for a success."""
+    """Return the kind of failure that a result counts as; empty for a success."""
     if 200 <= status_code < 300:
         return ""
     return error.code if error else f"HTTP {status_code}"
@@ -128,10 +128,10 @@ _input, _body = msgspec.json.Decoder(_Input), msgspec.json.Decoder(_Body)
 
 
 def read_request(line: bytes) -> BatchRequest:
-    """Read a line of an input file.
+    """Parse a line of an input file.
 
     Raises:
-        LineInvalid: It is no request.
+        LineInvalid: The line is no valid request.
     """
     try:
         found = _input.decode(line)

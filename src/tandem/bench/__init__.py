@@ -1,12 +1,12 @@
-"""`tandem bench`: sends a load of streamed requests to a server and measures how it was served.
+"""`tandem bench`: sends a load of streamed requests to a server and measures latencies and throughput.
 
 ```
- config.py ─▶ workload.py  Jobs of a Load, and their prompts
+ config.py ─▶ workload.py  the Jobs of a Load, and their prompts
                   │
- client.py   sends them over aiohttp ─▶ Samples, as they end
+ client.py   sends the Jobs over aiohttp ─▶ a Sample of each
                   │
  report.py   Samples ─▶ LoadReport ─▶ JSON, table
 ```
 
-Only `client.py` opens sockets and reads clocks. Nothing here imports torch.
+Only `client.py` and `command.py` open sockets and read clocks. Nothing here imports torch.
 """

@@ -1,8 +1,8 @@
 """Sends the jobs of a load over aiohttp, reads the streamed answers and times their tokens.
 
-What one read of the socket brings is one arrival. Counts are the server's: `meta_info.completion_tokens` of the
-native API, `usage.completion_tokens` with every event of OpenAI's (`continuous_usage_stats`). If a server sends
-neither with its events, each event with text counts as one token, and the total is its last `usage`.
+One read of the socket is one arrival. Token counts are the server's: `meta_info.completion_tokens` of the native
+API, or `usage.completion_tokens` in every event of an OpenAI API (`continuous_usage_stats`). If the events carry
+neither, each event with text counts as one token, and the last `usage` gives the total.
 """
 
 import asyncio
@@ -49,16 +49,16 @@ def body_of(config: BenchConfig, job: Job) -> bytes:
 
 @dataclass(slots=True, kw_only=True)
 class Sample:
-    """One request: when it was sent, and when how many of its tokens had arrived.
+    """The measurements of one request.
 
     Attributes:
-        sent_s: Monotonic.
-        times: Of every arrival that brought tokens, in seconds after `sent_s`.
-        counts: Tokens that had arrived by then, in all.
-        output_tokens: Of the whole answer, as the server counts them; of one that failed, `counts[-1]`.
-        prompt_tokens: As the server counts them; as asked if it does not say.
-        failure: The kind; empty for success, `unfinished` for a request that was cancelled.
-        error: The failure in words.
+        sent_s: The time of sending, on the monotonic clock.
+        times: Seconds from `sent_s` to each arrival that brought tokens.
+        counts: The total number of tokens received by each of `times`.
+        output_tokens: The server's count for the answer; the tokens received so far if the request failed.
+        prompt_tokens: The server's count, or `Job.input_tokens` if the server reports none.
+        failure: The kind of failure; empty for a success, `unfinished` for a cancelled request.
+        error: The failure's message.
     """
 
     sent_s: float
@@ -112,7 +112,7 @@ _decoder = msgspec.json.Decoder(_Event)
 
 
 class Broken(Exception):
-    """An answer that failed; `kind` is counted."""
+    """A request failed; reports count failures by `kind`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -120,7 +120,7 @@ class Broken(Exception):
 
 
 class Answer:
-    """Reads one streamed answer into its sample."""
+    """Parses one streamed answer into its sample."""
 
     def __init__(self, sample: Sample) -> None:
         self._sample = sample
@@ -129,12 +129,12 @@ class Answer:
         self._has_counts = self._is_ended = False
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Take what one read of the body brought.
+        """Parse the bytes of one read, which arrived at `now_s` (monotonic).
 
         Raises:
-            Broken: It holds an error, or something else than events.
+            Broken: An event is an error, an abort or invalid JSON.
         """
-        # Lines may end in CR LF; within JSON both are escaped.
+        # Lines may end in CRLF. JSON escapes CR, so removing CR changes no data.
         *whole, self._partial = (self._partial + data.replace(b"\r", b"")).split(b"\n\n")
         before = self._num_tokens
         for block in whole:
@@ -144,10 +144,10 @@ class Answer:
             self._sample.counts.append(self._num_tokens)
 
     def finish(self) -> None:
-        """Take the end of the body.
+        """Parse the rest after the end of the body.
 
         Raises:
-            Broken: The stream ended before its last event.
+            Broken: The stream ended before its last event, or the rest is invalid (see `feed`).
         """
         self._take(self._partial)
         if not self._is_ended:
@@ -196,12 +196,12 @@ async def drive(
     ended: Callable[[Sample], None] = lambda _sample: None,
     stop: asyncio.Event | None = None,
 ) -> list[Sample]:
-    """Send every job when it is due and has a place; return the samples when all have ended.
+    """Send each job once it is due and a slot is free; return the samples after the last request ended.
 
     Args:
-        concurrency: Maximum number of requests at once; 0 for no bound.
-        ended: Called with each sample.
-        stop: Once it is set, the requests under way are cancelled, and count as unfinished.
+        concurrency: The maximum number of requests at once; 0: no limit.
+        ended: Called with each sample when its request has ended.
+        stop: Once it is set, requests in flight are cancelled and count as unfinished.
     """
     samples: list[Sample] = []
     places = asyncio.Semaphore(concurrency or max(len(jobs), 1))
@@ -225,7 +225,7 @@ async def drive(
         start_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for job in jobs:
-                body = body_of(config, job)  # before it is due: that takes longer than sending
+                body = body_of(config, job)  # before it is due: encoding is slower than sending
                 await asyncio.sleep(max(start_s + job.due_s - time.monotonic(), 0))
                 await places.acquire()
                 tasks.create_task(send(job, body))
@@ -258,7 +258,7 @@ async def _exchange(
     """Send a request and read its answer.
 
     Raises:
-        Broken: There is no whole answer.
+        Broken: The answer failed or is incomplete.
     """
     answer = Answer(sample)
     try:
@@ -286,7 +286,7 @@ def _check_length(config: BenchConfig, sample: Sample, job: Job) -> None:
 
 
 def _sentence(body: bytes) -> str:
-    """Return the message of an error body."""
+    """Return the error message of a response body, at most `MAX_SHOWN` characters."""
     try:
         content = msgspec.json.decode(body)
         error = content.get("error", content)

@@ -1,4 +1,4 @@
-"""From the command line of `tandem bench` to its exit status."""
+"""Runs `tandem bench`: warms the server up, sends the loads and writes the report."""
 
 import asyncio
 import signal
@@ -23,11 +23,11 @@ from tandem.telemetry.version import package_version
 from tandem.wire.channel import allow_descriptors
 from tandem.wire.errors import ConfigInvalid
 
-STOPPED = 130  # what shells report of a command that Ctrl-C ended
-# If the server does not say: nearly every model has as many ids.
+STOPPED = 130  # the exit status that shells report after Ctrl-C
+# Used if the server reports no vocabulary size: nearly every model has at least as many ids.
 FALLBACK_VOCAB_SIZE = 10_000
 ASK_TIMEOUT_S = 10.0
-# Elsewhere in the report, or useless in it; the key is secret.
+# Not in the report's settings: fields reported elsewhere, fields without use there, and the secret key.
 NOT_SETTINGS = {
     "url",
     "api",
@@ -41,7 +41,7 @@ NOT_SETTINGS = {
 
 
 class Undriven(Exception):
-    """The server does not answer, or failed every request of the warm-up."""
+    """The server does not answer, or every warm-up request failed."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_writable(path: str) -> None:
-    """Reject, before minutes of load, a report that could not be written."""
+    """Check that the report can be written, before minutes of load."""
     try:
         if path:
             Path(path).open("ab").close()
@@ -73,7 +73,7 @@ def _check_writable(path: str) -> None:
 
 
 async def _measure(config: BenchConfig, rows: list[TraceRow]) -> tuple[Report, bool]:
-    """Run every load; return the report, and whether Ctrl-C ended it."""
+    """Run every load; return the report, and whether a signal stopped the run."""
     config = await _completed(config)
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     await _warm_up(config)
@@ -97,11 +97,11 @@ async def _measure(config: BenchConfig, rows: list[TraceRow]) -> tuple[Report, b
 
 
 async def _completed(config: BenchConfig) -> BenchConfig:
-    """Ask the server for its model and vocabulary, where flags do not give them.
+    """Query the server, and fill in the model name and vocabulary size if `config` lacks them.
 
     Raises:
-        Undriven: Nothing answers at the URL.
-        ConfigInvalid: An OpenAI API needs the name of the model, and the server does not report it.
+        Undriven: The server does not answer, or its certificate is not trusted.
+        ConfigInvalid: An OpenAI API requires a model name, and the server reports none.
     """
     timeout = aiohttp.ClientTimeout(ASK_TIMEOUT_S)
     async with aiohttp.ClientSession(headers=headers_of(config), timeout=timeout) as session:
@@ -115,7 +115,7 @@ async def _completed(config: BenchConfig) -> BenchConfig:
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    """Return the JSON object at a URL; an empty one if the server has none there."""
+    """Return the JSON object at a URL, or an empty dict if the body is no JSON object."""
     try:
         async with session.get(url) as response:
             return msgspec.json.decode(await response.read(), type=dict[str, Any])
@@ -133,7 +133,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 
 
 async def _warm_up(config: BenchConfig) -> None:
-    """Pay for everything that a server makes at its first request."""
+    """Send the warm-up requests, so that no load pays for the server's first-request costs."""
     jobs = [
         Job(index=i, input_tokens=config.input_tokens, output_tokens=config.output_tokens)
         for i in range(config.warmup_requests)
@@ -172,7 +172,7 @@ async def _drive(
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """Return an event that the first Ctrl-C or SIGTERM sets; a second one ends the command."""
+    """Return an event that the first Ctrl-C or SIGTERM sets; a second signal ends the command."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def ask() -> None:

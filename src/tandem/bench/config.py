@@ -1,6 +1,6 @@
-"""The flags of `tandem bench`, and the loads that they describe.
+"""The flags of `tandem bench`, and the loads that the flags describe.
 
-Names that users of `sglang.bench_serving` and `vllm bench serve` know are accepted where they mean the same.
+Flag names of `sglang.bench_serving` and `vllm bench serve` are accepted where the meaning is the same.
 """
 
 import math
@@ -29,7 +29,7 @@ exit status: 0 done; 1 the server could not be driven; 2 wrong usage; 130 stoppe
 More: tandem docs bench; tandem docs tuning
 """
 DEFAULT_STREAMS = 16
-# Positive, where 0 would divide.
+# Minimum of flags that must be positive.
 LEAST = 0.001
 
 Rate = NewType("Rate", float)
@@ -37,11 +37,11 @@ Rate = NewType("Rate", float)
 
 
 class Load(msgspec.Struct, frozen=True):
-    """One load: a bound on the streams, a rate, or a trace.
+    """One load: a number of streams, a rate, or a trace.
 
     Attributes:
-        concurrency: Maximum number of requests at once; 0 for no bound.
-        rate: Requests a second, infinity for all at once; 0 for a closed loop or a trace.
+        concurrency: The maximum number of requests at once; 0: no limit.
+        rate: Requests per second; infinity: all at once; 0: a closed loop or a trace.
     """
 
     concurrency: int = 0
@@ -50,14 +50,14 @@ class Load(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> Literal["closed", "open", "trace"]:
-        """What decides when a request is sent."""
+        """The kind of load, which decides when requests are sent."""
         if self.is_trace:
             return "trace"
         return "open" if self.rate else "closed"
 
     @property
     def name(self) -> str:
-        """The load in words."""
+        """A label for reports."""
         streams = f"{self.concurrency} stream{'s' * (self.concurrency > 1)}"
         bound = f", at most {streams}" if self.concurrency else ""
         if self.is_trace:
@@ -86,7 +86,7 @@ def _streams(words: Sequence[Sequence[str]]) -> list[int]:
 
 
 def json_object(text: str) -> dict[str, object]:
-    """Return the value of `--extra-request-body`."""
+    """Parse the value of `--extra-request-body`."""
     try:
         return msgspec.json.decode(text, type=dict[str, object])
     except msgspec.MsgspecError as error:
@@ -94,7 +94,7 @@ def json_object(text: str) -> dict[str, object]:
 
 
 class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What `tandem bench` is given."""
+    """The arguments of `tandem bench`."""
 
     url: Annotated[
         str,
@@ -213,7 +213,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
             help="let answers end by themselves (default: a shorter one failed)",
         ),
     ] = True
-    vocab_size: int = 0  # random ids are below it; 0: ask the server
+    vocab_size: int = 0  # upper bound of random ids; 0: query the server
     seed: Annotated[int, Flag("--seed", ge=0, help="seed of prompts, lengths and arrivals")] = 0
     slo_ttft_ms: Annotated[
         float | None,
@@ -232,7 +232,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        """The loads that the flags describe, in their order."""
+        """The loads that the flags describe, in order."""
         if self.trace or self.request_rate:
             return (Load(self.max_concurrency, self.request_rate, bool(self.trace)),)
         default = [self.max_concurrency or DEFAULT_STREAMS]
@@ -275,8 +275,8 @@ def parse(argv: Sequence[str]) -> BenchConfig:
     """Read the command line.
 
     Raises:
-        ConfigInvalid: A value cannot work; the sentence says what to give.
-        SystemExit: argparse's own answer to a wrong flag (2) and to --help (0).
+        ConfigInvalid: A value is invalid; the message names the remedy.
+        SystemExit: argparse rejects a flag (2) or prints --help (0).
     """
     config = read_flags(BenchConfig, build_parser().parse_args(argv))
     kinds = {

@@ -1,6 +1,6 @@
-"""From samples to the report of `tandem bench`: as JSON (`--output-file`) and as a table.
+"""Turns samples into the report of `tandem bench`: JSON (`--output-file`) and a table.
 
-Scripts may rely on its shape: a new field has a default, none is renamed or reused. Times are in milliseconds.
+The JSON is stable for scripts: new fields have defaults, no field is renamed or reused. Latencies are in milliseconds.
 """
 
 from collections import Counter
@@ -18,15 +18,15 @@ from tandem.bench.client import UNFINISHED, Sample
 from tandem.bench.config import Load
 
 SCHEMA = "tandem.bench/3"
-# A busier client sees tokens late: it measures itself.
+# A client that is busier than this sees tokens late, and so measures itself.
 BUSY_SHARE = 0.7
-# In less than this, the costs of a load's start weigh more than its tokens.
+# In a shorter load the start-up dominates the client's CPU time, so there is no warning.
 SHORT_S = 1.0
 Array = NDArray[np.float64]
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of time over a load."""
+    """Statistics of one latency over a load, in milliseconds."""
 
     count: int = 0
     mean: float = 0.0
@@ -36,10 +36,10 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request has to meet to count for goodput.
+    """Limits that a request must meet to count for goodput; None: no limit.
 
     Attributes:
-        itl_ms: Limit of a request's mean time between tokens (its TPOT), as in vLLM.
+        itl_ms: The limit of a request's mean time between tokens (its TPOT), as in vLLM.
     """
 
     ttft_ms: float | None = None
@@ -47,13 +47,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How one load was served.
+    """The results of one load.
 
     Attributes:
-        is_stopped: The load was ended before all requests had ended.
-        failures: How many requests failed, by kind, the most frequent first; `errors` has an example of each.
-        goodput_share: Of the requests that ended, those that met every limit; None: there was no limit.
-        client_busy_share: Of one core, what the load client itself took.
+        is_stopped: True if a signal stopped the run.
+        failures: The number of failed requests by kind, most frequent first; `errors` has an example of each.
+        goodput_share: The share of finished and failed requests that met every limit; None without limits.
+        client_busy_share: The CPU time of the load client, as a share of one core.
     """
 
     name: str
@@ -84,7 +84,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """One run; `settings` are its flags except the key."""
+    """One run; `settings` has the flags that are not secret and not reported elsewhere."""
 
     schema: str = SCHEMA
     version: str
@@ -104,11 +104,11 @@ def summarise(
     limits: Limits | None = None,
     is_stopped: bool = False,
 ) -> LoadReport:
-    """Sum up one load.
+    """Return the report of one load.
 
     Args:
-        client_cpu_s: Processor time of the client.
-        is_stopped: The load was ended early.
+        client_cpu_s: The CPU time of the client.
+        is_stopped: The load was stopped early.
     """
     done = [sample for sample in samples if not sample.failure]
     failed = [sample for sample in samples if sample.failure not in ("", UNFINISHED)]
@@ -148,10 +148,10 @@ def summarise(
 
 
 def gaps(sample: Sample) -> Array:
-    """Return the times between tokens, one for each token after the first arrival.
+    """Return the seconds between tokens, one value for each token after the first arrival.
 
-    Tokens that arrive together share the time since the arrival before them, as `sglang.bench_serving`
-    counts; those of the first arrival have none.
+    Tokens of one arrival share the time since the previous arrival evenly, as in `sglang.bench_serving`.
+    Tokens of the first arrival have no value.
     """
     counts, times = np.array(sample.counts, np.int64), np.array(sample.times, np.float64)
     new = counts[1:] - counts[:-1]
@@ -160,7 +160,7 @@ def gaps(sample: Sample) -> Array:
 
 
 def _tpot(sample: Sample) -> list[float]:
-    """Return the mean time between tokens; nothing if there is no second arrival."""
+    """Return the mean seconds between tokens as a list of one; empty without a second arrival."""
     if sample.output_tokens < 2 or len(sample.times) < 2:
         return []
     return [(sample.times[-1] - sample.times[0]) / (sample.output_tokens - 1)]
@@ -184,7 +184,7 @@ def _over(value: float, divisor: float) -> float:
 
 
 def render(report: Report, console: Console) -> None:
-    """Print a table of all loads, then what else to know of each."""
+    """Print a table of all latencies, then the other results and warnings of each load."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("load", "measure"):
         table.add_column(title, no_wrap=True)
@@ -204,7 +204,7 @@ def render(report: Report, console: Console) -> None:
 
 
 def _sentences(load: LoadReport) -> Iterator[str]:
-    """Yield the lines on a load: throughput, goodput, failures, warnings."""
+    """Yield the lines about a load: throughput, goodput, failures, warnings."""
     cached = f" ({load.cached_tokens:,} of {load.input_tokens:,} from a cache)"
     yield (
         f"{load.name}: {load.num_done} of {load.num_requests} requests in {load.duration_s:.1f} s; "

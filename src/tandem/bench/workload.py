@@ -1,14 +1,14 @@
-"""The requests of a load: when each is due, and its prompt.
+"""The requests of a load: the due time and the prompt of each.
 
-Prompts are random token ids, the same for the same seed. Where an API takes no ids they are random words, of
-the most common English ones, most of which are one token to most tokenizers.
+Prompts are random token ids; equal seeds give equal prompts. For APIs without token ids, prompts are random
+common English words: most tokenizers encode most of these as one token.
 
-A trace is in Mooncake's format, a JSON object a line:
+A trace is in Mooncake's format, one JSON object per line:
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ...]}
 
-`timestamp` is in milliseconds. A prompt is cut into blocks of 512 tokens, and equal ids stand for equal
-blocks, which a prefix cache may find again.
+`timestamp` is in milliseconds. A prompt is cut into blocks of 512 tokens. Equal `hash_ids` stand for equal
+blocks, which a prefix cache can reuse.
 """
 
 import math
@@ -22,13 +22,13 @@ from tandem.bench.config import BenchConfig, Load
 from tandem.wire.errors import ConfigInvalid
 
 BLOCK_TOKENS = 512
-# Requests of a closed loop for each stream, by default: the first ones meet an idle server, the last
-# ones an emptying one.
+# Default number of requests per stream of a closed loop. There are several, because the first requests meet
+# an idle server and the last ones an emptying server.
 REQUESTS_PER_STREAM = 8
 OPEN_REQUESTS = 200
 COMMON = "the of and to in is you that it he was for on are as with his they at be this have from or one had by"
 WORDS = COMMON.split()
-# Streams of random numbers that never meet, whatever the index in them.
+# Seeds that keep the random streams independent, whatever index follows.
 _UNIQUE, _PREFIX, _BLOCK = 0, 1, 2
 
 
@@ -45,9 +45,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One request.
 
     Attributes:
-        index: Unique in a run: the prompt is made from it.
-        due_s: When to send it, after the start of the load.
-        block_ids: Of a trace: equal ids stand for equal blocks of the prompt.
+        index: Unique in a run; seeds the prompt.
+        due_s: The time to send the request, in seconds after the start of the load.
+        block_ids: The `hash_ids` of a trace; empty without a trace.
     """
 
     index: int
@@ -58,7 +58,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompt_ids(config: BenchConfig, job: Job) -> list[int]:
-    """Return `job.input_tokens` ids below `config.vocab_size`, after the shared prefix."""
+    """Return the shared prefix, if any, and then `job.input_tokens` ids; all are below `config.vocab_size`."""
 
     def draw(count: int, *stream: int) -> list[int]:
         rng = np.random.default_rng([config.seed, *stream])
@@ -76,7 +76,7 @@ def prompt_ids(config: BenchConfig, job: Job) -> list[int]:
 
 
 def prompt_text(config: BenchConfig, job: Job) -> str:
-    """Return the prompt as words, one for each id."""
+    """Return the prompt as words, one word per id."""
     return " ".join(WORDS[token_id % len(WORDS)] for token_id in prompt_ids(config, job))
 
 
@@ -86,8 +86,8 @@ def make_jobs(
     """Return the requests of one load.
 
     Args:
-        first_index: Of the jobs; two loads of a run share none, or their prompts repeat.
-        rows: Of the trace, if the load replays one.
+        first_index: The first job's index. Loads of a run must not share indices, or prompts repeat.
+        rows: The rows of the trace, if the load replays one.
     """
     if rows:
         return [
@@ -117,21 +117,21 @@ def make_jobs(
 
 
 def _lengths(rng: np.random.Generator, mean: int, ratio: float, count: int) -> list[int]:
-    """Draw whole numbers uniformly from mean * (1 - ratio) to mean * (1 + ratio), at least 1."""
+    """Draw integers uniformly from mean * (1 - ratio) to mean * (1 + ratio), at least 1."""
     low, high = max(round(mean * (1 - ratio)), 1), max(round(mean * (1 + ratio)), 1)
     drawn: list[int] = rng.integers(low, high + 1, count).tolist()
     return drawn
 
 
 def arrival_times(rate: float, burstiness: float, count: int, seed: int) -> list[float]:
-    """Return `count` times in seconds, the first at 0, in order.
+    """Return `count` arrival times in seconds, ascending from 0.
 
-    The time between two is drawn from a gamma distribution of mean 1 / rate and shape `burstiness`,
-    as vLLM's load client draws it: 1 is a Poisson process, less comes in bursts, more is more even.
+    Gaps follow a gamma distribution with mean 1 / rate and shape `burstiness`, as in vLLM's load client.
+    A burstiness of 1 is a Poisson process; lower values are burstier, higher values more even.
 
     Args:
-        rate: Requests a second; infinity sends all at once.
-        burstiness: Positive; infinity sends at equal distances.
+        rate: Requests per second; infinity: all at once.
+        burstiness: A positive number; infinity: equal gaps.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -144,13 +144,13 @@ def arrival_times(rate: float, burstiness: float, count: int, seed: int) -> list
 
 
 def read_trace(path: str, limit: int = 0) -> list[TraceRow]:
-    """Return the rows of a trace in the order of their time.
+    """Return the rows of a trace, sorted by timestamp.
 
     Args:
-        limit: Maximum number of rows, from the first; 0: all.
+        limit: The maximum number of rows, from the start of the file; 0: all.
 
     Raises:
-        ConfigInvalid: The file cannot be read, a line is no request, or there is none.
+        ConfigInvalid: The file cannot be read, a line is invalid, or the file has no requests.
     """
     rows: list[TraceRow] = []
     try:
@@ -176,5 +176,5 @@ def _row(line: bytes, where: str) -> TraceRow:
 
 
 def due_times(rows: Sequence[TraceRow], speed: float) -> list[float]:
-    """Return when each row is due, in seconds after the first, `speed` times as fast as it was."""
+    """Return the due time of each row, in seconds after the first row, at `speed` times the recorded speed."""
     return [(row.timestamp - rows[0].timestamp) / 1000 / speed for row in rows]

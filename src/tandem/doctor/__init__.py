@@ -1,8 +1,8 @@
-"""`tandem doctor`: what works here, how fast KV moves, and what to do about the rest.
+"""`tandem doctor`: checks what works, measures how fast KV moves, and advises on problems.
 
 ```
- machine.py  this machine, and whether a model fits ─▶ Finding ┐
- nodes.py    running nodes, and which of them pair ─▶ Finding  ├─▶ Report (report.py)
- link.py     hand-offs over each transport ─▶ TransportRow     ┘
+ machine.py  this machine, with a node's default pool ─▶ Finding  ┐
+ nodes.py    running nodes, and which of them can pair ─▶ Finding ├─▶ Report (report.py)
+ link.py     hand-offs over each transport ─▶ TransportRow        ┘
 ```
 """

@@ -1,4 +1,4 @@
-"""From the command line of `tandem doctor` to its exit status."""
+"""Runs `tandem doctor`: performs the checks that the flags select and prints the report."""
 
 import asyncio
 import signal
@@ -23,7 +23,7 @@ from tandem.wire.keys import cluster_key, is_loopback
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status."""
-    # Processes of the link test end with their parent, on SIGTERM too.
+    # SIGTERM raises SystemExit, so that the processes of the link test end with their parent.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
     configure("error")
     config = parse(argv)
@@ -39,17 +39,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(config: DoctorConfig) -> Report:
-    """Check what the command line asks for.
+    """Run the checks that the command line selects.
 
     Raises:
-        ConfigInvalid: It cannot be done this way; the sentence says what to give.
+        ConfigInvalid: A flag or the cluster's secret is missing or invalid; the message names the remedy.
     """
     rows: list[TransportRow] = []
     if config.mode == "nodes":
         findings = check_nodes(asyncio.run(ask(config.nodes)))
     else:
         if (address := config.listen or config.connect) is not None:
-            # Rejected now, not after a minute.
+            # Reject a missing secret now, not after a minute of checks.
             cluster_key(address.host, is_insecure=config.is_insecure, flag=f"--{config.mode}")
         findings = check_machine(config)
         if config.is_measuring and config.mode != "listen":
@@ -66,7 +66,7 @@ def examine(config: DoctorConfig) -> Report:
 
 
 def check_machine(config: DoctorConfig) -> list[Finding]:
-    """Return the findings on this machine, for the pool that a node has by default."""
+    """Return the findings on this machine, for a node with the default pool."""
     pool_bytes, rdma = EngineConfig().kv_bytes, list(machine.check_rdma())
     needs_shm = not config.backends or "shm" in config.backends
     return [
@@ -97,17 +97,17 @@ def _measure(config: DoctorConfig, findings: list[Finding]) -> list[TransportRow
 
 
 def _own_host(peer: str) -> str:
-    """Return where transports listen: on all addresses, but on loopback for a peer there."""
+    """Return the address where transports listen: loopback for a loopback peer, else all addresses."""
     if is_loopback(peer):
         return peer
     return "::" if ":" in peer else "0.0.0.0"
 
 
 def listen(config: DoctorConfig) -> None:
-    """Be prefill's end of a link test until Ctrl-C.
+    """Run prefill's end of a link test until Ctrl-C.
 
     Raises:
-        ConfigInvalid: The address cannot be listened on, or needs a secret.
+        ConfigInvalid: The address cannot be bound, or requires a secret.
     """
     assert config.listen is not None
     host, port = config.listen.host, config.listen.port
@@ -123,6 +123,6 @@ def listen(config: DoctorConfig) -> None:
 
 
 def _progress(step: str) -> None:
-    """Tell a person who waits which step is under way."""
+    """Print the current step if standard error is a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"{step} …\n")

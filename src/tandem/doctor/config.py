@@ -1,4 +1,4 @@
-"""The flags of `tandem doctor`: read and checked, nothing done."""
+"""The flags of `tandem doctor`, parsed and validated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ More: tandem docs doctor; tandem docs transports
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A host, an IPv6 one without brackets, and a port."""
+    """A host and a port; an IPv6 host has no brackets."""
 
     host: str
     port: int
@@ -68,10 +68,10 @@ def _backends(words: Sequence[str]) -> list[str]:
 
 
 class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What `tandem doctor` is given.
+    """The arguments of `tandem doctor`.
 
     Attributes:
-        backends: Transports that are measured and have to work; none: all there are, of which one has to.
+        backends: Transports to measure, which must all work. Empty: all installed ones; one must work.
     """
 
     listen: Annotated[
@@ -135,7 +135,7 @@ class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mode(self) -> Literal["local", "listen", "connect", "nodes"]:
-        """What is checked."""
+        """The target of the check, as the flags select it."""
         if self.listen is not None:
             return "listen"
         if self.connect is not None:
@@ -159,8 +159,8 @@ def parse(argv: Sequence[str]) -> DoctorConfig:
     """Read the command line.
 
     Raises:
-        ConfigInvalid: A value cannot work; the sentence says what to give.
-        SystemExit: argparse's own answer to a wrong flag (2) and to --help (0).
+        ConfigInvalid: A value is invalid; the message names the remedy.
+        SystemExit: argparse rejects a flag (2) or prints --help (0).
     """
     config = read_flags(DoctorConfig, build_parser().parse_args(argv))
     if sum(map(bool, (config.listen, config.connect, config.nodes))) > 1:

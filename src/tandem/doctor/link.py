@@ -1,15 +1,15 @@
-"""The link test: hand-offs between a prefill agent and a decode agent, as nodes do them.
+"""The link test: hand-offs between a prefill agent and a decode agent, as between nodes.
 
 ```
- --listen    Source: a prefill agent that expects a row of rooms, pushes noise to any link that grants one,
-             and expects the room again
- --connect   for each transport a process with a decode agent, which grants pages and times their landing
- neither     the same process has both, on loopback
+ --listen    Source: a prefill agent that expects the rooms, pushes noise to any link that grants a room,
+             and then expects the room again
+ --connect   for each transport, a process with a decode agent, which grants pages and times their landing
+ neither     for each transport, a process with both agents, on loopback
 ```
 
-The prompt is always the whole pool; a smaller hand-off is one of which decode already has the rest
-(`have_tokens`). Checksums are off, so that the link is measured; instead the pages of the last hand-off are
-compared. Each transport is measured in a process of its own: a library that crashes or hangs costs one row.
+The prompt always fills the pool. For a smaller hand-off, decode reports that it already has the rest
+(`have_tokens`). Checksums are off, so that only the link is measured; instead, the pages of the last hand-off
+are compared. Each transport is measured in a separate process: a library that crashes or hangs costs one row.
 """
 
 import contextlib
@@ -51,8 +51,8 @@ from tandem.wire.hosts import reason_of
 from tandem.wire.keys import cluster_key, is_loopback
 
 FINGERPRINT = "tandem-doctor-1"
-# Pages of 64 KiB: those of small models, and the size at which the cost of each page still shows. The pool is
-# beyond most last-level caches, so that memory is measured and not the cache.
+# Pages of 64 KiB, as small models have: at this size the cost per page is still visible. The pool exceeds most
+# last-level caches, so that the test measures memory.
 LAYOUT = KVLayout(
     num_pages=2048,
     page_size=16,
@@ -62,11 +62,11 @@ LAYOUT = KVLayout(
     dtype="float16",
     itemsize=2,
 )
-# Both ends use these; one is expected again long before its turn comes.
+# Both ends use these rooms in turn; the source expects a used room again long before its next turn.
 ROOMS = [Room(number) for number in range(1, 65)]
 SIZES = (1, 64, 2048)
 MIN_ROUNDS, ROUNDS_S = 3, 0.2
-# A library may take this long to load and to connect.
+# Time limit of a transport's process, which includes loading the library and connecting.
 PROCESS_TIMEOUT_S = 60.0
 HAND_OFF_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
@@ -74,7 +74,7 @@ FOREVER_S = 1e9
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process measures. `peer` is the listening end; None: this process has both ends."""
+    """The measurement that one process makes. `peer` is the listening end; None: the process runs both ends."""
 
     name: str
     config: TransportConfig
@@ -86,7 +86,7 @@ class Source:
     """Prefill's end: pushes to every decode agent that grants one of `ROOMS`.
 
     Raises:
-        ConfigInvalid: The address cannot be listened on, or needs a secret.
+        ConfigInvalid: The address cannot be bound, or requires a secret.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Source:
             self._expect(room)
 
     def serve(self) -> None:
-        """Push for ever."""
+        """Push forever."""
         while True:
             select.select([self._waker], [], [])
             self._waker.clear()
@@ -119,7 +119,7 @@ class Source:
                     self._expect(event.room)
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Close all links and release the memory."""
         self._agent.close()
         self._region.close()
 
@@ -133,7 +133,7 @@ class Sink:
     """Decode's end: grants pages to a source, and times their landing.
 
     Raises:
-        ConfigInvalid: The transport cannot be used here, or the peer needs a secret.
+        ConfigInvalid: The transport cannot be used here, or the peer requires a secret.
     """
 
     def __init__(
@@ -161,10 +161,10 @@ class Sink:
         )
 
     def take(self, num_pages: int) -> float:
-        """Take a hand-off into random pages; return its seconds.
+        """Receive a hand-off into random pages; return its duration in seconds.
 
         Raises:
-            TandemError: It failed.
+            TandemError: The hand-off failed or timed out.
         """
         room = ROOMS[self._num_done % len(ROOMS)]
         self._num_done += 1
@@ -183,10 +183,10 @@ class Sink:
         raise TransferTimeout(f"no hand-off within {HAND_OFF_TIMEOUT_S:.0f} s")
 
     def verify(self) -> None:
-        """Compare the pages of the last hand-off with what was pushed.
+        """Compare the pages of the last hand-off with the source's bytes.
 
         Raises:
-            KVCorrupted: They differ.
+            KVCorrupted: The bytes differ.
         """
         shape = (LAYOUT.num_pages, LAYOUT.page_bytes)
         arrived = self._region.array().reshape(shape)[self._page_ids]
@@ -194,19 +194,19 @@ class Sink:
             raise KVCorrupted("the bytes that arrived are not those that were sent")
 
     def close(self) -> None:
-        """Cut the source off."""
+        """Close the link to the source and release the memory."""
         self._agent.close()
         self._region.close()
 
 
 def noise() -> NDArray[np.uint8]:
-    """Return what every source pushes, so that the other end can tell whether it arrived."""
+    """Return the bytes that every source pushes; they are always the same, so a sink can verify them."""
     drawn = np.random.default_rng(1).integers(0, 2**63, LAYOUT.pool_bytes // 8, np.uint64)
     return drawn.view(np.uint8)
 
 
 def usable(names: Sequence[str], config: TransportConfig) -> list[Transport]:
-    """Return those of the transports whose libraries are here."""
+    """Return the transports that work with the libraries of this machine."""
     found: list[Transport] = []
     for name in names:
         with contextlib.suppress(TandemError, ImportError):
@@ -231,7 +231,7 @@ def reach(peer: Address) -> Finding:
 
 
 def measure(asked: Link) -> TransportRow:
-    """Measure one transport in a process of its own."""
+    """Measure one transport in a separate process."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "tandem.doctor.link"],
@@ -249,7 +249,7 @@ def measure(asked: Link) -> TransportRow:
 
 
 def judge(rows: Sequence[TransportRow], wanted: Sequence[str]) -> list[TransportRow]:
-    """Mark those as failed that have to work: all that were named; if there are none, at least one."""
+    """Mark rows that are not ok as failed, if transports were named or no transport works."""
     if not wanted and any(row.status == "ok" for row in rows):
         return list(rows)
     return [
@@ -257,17 +257,17 @@ def judge(rows: Sequence[TransportRow], wanted: Sequence[str]) -> list[Transport
     ]
 
 
-# ── in a process of its own ──────────────────────────────────────────────────────────────────────
+# ── in a separate process ────────────────────────────────────────────────────────────────────────
 
 
 def main() -> None:
-    """Measure the link that standard input describes, and print its row."""
+    """Measure the link that standard input describes, and write its row to standard output."""
     logs.configure("error", "json")
     asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Link)
     with os.fdopen(os.dup(1), "wb") as output, open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), 1)  # libraries print
+        os.dup2(nothing.fileno(), 1)  # libraries may print
         output.write(msgspec.json.encode(_measured(asked)))
-    os._exit(0)  # the source's thread goes on, and a library may hang at the end
+    os._exit(0)  # the source's thread never ends, and a library may hang at exit
 
 
 def _measured(asked: Link) -> TransportRow:
@@ -295,7 +295,7 @@ def _sink(asked: Link) -> Sink:
 
 def _hand_offs(sink: Sink) -> Iterator[HandOff]:
     for num_pages in SIZES:
-        sink.take(num_pages)  # the first costs what no later one does
+        sink.take(num_pages)  # warm-up, not counted
         end_s, times = time.monotonic() + ROUNDS_S, list[float]()
         while len(times) < MIN_ROUNDS or time.monotonic() < end_s:
             times.append(sink.take(num_pages))
@@ -307,13 +307,13 @@ def _broken(name: str, reason: str) -> TransportRow:
 
 
 def _missing(name: str, error: Exception) -> TransportRow:
-    # The registry's sentences begin with the flag of a node, which nobody gave here.
+    # The registry's messages begin with a node's flag, which was not given here.
     reason = str(error).removeprefix(f"--transfer-backend {name} ") or type(error).__name__
     return TransportRow(name=name, status="missing", advice=reason)
 
 
 def listening_words(host: str, port: int) -> str:
-    """Return what to type at the other end."""
+    """Return the message with the command for the other end."""
     shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
     address = tcp_address(shown, port).removeprefix("tcp://")
     note = " (from this host only: --listen HOST:PORT is for others)" if is_loopback(host) else ""

@@ -1,6 +1,6 @@
-"""What this machine has, and what it means for a node.
+"""Checks this machine's resources and limits, with advice for running a node.
 
-Opens files and sockets and changes nothing. `root` is where a test puts a made-up /proc, /sys and /dev.
+The checks read files and limits and change nothing. `root` lets a test supply a fake /proc, /sys and /dev.
 """
 
 import os
@@ -17,7 +17,7 @@ from tandem.kvtransfer.region import SHM_DIR
 
 ROOT = Path("/")
 GIB = 1 << 30
-# A node has a socket for each client, edge worker and stream; 1,024 is many systems' default.
+# A node has a socket for each client, edge worker and stream; many systems' default limit is 1,024.
 ENOUGH_OPEN_FILES = 4096
 GPU_FILES = "nvidia[0-9]*"
 
@@ -25,13 +25,13 @@ GPU_FILES = "nvidia[0-9]*"
 def _judged(
     area: str, name: str, found: str, advice: str = "", *, bad: Status = "warning"
 ) -> Finding:
-    """Return a finding that is `ok` without advice, and `bad` with it."""
+    """Return a finding with the status `ok` without advice, or `bad` with advice."""
     status = bad if advice else "ok"
     return Finding(area=area, name=name, status=status, found=found, advice=advice)
 
 
 def check_cpu(root: Path = ROOT) -> Iterator[Finding]:
-    """Report usable cores."""
+    """Report the number of usable cores."""
     num_cores = len(os.sched_getaffinity(0))
     usable, advice = min(num_cores, quota_cores(root) or num_cores), ""
     if usable < num_cores:
@@ -43,16 +43,16 @@ def check_cpu(root: Path = ROOT) -> Iterator[Finding]:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Yield this process's control group and those around it (version 2)."""
+    """Yield the cgroup (v2) of this process and its ancestors."""
     top = root / "sys/fs/cgroup"
     found = re.search(r"^0::/(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
-    # A path that climbs out of the mount is a container's view of its host: only the top is ours.
+    # In a container the path may lead out of the mount: then only the top belongs to the container.
     inner = top / (found[1] if found and ".." not in found[1] else "")
     yield from (group for group in (inner, *inner.parents) if group.is_relative_to(top))
 
 
 def quota_cores(root: Path = ROOT) -> float | None:
-    """Return how many cores the container may use; None for no limit."""
+    """Return the number of cores that the container may use; None: no limit."""
     limits = [_read(group / "cpu.max").split() for group in _groups(root)]
     return min(
         (int(one[0]) / int(one[1]) for one in limits if one and one[0] != "max"), default=None
@@ -60,14 +60,14 @@ def quota_cores(root: Path = ROOT) -> float | None:
 
 
 def usable_memory(root: Path = ROOT) -> int:
-    """Return the bytes that a node may take: what is available, and at most the container's limit."""
+    """Return the bytes that a node may use: the available memory, at most the container's limit."""
     limits = [_read(group / "memory.max") for group in _groups(root)]
     available: int = psutil.virtual_memory().available
     return min([available, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def check_memory(pool_bytes: int, *, needs_shm: bool, shm: Path = SHM_DIR) -> Iterator[Finding]:
-    """Report memory, and whether a pool of shared memory fits into /dev/shm."""
+    """Report usable memory and, if `needs_shm`, whether a decode pool fits into /dev/shm."""
     total: int = psutil.virtual_memory().total
     yield _judged("memory", "ram", f"{_size(usable_memory())} usable of {_size(total)}")
     if not needs_shm:
@@ -127,7 +127,7 @@ def check_rdma(root: Path = ROOT) -> Iterator[Finding]:
 
 
 def check_gpus(root: Path = ROOT) -> Iterator[Finding]:
-    """Report NVIDIA GPUs. torch, which takes seconds to import, is asked only if there are any."""
+    """Report NVIDIA GPUs. Imports torch, which takes seconds, only if there are GPU device files."""
     num_files = len(list((root / "dev").glob(GPU_FILES)))
     if not num_files and (root / "proc/driver/nvidia/version").exists():
         advice = "pass the GPUs into the container (docker: --gpus all)"

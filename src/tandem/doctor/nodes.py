@@ -1,4 +1,4 @@
-"""Asks running nodes what they are, and which prefill can hand off to which decode."""
+"""Queries running nodes, and checks which prefill nodes can hand off to which decode nodes."""
 
 import asyncio
 import itertools
@@ -17,12 +17,12 @@ from tandem.wire.messages import NodeInfo
 
 @dataclass(frozen=True, slots=True)
 class NodeAnswer:
-    """The answer of one URL.
+    """The result of querying one URL.
 
     Attributes:
-        problem: Why there is no `info`.
-        health: Status of `GET /health`; 0 if there was no answer.
-        unreachable: Ports that cannot be connected to from here, each in a sentence.
+        problem: The reason if `info` is missing.
+        health: The status of `GET /health`; 0 without an answer.
+        unreachable: A message for each port that this machine cannot connect to.
     """
 
     url: str
@@ -33,7 +33,7 @@ class NodeAnswer:
 
 
 async def ask(urls: Sequence[str]) -> list[NodeAnswer]:
-    """Ask all nodes at once; the answers are in the order of `urls`."""
+    """Query all nodes concurrently; return the answers in the order of `urls`."""
     async with aiohttp.ClientSession() as session:
         return list(await asyncio.gather(*(_ask(session, url) for url in urls)))
 
@@ -61,7 +61,7 @@ async def _health(session: aiohttp.ClientSession, url: str) -> int:
 
 
 async def _connect(host: str, what: str, port: int) -> str:
-    """Connect and hang up; return what went wrong, or an empty string."""
+    """Open and close a connection; return the failure, or an empty string."""
     try:
         async with asyncio.timeout(INFO_TIMEOUT_S):
             _, writer = await asyncio.open_connection(host, port)
@@ -76,7 +76,7 @@ async def _connect(host: str, what: str, port: int) -> str:
 
 
 def check_nodes(answers: Sequence[NodeAnswer]) -> list[Finding]:
-    """Return a finding for each node, then one for each prefill with each decode."""
+    """Return a finding for each node, then one for each pair of a prefill and a decode node."""
     known = [(answer.url, answer.info) for answer in answers if answer.info is not None]
     prefills = [each for each in known if each[1].role == "prefill"]
     decodes = [each for each in known if each[1].role == "decode"]
@@ -128,7 +128,7 @@ def _pair(prefill: tuple[str, NodeInfo], decode: tuple[str, NodeInfo]) -> Findin
 
 
 def _reasons(prefill: NodeInfo, decode: NodeInfo) -> Iterator[str]:
-    """Yield why the two cannot pair."""
+    """Yield the reasons that keep the two nodes from pairing."""
     if prefill.model.fingerprint != decode.model.fingerprint:
         yield (
             f"different models, {prefill.model.fingerprint} and {decode.model.fingerprint}: give both the same "

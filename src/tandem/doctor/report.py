@@ -1,6 +1,6 @@
-"""What `tandem doctor` reports, as JSON and as tables.
+"""The report of `tandem doctor`, as JSON and as tables.
 
-Scripts may rely on the JSON: a new field has a default, none is renamed or reused.
+The JSON is stable for scripts: new fields have defaults, no field is renamed or reused.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ COLOURS: dict[str, str] = {
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One checked thing.
+    """The result of one check.
 
     Attributes:
-        found: What is there.
-        advice: What to do; empty if all is well.
+        found: The observed state.
+        advice: The remedy; empty if none is required.
     """
 
     area: str
@@ -41,19 +41,19 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandOff(msgspec.Struct, frozen=True):
-    """The median time of hand-offs of one size, from the grant to verified pages."""
+    """The median time of hand-offs of one size, from the grant to the landing of all pages."""
 
     size_bytes: int
     ms: float
 
 
 class TransportRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One transport between two ends.
+    """The measurement of one transport between two ends.
 
     Attributes:
-        hand_offs: By size, the smallest first; empty if nothing could be measured.
-        gigabytes_per_s: Of the largest.
-        advice: Why it does not work, and what to do; empty if it works.
+        hand_offs: Ascending by size; empty if the transport could not be measured.
+        gigabytes_per_s: The rate of the largest hand-off.
+        advice: The reason of a failure, with the remedy if it is known; empty if the transport works.
     """
 
     name: str
@@ -64,7 +64,7 @@ class TransportRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """One run; `is_well` if nothing has the status `failed`, and then the exit status is 0."""
+    """One run. `is_well`: no check has the status `failed`, and the exit status is 0."""
 
     version: str
     host: str
@@ -75,7 +75,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def render(report: Report) -> None:
-    """Print the tables, and a last line with the outcome."""
+    """Print the tables, then a line with the outcome."""
     console = Console(highlight=False, markup=False, emoji=False)
     if report.transports:
         sizes = max((row.hand_offs for row in report.transports), key=len)
@@ -104,7 +104,7 @@ def _transport(row: TransportRow, num_sizes: int) -> list[str]:
 
 
 def _print(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write one aligned line for each row, whatever its length."""
+    """Print one aligned line per row; long lines are not wrapped."""
     lines = [list(heads), *(list(map(plain, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

@@ -1,4 +1,4 @@
-"""The documentation as it comes with the program: found, cut into sections, shown by `tandem docs`.
+"""The bundled documentation: found, split into sections and shown by `tandem docs`.
 
-`text` is the folder `docs` of the repository; a wheel holds a copy of it.
+A wheel has a copy of the repository's `docs` in the folder `text`.
 """

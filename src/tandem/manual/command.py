@@ -1,7 +1,7 @@
-"""`tandem docs`: a page of the documentation in the terminal.
+"""`tandem docs`: shows a page of the documentation.
 
-On a terminal it is formatted, and paged where it is longer than the screen; elsewhere it is the Markdown as
-written, for `grep` and files.
+On a terminal the page is formatted, and paged if it is longer than the screen. Pipes and files get the
+original Markdown.
 """
 
 import os
@@ -22,7 +22,7 @@ examples:
   tandem docs out_of_pages          a section by its name alone, such as what an error means
   tandem docs cli | grep -e --tp    plain Markdown where no terminal reads it
 """
-# Ends at once where a page fits, keeps colours, leaves the text on the screen.
+# Exit at once if the text fits on one screen, keep colours, leave the text on the screen.
 LESS_OPTIONS = "-FRX"
 
 
@@ -40,7 +40,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return the exit status: 2 where there is no such topic."""
+    """Run the command; return the exit status: 2 if the topic matches none or several."""
     topic = build_parser().parse_args(argv).topic
     manual = shipped()
     text = manual.find(topic) if topic else _topics(manual)
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             sys.stdout.write(text)
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader closed the pipe early
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

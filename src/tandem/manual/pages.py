@@ -1,14 +1,14 @@
-"""The pages of the documentation, their sections, and which of them a topic names.
+"""The pages and sections of the documentation, and the lookup of topics.
 
-A topic is a page (`membership`), a section of one (`membership#dns`), or the name of a section alone
-(`out_of_pages`). Sections are named as the site names them. Reads files, prints nothing.
+A topic is a page (`membership`), a section of a page (`membership#dns`), or a unique section name alone
+(`out_of_pages`). Section names are the site's anchors. This module reads files and prints nothing.
 """
 
 import difflib
 import re
 from pathlib import Path
 
-# A fenced block, where `#` begins a comment, or a heading.
+# A heading, or a fenced block, which is matched so that its `#` comments are no headings.
 _HEADING = re.compile(
     r"^\s*(```|~~~).*?^\s*\1|^(?P<level>#{1,6})\s+(?P<title>[^\n]+)", re.MULTILINE | re.DOTALL
 )
@@ -21,8 +21,8 @@ class Page:
     """One page.
 
     Attributes:
-        title: The first heading.
-        sections: Text of each heading and of the smaller ones under it, by anchor, in the order of the page.
+        title: The first heading; the page's name without headings.
+        sections: Each heading with its text and subheadings, by anchor, in page order.
     """
 
     def __init__(self, name: str, text: str) -> None:
@@ -45,7 +45,7 @@ class Page:
 
 
 class Manual:
-    """All pages: first those that the front page links, in its order."""
+    """All pages: the front page, the pages that it links, in that order, then the others."""
 
     def __init__(self, folder: Path) -> None:
         paths = {path.stem: path for path in sorted(folder.rglob("*.md"))}
@@ -55,7 +55,7 @@ class Manual:
         self.pages = {name: pages[name] for name in dict.fromkeys(order) if name in pages}
 
     def find(self, topic: str) -> str | None:
-        """Return the text of a page or a section; None when the topic names none, or several."""
+        """Return the text of a page or section; None if the topic matches none or several."""
         name, _, anchor = topic.strip().lower().removesuffix(".md").partition("#")
         if (page := self.pages.get(name.rpartition("/")[2])) is not None:
             return page.sections.get(anchor) if anchor else page.text
@@ -63,7 +63,7 @@ class Manual:
         return found[0] if len(found) == 1 and not anchor else None
 
     def suggest(self, topic: str) -> list[str]:
-        """Return the topics most like this one, the likeliest first."""
+        """Return the topics most similar to this one, best match first."""
         wanted = anchor_of(topic.strip().lower().rpartition("#")[2])
         topics = [(name, name) for name in self.pages]
         topics += [(f"{page}#{anchor}", anchor) for page, anchor, _ in self._sections()]
@@ -71,7 +71,7 @@ class Manual:
         return [each for last in near for each, its in topics if its == last][:NUM_SUGGESTIONS]
 
     def _sections(self) -> list[tuple[str, str, str]]:
-        """Return page, anchor and text of each section but the titles of pages."""
+        """Return the page, anchor and text of each section, except the first section of each page."""
         return [
             (page.name, anchor, text)
             for page in self.pages.values()
@@ -80,13 +80,13 @@ class Manual:
 
 
 def shipped() -> Manual:
-    """Return the manual that came with this program: packed beside it, or docs/ of a checkout."""
+    """Return the bundled manual: the folder `text` of a wheel, or docs/ of a checkout."""
     here = Path(__file__)
     packed = here.with_name("text")
     return Manual(packed if packed.is_dir() else here.parents[3] / "docs")
 
 
 def anchor_of(title: str) -> str:
-    """Return the name of a heading in addresses, as Python-Markdown makes it."""
+    """Return a heading's anchor in URLs, as Python-Markdown creates it."""
     words = re.sub(r"[^\w\s-]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)).strip().lower()
     return re.sub(r"[\s-]+", "-", words)

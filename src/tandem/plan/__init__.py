@@ -1,1 +1,1 @@
-"""How many nodes of which kind a load takes, by arithmetic."""
+"""Calculates how many nodes of which kind a load requires."""

@@ -1,4 +1,4 @@
-"""`tandem plan`: from the command line to the files and tables of a plan."""
+"""`tandem plan`: calculates a plan, prints the plan and writes its files."""
 
 import sys
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def _costs(words: Sequence[str]) -> list[tuple[str, float]]:
 
 
 class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What `tandem plan` is given."""
+    """The arguments of `tandem plan`."""
 
     nodes: Annotated[
         tuple[str, ...],
@@ -165,10 +165,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_plan(config: PlanConfig) -> Plan:
-    """Return the plan that the flags ask for.
+    """Return the plan for the flags.
 
     Raises:
-        ConfigInvalid: A value cannot work; the message names what to give.
+        ConfigInvalid: A value is missing or invalid; the message names the remedy.
     """
     if config.ttft_ms is None and config.itl_ms is None:
         raise ConfigInvalid("there is no goal: give --ttft-ms, --itl-ms or both", topic="plan")

@@ -1,4 +1,4 @@
-"""The load of a plan: rows of a trace, replayed or drawn. Pure: equal flags give equal loads."""
+"""The load of a plan, replayed from a trace or drawn at random. Pure: equal flags give equal loads."""
 
 import math
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ import numpy as np
 from tandem.bench.workload import BLOCK_TOKENS, TraceRow, arrival_times, due_times
 from tandem.wire.errors import ConfigInvalid
 
-# Ten requests are beyond a 99th percentile; half a minute is longer than most answers take.
+# 1,000 requests leave ten beyond the 99th percentile; most answers take less than 30 s.
 LEAST_REQUESTS, LEAST_S = 1000, 30.0
-# Of the standard normal distribution: 99 % lie below.
+# The 99th percentile of the standard normal distribution.
 _Z99 = 2.3263478740408408
 LENGTH_EXAMPLES = "4000, uniform:500:4000, or lognormal:1200:8000 (median and 99th percentile)"
 
@@ -19,7 +19,7 @@ def draw_lengths(text: str, flag: str, rng: np.random.Generator, count: int) -> 
     """Draw token counts from the distribution that a flag describes.
 
     Raises:
-        ConfigInvalid: It describes none.
+        ConfigInvalid: The text is no valid distribution.
     """
     kind, *numbers = text.split(":") if ":" in text else ("uniform", text, text)
     values = [int(number) for number in numbers if number.isdecimal()]
@@ -40,13 +40,13 @@ def draw(prompt: str, output: str, *, rate: float, system_tokens: int) -> list[T
     """Return requests that arrive as a Poisson process.
 
     Args:
-        prompt: Distribution of the prompts' tokens, the system prompt left out.
-        output: Distribution of the answers' tokens.
-        rate: Requests a second.
-        system_tokens: At the beginning of each prompt. Whole blocks of them are shared.
+        prompt: The distribution of prompt tokens, without the system prompt.
+        output: The distribution of answer tokens.
+        rate: Requests per second.
+        system_tokens: The tokens at the start of every prompt. Prompts share whole blocks of these tokens.
 
     Raises:
-        ConfigInvalid: A distribution is none.
+        ConfigInvalid: A distribution is invalid.
     """
     count = max(LEAST_REQUESTS, round(rate * LEAST_S))
     rng = np.random.default_rng(0)
@@ -64,10 +64,10 @@ def draw(prompt: str, output: str, *, rate: float, system_tokens: int) -> list[T
 
 
 def replay(rows: Sequence[TraceRow], rate: float) -> list[TraceRow]:
-    """Return the requests of a trace, the first at 0.
+    """Return the requests of a trace, the first at time 0.
 
     Args:
-        rate: Requests a second on average, by stretching the times; 0: as recorded.
+        rate: The average requests per second, reached by scaling the times; 0: as recorded.
     """
     lasts_s = (rows[-1].timestamp - rows[0].timestamp) / 1000
     speed = rate * lasts_s / len(rows) if rate and lasts_s else 1.0
@@ -78,17 +78,17 @@ def replay(rows: Sequence[TraceRow], rate: float) -> list[TraceRow]:
 
 
 class Load:
-    """Requests that a node can hold, in the order of their arrival.
+    """Requests that fit a node, in order of arrival.
 
     Args:
-        most_tokens: Of prompt and answer. Longer requests are left out and counted.
+        most_tokens: The limit of a request's prompt plus answer. Longer requests are left out and counted.
 
     Attributes:
-        arrivals_s, prompts, outputs: Of each request. Shape (num_requests,).
-        new: Prompt tokens that were in no prompt before: what an endless cache leaves to compute.
+        arrivals_s, prompts, outputs: Arrival time, prompt tokens and answer tokens. Shape (num_requests,).
+        new: The tokens of each prompt that an infinite prefix cache leaves to compute, at least 1.
 
     Raises:
-        ConfigInvalid: No request is left.
+        ConfigInvalid: No request fits.
     """
 
     def __init__(self, rows: Sequence[TraceRow], most_tokens: int) -> None:
@@ -102,7 +102,7 @@ class Load:
         self.prompts = np.array([row.input_length for row in self.rows])
         self.outputs = np.array([row.output_length for row in self.rows])
         self.new = np.array(_new_tokens(self.rows))
-        # The work of a load that comes at one moment takes some time all the same.
+        # At least 1 s, so that a load that arrives at one moment has a finite rate.
         self.lasts_s = max(float(self.arrivals_s[-1]), 1.0)
         self.rate = len(self.rows) / self.lasts_s
 
@@ -111,7 +111,7 @@ def _new_tokens(rows: Sequence[TraceRow]) -> list[int]:
     seen: set[int] = set()
     found = []
     for row in rows:
-        # The last id of a row may stand for a part of a block.
+        # The last id of a row may stand for a partial block.
         blocks = row.hash_ids[: row.input_length // BLOCK_TOKENS]
         known = next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
         seen.update(blocks)

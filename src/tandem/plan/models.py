@@ -1,8 +1,8 @@
-"""What an estimate needs to know of a model: from a table, or from the engine for a directory.
+"""The sizes of a model for an estimate, from a table or from a model directory.
 
-A directory is asked through the engine's own `model_needs`, so that the KV of a token is what a node
-would keep: compressed latents, layers of different sizes and layers that share KV included. No weights
-are loaded, but torch is, and only then.
+For a directory the sizes come from the engine's own `model_needs`. So a token's KV is the KV that a node would
+store, including compressed latents, layers of different sizes and layers that share KV. Reading a directory
+imports torch, but loads no weights.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.shape import ITEM_BYTES
 from tandem.wire.errors import ConfigInvalid
 
-# All in bfloat16, with 8 KV heads of 128, gated feed-forward layers and two embeddings:
+# All have bfloat16, 8 KV heads of dimension 128, gated feed-forward layers and untied embeddings. Columns:
 # layers, hidden width, attention heads, feed-forward width, vocabulary, context length.
 KNOWN = {
     "llama-8b": (32, 4096, 32, 14_336, 128_256, 131_072),
@@ -28,11 +28,11 @@ class ModelFacts:
     """Sizes of a model, over all ranks of a node.
 
     Attributes:
-        item_bytes: Of one element of an activation.
-        layer_params: Parameters that a token passes through, without the output head.
-        head_params: Parameters of the output head, which only sampled tokens pass through.
-        pair_flops: Of one query with one key, as if no layer had a window.
-        kv_bytes: That pages keep of a token, and that attention reads of each token before.
+        item_bytes: The size of one element of an activation.
+        layer_params: The parameters that each token passes through, without the output head.
+        head_params: The parameters of the output head, which only sampled tokens pass through.
+        pair_flops: The attention FLOPs of one query with one key over all layers, ignoring windows.
+        kv_bytes: The KV of one token, as pages store it and attention reads it.
     """
 
     name: str
@@ -51,10 +51,10 @@ def read_model(model: str, tp: int) -> ModelFacts:
     """Return the facts of a model that `tp` devices share.
 
     Args:
-        model: A name from `KNOWN`, or a directory with config.json.
+        model: A name in `KNOWN`, or a directory with config.json.
 
     Raises:
-        ConfigInvalid: There is no such model, or so many devices cannot serve it.
+        ConfigInvalid: The model is unknown or cannot be estimated, or `tp` devices cannot share it.
     """
     if model in KNOWN:
         if tp < 1 or _KV_HEADS % tp:
@@ -67,7 +67,7 @@ def read_model(model: str, tp: int) -> ModelFacts:
         )
     from tandem.engine.checkpoint import in_one_sentence  # imports torch, which takes seconds
 
-    # A config may lack a size that only an estimate needs.
+    # A config may lack a size that only an estimate requires.
     with in_one_sentence(f"cannot estimate the model in {folder}"):
         return _of_directory(folder, tp)
 
@@ -96,11 +96,11 @@ def _of_directory(folder: Path, tp: int) -> ModelFacts:
     from tandem.engine.model import model_needs
     from tandem.engine.weight_files import weight_files
 
-    # As if with random weights: there may be no others, and packed ones hide the number of parameters.
+    # Assume random weights: the directory may have no weights, and packed ones hide the number of parameters.
     config = EngineConfig(model_dir=str(folder), load_format="dummy", tp_size=tp)
     needs = model_needs(config)
     shape, text = needs.shape, text_config_of(read_config(config))
-    # A layer that keeps nothing reads what another one keeps; latents are key and value at once.
+    # A layer without KV reads another layer's KV; a latent serves as key and value.
     layers = [shape.kv_layers[shape.kv_sources.get(i, i)] for i in range(shape.num_layers)]
     key_and_value = [each.key_dim + (each.value_dim or each.key_dim) for each in layers]
     item_bytes, embedding = ITEM_BYTES[shape.dtype], text.vocab_size * text.hidden_size
@@ -120,7 +120,7 @@ def _of_directory(folder: Path, tp: int) -> ModelFacts:
 
 
 def _idle_expert_params(text: Any) -> int:
-    """Return the parameters of the experts that one token does not pass through."""
+    """Return the number of parameters in the experts that one token does not pass through."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     num_experts = next((found for name in names if (found := getattr(text, name, 0))), 0)
     if not num_experts:

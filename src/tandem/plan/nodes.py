@@ -1,9 +1,9 @@
 """Kinds of nodes: measured by `tandem profile`, or estimated from the figures of their cards.
 
-An estimated forward is a sum: reading all weights once, arithmetic of its tokens, attention, and
-all-reduces between cards. Computing and reading overlap in truth, so small batches are overestimated. Of
-experts, every one is read in each forward; windows of attention are left out, so long contexts are
-overestimated for models that have them.
+An estimated forward time is a sum: reading all weights once, the arithmetic of the tokens, attention, and
+all-reduces between cards. Real compute and reads overlap, so small batches are overestimated. Each forward is
+assumed to read every expert. Attention windows are ignored, so long contexts are overestimated for models
+with windows.
 """
 
 import re
@@ -14,14 +14,14 @@ from tandem.engine.profile import DecodeTimes, NodeFigures, PrefillTimes, Profil
 from tandem.plan.models import ModelFacts, read_model
 from tandem.wire.errors import ConfigInvalid
 
-# What well-made kernels reach of a card's figures: of dense bfloat16 arithmetic in large matrix products and
-# in attention over long contexts, of memory bandwidth, and of the links between cards.
+# Fractions of a card's figures that good kernels reach: dense bfloat16 arithmetic in large matrix products and
+# in attention over long contexts, memory bandwidth, and the links between cards.
 MATMUL, ATTENTION, READ, COLLECTIVE = 0.5, 0.35, 0.7, 0.6
-# Launches, sampling and what a recorded graph leaves between kernels.
+# Fixed time of a step: launches, sampling and the gaps between a recorded graph's kernels.
 STEP_S = 0.5e-3
-# A node's `--mem-fraction-static`; what is left is for activations.
+# A node's `--mem-fraction-static`; the rest is for activations.
 STATIC = 0.85
-# KV travels at what TCP or RDMA leave of the network's rate.
+# Fraction of the network's rate that TCP or RDMA leave to KV.
 NETWORK = 0.8
 CHUNK, MAX_RUNNING = 8192, 256
 
@@ -31,10 +31,10 @@ class Card:
     """One GPU, by its vendor's figures.
 
     Attributes:
-        flops: Of dense bfloat16.
-        card_bytes_per_s: To the other cards of the host, one way.
-        hop_s: Latency of an all-reduce.
-        network_bytes_per_s: Of the adapter that hosts commonly have for each card, one way.
+        flops: Dense bfloat16 operations per second.
+        card_bytes_per_s: The bandwidth to the other cards of the host, one way.
+        hop_s: The latency of an all-reduce.
+        network_bytes_per_s: The bandwidth, one way, of the network adapter that hosts commonly have per card.
     """
 
     title: str
@@ -58,12 +58,12 @@ _CARD = re.compile(r"([a-z]\w*?)(?:-tp(\d+))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeKind:
-    """One kind of node: its times and figures, and what one costs.
+    """One kind of node: its profile, link rate and cost.
 
     Attributes:
-        profile: With its `node`.
-        link_bytes_per_s: Of KV, one way.
-        cost: In the operator's unit.
+        profile: A profile whose `node` is set.
+        link_bytes_per_s: The rate of KV over the link, one way.
+        cost: The cost of one node, in the operator's unit.
     """
 
     name: str
@@ -73,18 +73,18 @@ class NodeKind:
 
     @property
     def figures(self) -> NodeFigures:
-        """What the profile has beside times."""
+        """The profile's figures besides times."""
         assert self.profile.node is not None
         return self.profile.node
 
     @property
     def label(self) -> str:
-        """The name, with `~` before an estimate."""
+        """The name, with a leading `~` for an estimate."""
         return f"~{self.name}" if self.figures.is_estimated else self.name
 
     @property
     def most_tokens(self) -> int:
-        """Prompt and answer of one request at most."""
+        """The maximum tokens of one request, prompt plus answer."""
         return min(self.figures.context_length, self.figures.num_tokens)
 
 
@@ -92,12 +92,12 @@ def node_kind(node: str, model: str, *, cost: float | None, link_bytes_per_s: fl
     """Return the kind that `--node` names: `h100`, `h100-tp4`, or a file of `tandem profile`.
 
     Args:
-        model: For cards; empty where none was given.
-        cost: Of one node; None: its number of devices.
-        link_bytes_per_s: 0: what the profile has.
+        model: The model of cards; empty if none was given.
+        cost: The cost of one node; None: its number of devices.
+        link_bytes_per_s: The rate of the link; 0: as in the profile.
 
     Raises:
-        ConfigInvalid: There is no such card or file, or its figures are not enough.
+        ConfigInvalid: The card or file does not exist, or its figures are incomplete.
     """
     try:
         profile, figures = _profile(node, model, link_bytes_per_s)
@@ -136,7 +136,7 @@ def _profile(node: str, model: str, link_bytes_per_s: float) -> tuple[Profile, N
 
 
 def estimate(card: Card, tp: int, model: ModelFacts) -> Profile:
-    """Return the profile of a node of `tp` cards, by the sum above.
+    """Return the estimated profile of a node of `tp` cards; the module docstring explains the estimate.
 
     Raises:
         ConfigInvalid: The model does not fit.
@@ -171,7 +171,7 @@ def estimate(card: Card, tp: int, model: ModelFacts) -> Profile:
 def _times(card: Card, tp: int, model: ModelFacts) -> tuple[PrefillTimes, DecodeTimes]:
     base_s = STEP_S + model.weight_bytes / (tp * card.bytes_per_s * READ)
     base_s += 2 * model.num_layers * card.hop_s if tp > 1 else 0.0
-    # Two all-reduces a layer, each over a ring.
+    # Two all-reduces per layer, each over a ring.
     reduced_bytes = 4 * model.num_layers * model.hidden * model.item_bytes * (tp - 1) / tp
     reduce_s = reduced_bytes / (card.card_bytes_per_s * COLLECTIVE)
     matmul, attention = tp * card.flops * MATMUL, tp * card.flops * ATTENTION

@@ -1,4 +1,4 @@
-"""A plan as tables and as JSON, and what checks it in a simulated cluster."""
+"""A plan as tables and as JSON, and the files and commands to check the plan in a simulated cluster."""
 
 import shlex
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from tandem.wire.errors import ConfigInvalid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a load takes, by role and kind of node."""
+    """The nodes that a load requires, by role and kind of node."""
 
     load: Load
     goals: Goals
@@ -27,7 +27,7 @@ class Plan:
 
     @property
     def best(self) -> tuple[Size, Size] | None:
-        """The cheapest prefill and decode nodes; None: none reach the goals."""
+        """The cheapest prefill and decode nodes; None if a role cannot reach its goal."""
         prefill, decode = (
             min(s, key=lambda each: each.cost) for s in (self.prefills, self.decodes)
         )
@@ -38,18 +38,18 @@ _PROFILE, _CONFIG, _LOAD = "profile.json", "config.json", "load.jsonl"
 
 
 def write_check(plan: Plan, folder: Path) -> dict[str, list[str]]:
-    """Write what a check of the best cluster takes, and return the arguments after `tandem` that run it.
+    """Write the files to check the best cluster; return the arguments after `tandem` of each command.
 
-    `up` starts the cluster with simulated engines, `bench` sends it the load.
+    `up` starts the cluster with simulated engines; `bench` sends the load.
 
     Raises:
         ConfigInvalid: The files cannot be written.
     """
     assert plan.best is not None
     prefill, decode = (size.kind for size in plan.best)
-    # A file for all nodes: prefill nodes use the one part of it, decode nodes the other.
+    # One file serves all nodes: prefill nodes use its prefill times, decode nodes its decode times.
     profile = Profile(prefill=prefill.profile.prefill, decode=decode.profile.decode)
-    # All that a simulated engine needs to know of a model that keeps no KV.
+    # The smallest model config for a simulated engine that stores no KV.
     config = {
         "model_type": "llama",
         "vocab_size": 32_000,
@@ -89,7 +89,7 @@ def _commands(plan: Plan, folder: Path) -> dict[str, list[str]]:
 
 
 def render(plan: Plan, check: dict[str, list[str]] | None, console: Console) -> None:
-    """Print the plan."""
+    """Print the plan and, if `check` is given, its commands."""
     console.print(_load_line(plan), _answer(plan), sep="\n", soft_wrap=True)
     console.print(_table(plan))
     if any(size.kind.figures.is_estimated for size in plan.prefills + plan.decodes):
@@ -125,7 +125,7 @@ def _answer(plan: Plan) -> str:
 
 
 def _table(plan: Plan) -> Table:
-    """Return a row for each role and kind; times are to the first token, and between tokens."""
+    """Return a table with a row per role and kind; times are TTFT for prefill and ITL for decode."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("role", "kind"):
         table.add_column(title, no_wrap=True)

@@ -1,12 +1,12 @@
-"""How many nodes of one kind a role takes, by arithmetic over the requests of a load. Pure.
+"""Calculates how many nodes of one kind a role requires for the requests of a load. Pure.
 
 ```
- prefill  each prompt waits for the first free node; its work is what no prompt before had
- decode   the batch is arrivals times the time of an answer, which grows with the batch
+ prefill  each prompt waits for the first free node, which computes the tokens that no earlier prompt had
+ decode   batch = arrival rate x answer time, and the answer time grows with the batch
 ```
 
-Each role is sized alone, so the cheapest nodes of both make the cheapest cluster. Left out: a cache that
-forgets, short prompts that decode computes itself, uneven choices of the router, failures.
+Each role is sized alone, so the cheapest nodes of both roles make the cheapest cluster. Not modelled: cache
+evictions, short prompts that decode computes itself, uneven routing, failures.
 """
 
 import heapq
@@ -22,21 +22,21 @@ from tandem.plan.nodes import NodeKind
 
 Floats = npt.NDArray[np.float64]
 
-# A queue before nodes that are busier than this does not get shorter within a load's time.
+# The queue of nodes busier than this does not get shorter within a load's duration.
 MOST_BUSY = 0.9
-# Router, messages between nodes, and what a loop adds to a first token.
+# Added to a first token by the router, messages between nodes, and the engine's loop.
 OVERHEAD_S = 0.005
-# Of a pool: last pages are half full, and answers grow.
+# Usable share of a pool: last pages are half full, and answers grow.
 POOL_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goals:
-    """Times that a percentile must not exceed; None: any time will do.
+    """Latency limits at a percentile; None: no limit.
 
     Attributes:
-        ttft_s: To the first token.
-        itl_s: Between two tokens.
+        ttft_s: The time to the first token.
+        itl_s: The time between two tokens.
     """
 
     ttft_s: float | None
@@ -46,14 +46,14 @@ class Goals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Nodes of one kind in one role.
+    """The number of nodes of one kind in one role.
 
     Attributes:
-        num_nodes: 0: no number of them reaches the goal.
-        reason: What takes so many, or why none is enough.
-        busy: Prefill: share of the time that nodes compute or send. Decode: the mean batch, as a share of
-            the largest that the goal and the pool allow.
-        median_s, percentile_s: Prefill: time to the first token. Decode: time between two tokens.
+        num_nodes: 0 if no number of nodes reaches the goal.
+        reason: The bottleneck, or the reason that no number of nodes is enough.
+        busy: Prefill: the share of time that nodes compute or send. Decode: the mean batch, as a share of
+            the largest batch that the goal, the pool and the node's limit allow.
+        median_s, percentile_s: Prefill: the time to the first token. Decode: the time between two tokens.
     """
 
     kind: NodeKind
@@ -65,7 +65,7 @@ class Size:
 
     @property
     def cost(self) -> float:
-        """Of all these nodes; infinite where they do not reach the goal."""
+        """The cost of all nodes; infinite if no number of nodes reaches the goal."""
         return self.num_nodes * self.kind.cost or math.inf
 
 
@@ -73,11 +73,11 @@ class Size:
 
 
 def size_prefill(kind: NodeKind, load: Load, goals: Goals) -> Size:
-    """Return how many prefill nodes reach the goal for the first token."""
+    """Return how many prefill nodes reach the TTFT goal."""
     pairs = zip(load.prompts.tolist(), load.new.tolist(), strict=True)
     compute_s = np.array([_prompt_s(kind, *each) for each in pairs])
     link_s = load.new * kind.figures.kv_bytes_per_token / kind.link_bytes_per_s
-    # Layers are pushed while later ones are computed: a first token waits for the last one's push.
+    # Layers are pushed while later layers are computed: a first token waits only for the last layer's push.
     idle_s = compute_s + OVERHEAD_S + link_s / kind.figures.num_layers
     goal_s = math.inf if goals.ttft_s is None else goals.ttft_s
     if (least_s := _percentile(idle_s, goals.percentile)) > goal_s:
@@ -90,7 +90,7 @@ def size_prefill(kind: NodeKind, load: Load, goals: Goals) -> Size:
         ttfts_s = idle_s + _waits_s(load.arrivals_s, service_s, num_nodes)
         if (ttft_s := _percentile(ttfts_s, goals.percentile)) <= goal_s:
             break
-        num_nodes += 1 + num_nodes // 50  # each try goes through all requests
+        num_nodes += 1 + num_nodes // 50  # large steps: each try simulates all requests
         reason = "the TTFT goal"
     return Size(
         kind=kind,
@@ -103,14 +103,14 @@ def size_prefill(kind: NodeKind, load: Load, goals: Goals) -> Size:
 
 
 def _prompt_s(kind: NodeKind, num_prompt: int, num_new: int) -> float:
-    """Return the seconds that a prompt takes, chunk by chunk, in forwards of its own."""
+    """Return the compute seconds of a prompt, with a separate forward for each chunk."""
     times, chunk = kind.profile.prefill, kind.figures.chunked_prefill_size
     starts = range(num_prompt - num_new, num_prompt, chunk)
     return sum(times.forward_s(min(chunk, num_prompt - start), start) for start in starts)
 
 
 def _waits_s(arrivals_s: Floats, service_s: Floats, num_nodes: int) -> Floats:
-    """Return how long each prompt waits in one queue before so many nodes."""
+    """Return the seconds that each prompt waits in the one queue of all nodes."""
     free_s = [0.0] * num_nodes
     waits_s = []
     for arrival_s, each_s in zip(arrivals_s.tolist(), service_s.tolist(), strict=True):
@@ -124,9 +124,9 @@ def _waits_s(arrivals_s: Floats, service_s: Floats, num_nodes: int) -> Floats:
 
 
 def size_decode(kind: NodeKind, load: Load, goals: Goals) -> Size:
-    """Return how many decode nodes reach the goal between tokens, and hold the answers."""
+    """Return how many decode nodes reach the ITL goal and have enough KV memory."""
     num_output = int(load.outputs.sum())
-    # By token, not by request: long answers are in the batch for longer.
+    # The mean over tokens, not requests: long answers stay in the batch for longer.
     context = float((load.outputs * (load.prompts + load.outputs / 2)).sum()) / num_output
     goal_s = math.inf if goals.itl_s is None else goals.itl_s
     base_s, each_s = _step(kind, context)
@@ -141,7 +141,7 @@ def size_decode(kind: NodeKind, load: Load, goals: Goals) -> Size:
     tokens_per_s = num_output / load.lasts_s
     num_nodes = _least_nodes(tokens_per_s * each_s)
     while True:
-        # A batch b whose steps take base + b each generates b / (base + b each) tokens a second.
+        # A batch of b answers has steps of base + b * each seconds: b / (base + b * each) tokens per second.
         rate = tokens_per_s / num_nodes
         batch = rate * base_s / (1 - rate * each_s)
         peak = batch + _deviations(goals.percentile) * math.sqrt(batch)  # arrivals are random
@@ -159,17 +159,17 @@ def size_decode(kind: NodeKind, load: Load, goals: Goals) -> Size:
 
 
 def _step(kind: NodeKind, context: float) -> tuple[float, float]:
-    """Return the seconds of a step of no answers, and those that each answer adds."""
+    """Return the base seconds of a step, and the seconds that each answer adds."""
     times, figures = kind.profile.decode, kind.figures
-    # A loop that overlaps prepares the next step meanwhile.
+    # An overlapped loop prepares the next step during the current step.
     host_ms = 0.0 if figures.is_overlapped else figures.host_step_ms
     each_ms = times.per_request_ms + times.per_context_token_ms * context
-    # No profile has steps that take no time; one of zeros is divided by here.
+    # The lower bound prevents a division by zero for a profile of zeros.
     return (times.base_ms + host_ms) / 1000, max(each_ms / 1000, 1e-9)
 
 
 def _deviations(percentile: float) -> float:
-    """Return how many standard deviations above the mean a percentile lies."""
+    """Return how many standard deviations a percentile lies above the mean."""
     return NormalDist().inv_cdf(min(percentile / 100, 0.9999))
 
 

@@ -1,1 +1,1 @@
-"""How fast one node computes: its forwards measured, and the profile that describes them."""
+"""Measures the forwards of one node, and fits a profile to the measurements."""

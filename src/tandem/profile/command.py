@@ -1,4 +1,4 @@
-"""`tandem profile`: measures the forwards of one node, and writes the profile that describes them."""
+"""`tandem profile`: measures the forwards of one node, and writes the fitted profile."""
 
 import os
 import platform
@@ -40,19 +40,19 @@ exit status: 0 done; 1 the model could not be measured; 2 wrong usage; 130 stopp
 
 More: tandem docs plan; tandem docs simulation
 """
-# Attention of one chunk over 4,096 tokens of the embedded model takes two cores a second or two: over all
-# points, three minutes.
+# Attention of one chunk over 4,096 tokens of the embedded model takes one or two seconds on two cores; all
+# points take three minutes.
 CPU_CONTEXT, QUICK_CPU_CONTEXT, GPU_CONTEXT = 4096, 1024, 32768
 QUICK_POINT_S, POINT_S = 0.3, 2.0
-# A worse fit is worth a warning.
+# A fit with a larger mean error causes a warning.
 MOST_ERROR = 0.20
-# Any byte that makes an ordinary number of every type: zeros would be one page of memory, read again
-# and again out of the cache, and a denormal number takes longer than others.
+# A byte that forms a normal number in every type, because denormals are slow. Untouched zeros would share one
+# physical page and be read from the CPU's cache.
 _FILL = 0x3C
 
 
 class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What `tandem profile` is given. `node.engine.model_dir` is still what the user gave."""
+    """The arguments of `tandem profile`. `node.engine.model_dir` is still the user's value, unresolved."""
 
     output: Annotated[
         Path | None,
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
     logs.configure("error")
     config = parse(argv)
-    # The C library reads these at its start, and they save a tenth of a step on a CPU.
+    # The C library reads these variables only at its start; they save a tenth of a step on a CPU.
     if not MALLOC_SETTINGS.keys() <= os.environ.keys():
         command = [sys.executable, "-P", "-m", "tandem", "profile", *argv]
         os.execve(sys.executable, command, MALLOC_SETTINGS | os.environ)  # noqa: S606 - this program
@@ -118,8 +118,8 @@ def parse(argv: Sequence[str]) -> ProfileConfig:
     """Read the command line.
 
     Raises:
-        ConfigInvalid: A value cannot work, or the file could not be written after minutes of work.
-        SystemExit: argparse's own answer to a wrong flag (2) and to --help (0).
+        ConfigInvalid: A value is invalid, or the output file cannot be written.
+        SystemExit: argparse rejects a flag (2) or prints --help (0).
     """
     args = build_parser().parse_args(argv)
     node = read_flags(NodeConfig, args, role="colocated")
@@ -141,12 +141,12 @@ def parse(argv: Sequence[str]) -> ProfileConfig:
 
 @contextmanager
 def _engine_of(config: NodeConfig) -> Iterator[Engine]:
-    """Load a model and make its pool, as a node does; the other ranks end with the block.
+    """Load a model and allocate its pool, as a node does; the other ranks stop with the block.
 
     Raises:
         ConfigInvalid: The model cannot be loaded, or no page fits.
     """
-    # They import torch: wrong flags were reported before.
+    # These modules import torch, so they are imported only after the flags are valid.
     from tandem.kvtransfer.region import MemoryRegion
     from tandem.node.command import default_cache_dir
     from tandem.node.model_engine import build_model
@@ -161,7 +161,7 @@ def _engine_of(config: NodeConfig) -> Iterator[Engine]:
 
     def filled(plan: PoolPlan) -> MemoryRegion | None:
         if settings.device != "cpu":
-            return None  # a device's memory is there once it is asked for
+            return None  # device memory is physical as soon as it is allocated
         region = MemoryRegion.private(plan.memory_bytes)
         region.array()[:] = _FILL
         return region
@@ -177,14 +177,14 @@ def _engine_of(config: NodeConfig) -> Iterator[Engine]:
 
 
 def _rank_ended(error: TandemError) -> None:
-    # From a thread, while the main one waits for that rank and would for ever.
+    # This runs on a thread; the main thread waits for the dead rank and would wait forever.
     sys.stderr.write(f"tandem profile: error: {error}\n")
     sys.stderr.flush()
     os._exit(1)
 
 
 def _measured(asked: ProfileConfig, engine: Engine) -> Profile:
-    """Measure all points, print them, and return the profile."""
+    """Measure all points, print the times, and return the fitted profile."""
     config, shape = asked.node, engine.shape
     settings, is_cpu = config.engine, config.engine.device == "cpu"
     cpu_context = QUICK_CPU_CONTEXT if asked.is_quick else CPU_CONTEXT
@@ -228,7 +228,7 @@ def _measured(asked: ProfileConfig, engine: Engine) -> Profile:
 
 
 def _timed(what: str, points: list[Point], measure: Callable[[Point], float]) -> dict[Point, float]:
-    """Measure all points, and print each."""
+    """Return the measured seconds of all points, and print each as it is measured."""
     found_s = {}
     for point in points:
         found_s[point] = measure(point)
@@ -239,7 +239,7 @@ def _timed(what: str, points: list[Point], measure: Callable[[Point], float]) ->
 
 
 def write(profile: Profile, path: Path | None) -> None:
-    """Write the profile; warn where it does not describe the measurements."""
+    """Write the profile; print a warning if it fits the measurements badly."""
     assert profile.node is not None
     parts = {"prefill": profile.node.prefill_error, "decode": profile.node.decode_error}
     for name, error in parts.items():

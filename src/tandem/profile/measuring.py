@@ -1,7 +1,7 @@
-"""Measures forwards of an engine by the engine's own clock, and fits a profile to them.
+"""Measures forwards of an engine with the engine's own clock, and fits a profile to the measurements.
 
-What stands before a forward is not computed: pages are granted and landed as if another node had written
-them. So a context of any length costs nothing to set up, whatever lies in its pages.
+The context before a forward is not computed: its pages are granted and landed as if another node had written
+them. So a context of any length costs nothing to set up. The content of its pages does not matter.
 """
 
 import statistics
@@ -17,9 +17,9 @@ from tandem.engine.profile import DecodeTimes, PrefillTimes, attended_pairs
 from tandem.engine.request import ActiveRequest
 from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
 
-# Of a pool: the rest is for answers that grow while they are measured.
+# Share of the pool for contexts; the rest is for answers that grow during the measurement.
 POOL_SHARE = 0.9
-# That an answer may grow by while it is measured, a token with every step.
+# Maximum growth of an answer during the measurement, one token per step.
 GROWTH_TOKENS = 64
 SMALLEST_CHUNK = 16
 MOST_SAMPLES = 20
@@ -27,7 +27,7 @@ MOST_SAMPLES = 20
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A forward: `size` new tokens of one prompt, or `size` answers, each after `num_context` tokens."""
+    """A forward: `size` new tokens of one prompt, or `size` answers, each after a context of `num_context` tokens."""
 
     size: int
     num_context: int
@@ -35,16 +35,16 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Chooses the points of a node. Pure.
+    """Chooses the points to measure. Pure.
 
     Attributes:
-        num_tokens: Of the pool.
-        context_length: Longest request.
-        page_size: Contexts are whole pages: a page that is partly there is computed anew.
-        chunk: Most prompt tokens of one forward.
-        max_running: Most answers of one forward.
-        longest_context: Longest context to measure.
-        is_quick: Fewer points.
+        num_tokens: The capacity of the pool.
+        context_length: The maximum length of a request.
+        page_size: Contexts are whole pages, because a partial page would be recomputed.
+        chunk: The maximum prompt tokens of one forward.
+        max_running: The maximum answers of one forward.
+        longest_context: The longest context to measure.
+        is_quick: Choose fewer points.
     """
 
     num_tokens: int
@@ -56,7 +56,7 @@ class Grid:
     is_quick: bool = False
 
     def prefills(self) -> list[Point]:
-        """Return chunks of several sizes behind contexts of several lengths."""
+        """Return chunks of several sizes after contexts of several lengths."""
         chunk = min(self.chunk, max(self._longest(1) // 2, 1))
         parts = (1, 4) if self.is_quick else (1, 4, 16)
         sizes = {max(chunk // part, min(SMALLEST_CHUNK, chunk)) for part in parts}
@@ -65,7 +65,7 @@ class Grid:
         return [Point(size, context) for context in contexts for size in sorted(sizes)]
 
     def decodes(self) -> list[Point]:
-        """Return batches of several sizes, each with the contexts that the pool holds for so many."""
+        """Return batches of several sizes, each with several contexts that fit the pool."""
         factor = 8 if self.is_quick else 4
         batches = [1]
         while batches[-1] * factor < self.max_running:
@@ -90,15 +90,15 @@ class Grid:
 
 
 class Bench:
-    """An engine that does nothing else.
+    """Measures points on an engine that serves nothing else.
 
     Args:
-        engine: Idle, with its prefix cache on.
-        point_s: Time to spend on each point.
-        clock: Measures what the loop takes beside the device.
+        engine: An idle engine with its prefix cache enabled.
+        point_s: The time to spend on each point.
+        clock: The clock for whole decode steps, in seconds.
 
     Attributes:
-        host_s: Time of each measured decode step beside the device.
+        host_s: The host time of each measured decode step: its duration minus the device's time.
     """
 
     def __init__(
@@ -111,20 +111,20 @@ class Bench:
         self.host_s: list[float] = []
 
     def prefill_s(self, point: Point) -> float:
-        """Return how long the forward of a point takes: the median of several."""
+        """Return the median seconds of a point's prefill forward."""
         context = self._draw(point.num_context)
-        if context:  # the prefix cache is to know it, whatever is in its pages
+        if context:  # puts the context into the prefix cache, with arbitrary KV
             self._land(context, max_new_tokens=1)
-        if point.size not in self._known_sizes:  # what is compiled for a size is not measured
+        if point.size not in self._known_sizes:  # compiles for a new size before the measurement
             self._known_sizes.add(point.size)
             self._chunk_s([], point.size)
         return self._median_s(lambda: self._chunk_s(context, point.size))
 
     def decode_s(self, point: Point) -> float:
-        """Return how long a step of a point takes: the median of several, the first two left out."""
+        """Return the median seconds of a point's decode step, without the first two steps."""
         running = [self._land(self._draw(point.num_context)) for _ in range(point.size)]
         try:
-            for _ in range(2):  # where forwards are launched ahead, the first step reads none
+            for _ in range(2):  # with overlap, the first step launches a forward but reads none
                 self._engine.step()
             return self._median_s(lambda: self._step_s(point.size))
         finally:
@@ -186,7 +186,7 @@ class Bench:
 
 
 def fit_prefill(measured_s: Mapping[Point, float]) -> tuple[PrefillTimes, float]:
-    """Return the times of chunks that describe measurements best, and the mean relative error."""
+    """Return the chunk times that fit the measurements best, and the mean relative error."""
     parts = [[1, p.size, p.num_context, attended_pairs(p.size, p.num_context)] for p in measured_s]
     (base, token, context, pair), error = _least(parts, measured_s)
     return PrefillTimes(
@@ -195,7 +195,7 @@ def fit_prefill(measured_s: Mapping[Point, float]) -> tuple[PrefillTimes, float]
 
 
 def fit_decode(measured_s: Mapping[Point, float]) -> tuple[DecodeTimes, float]:
-    """Return the times of batches that describe measurements best, and the mean relative error."""
+    """Return the batch times that fit the measurements best, and the mean relative error."""
     parts = [[1, p.size, p.size * p.num_context] for p in measured_s]
     (base, request, context), error = _least(parts, measured_s)
     return DecodeTimes(base_ms=base, per_request_ms=request, per_context_token_ms=context), error
@@ -204,15 +204,15 @@ def fit_decode(measured_s: Mapping[Point, float]) -> tuple[DecodeTimes, float]:
 def _least(
     parts: Sequence[Sequence[float]], measured_s: Mapping[Point, float]
 ) -> tuple[list[float], float]:
-    """Return the milliseconds of each part, with the least relative errors, and the mean error.
+    """Return the milliseconds of each part, and the mean relative error of the fit.
 
-    Least squares, again without the most negative part until none is below 0.
+    Least squares over relative errors. The most negative part is dropped until no part is negative.
 
     Args:
-        parts: How often each part is in each forward. Shape (num_forwards, num_parts).
+        parts: How often each forward contains each part. Shape (num_forwards, num_parts).
     """
     relative = np.array(parts) / np.array([*measured_s.values()])[:, None]
-    # Parts differ by many orders of magnitude: as shares of the largest they are solved exactly enough.
+    # Parts differ by many orders of magnitude: scaling columns to a maximum of 1 keeps the solution accurate.
     scale = np.maximum(relative.max(axis=0), 1e-300)
     columns, chosen = relative / scale, [*range(relative.shape[1])]
     while True:
@@ -227,5 +227,5 @@ def _least(
 
 
 def rounded(value: float) -> float:
-    """Return four digits: a fit is good for no more."""
+    """Round to four significant digits: a fit is no more accurate."""
     return float(f"{value:.4g}")

@@ -1,1 +1,1 @@
-"""`tandem top`: the router's page in a terminal."""
+"""`tandem top`: the router's dashboard in a terminal."""

@@ -1,4 +1,4 @@
-"""`tandem top`: asks a router for its overview again and again, and draws it."""
+"""`tandem top`: polls a router's overview, and draws it."""
 
 import asyncio
 import sys
@@ -43,7 +43,7 @@ class KeyRefused(RouterAway, code="key_refused"):
 
 
 class TopConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What `tandem top` is given."""
+    """The arguments of `tandem top`."""
 
     url: str
     is_once: Annotated[bool, Flag("--once", help="print one picture, and end")] = False
@@ -52,7 +52,7 @@ class TopConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     interval_s: Annotated[
         float,
-        # The router itself looks anew four times a second.
+        # The router refreshes its overview four times a second.
         Flag("--interval", metavar="SECONDS", ge=0.1, help="time between two pictures"),
     ] = 1.0
     api_key: Annotated[str, Flag("--api-key", help="for a router that asks for one")] = ""
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command until Ctrl-C; return the exit status.
 
     Raises:
-        RouterAway: There is nothing to show.
+        RouterAway: A `--once` query failed, or the router rejects the API key.
     """
     args = build_parser().parse_args(argv)
     config = read_flags(TopConfig, args, url=checked_url("URL", args.url))
@@ -85,10 +85,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _watch(config: TopConfig, console: Console) -> None:
-    """Draw until Ctrl-C, or once. A router that is away is waited for, and its last state stays."""
+    """Draw until Ctrl-C, or once. While the router does not answer, keep its last state and retry."""
     shown: Overview | None = None
     problem = since = ""
-    # Without a terminal, pictures follow one another.
+    # Without a terminal, each picture is printed after the previous picture.
     is_live = console.is_terminal and not config.is_json and not config.is_once
     live = Live(Text(f"asking {config.url} …"), console=console, screen=True, auto_refresh=False)
     async with session_with(config.api_key) as session:
@@ -121,10 +121,10 @@ async def _watch(config: TopConfig, console: Console) -> None:
 
 
 async def _fetch(session: aiohttp.ClientSession, url: str) -> bytes:
-    """Return the overview as the router wrote it.
+    """Return the router's overview as JSON.
 
     Raises:
-        RouterAway: It cannot be had, and why.
+        RouterAway: The router does not answer, or rejects the query.
     """
     try:
         return await ask(session, url, "/overview", "router", None)

@@ -1,6 +1,6 @@
 """One picture of a cluster for a terminal: a headline, and tables of nodes and pairs.
 
-Names and errors come from other machines: `plain` keeps what a terminal would obey out of the picture.
+Names and errors come from other machines: `plain` removes their control characters.
 """
 
 import time
@@ -15,7 +15,7 @@ from tandem.asking import plain
 from tandem.router.overview import NodeView, Overview
 
 NONE = "-"
-# Each state of a page with its character: they differ without colours, too.
+# Each page state has a different character, so that states differ without colours, too.
 PAGE_STATES = (
     ("held", "█", "blue"),
     ("granted", "▓", "yellow"),
@@ -24,7 +24,7 @@ PAGE_STATES = (
     ("free", "░", "bright_black"),
 )
 STYLES = {"up": "green", "down": "red"}
-# Lines that are not of a list: headline, heads of tables, gaps.
+# Lines outside the lists: headline, table headers, gaps.
 FIXED_LINES = 14
 
 
@@ -34,9 +34,9 @@ def picture(
     """Return the picture of one state.
 
     Args:
-        width: In characters.
-        num_lines: Most lines; None: as many as it needs.
-        problem: Why the state is old; empty when it is not.
+        width: The width in characters.
+        num_lines: The lines of the screen; None: all nodes, and the busiest pairs up to 40 rows in all.
+        problem: The reason that the state is outdated; empty if it is current.
     """
     busy = [pair for pair in overview.pairs if pair.num_running or pair.prompt_tokens_per_s >= 1]
     busy.sort(key=lambda pair: (-pair.prompt_tokens_per_s, -pair.num_running))
@@ -102,7 +102,7 @@ Cells = Sequence[str | Text]
 
 
 def _table(title: str, texts: list[str], numbers: list[str], rows: Iterable[Cells]) -> Table:
-    """Return a table; columns of numbers stand to the right, after those of text."""
+    """Return a table: the columns of text, then the columns of numbers, right-aligned."""
     table = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=None)
     table.pad_edge, table.show_header = False, any(texts)
     for name in texts:
@@ -110,7 +110,7 @@ def _table(title: str, texts: list[str], numbers: list[str], rows: Iterable[Cell
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True, header_style="bright_black")
     for row in rows:
-        # As text: a string would be read for markup.
+        # Converted to Text, because rich parses the markup of a string.
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
@@ -136,7 +136,7 @@ def _node(node: NodeView, width: int) -> Cells:
 
 
 def _state(node: NodeView) -> Text:
-    """Return a node's state, with the reason when it is down, and tiers that are not up."""
+    """Return a node's state, the reason if the node is down, and the tiers that are not up."""
     why = f": {plain(node.reason)}" if node.reason and node.state == "down" else ""
     text = Text(f"{node.state}{why}", style=STYLES.get(node.state, "yellow"))
     for tier in node.load.tiers:
@@ -148,7 +148,7 @@ def _state(node: NodeView) -> Text:
 
 
 def page_bar(node: NodeView, width: int) -> Text:
-    """Return a node's pages by state. A state with any page at all has a character."""
+    """Return a bar of a node's pages by state. A state with few pages has a character if one is left."""
     load = node.load
     if not load.num_pages or node.state == "down":
         return Text("·" * width, style="bright_black")
@@ -166,14 +166,14 @@ def page_bar(node: NodeView, width: int) -> Text:
 
 
 def seconds(value: float | None) -> str:
-    """Return a time: 1.50 s, 12.3 ms."""
+    """Format a time: 1.50 s, 12.3 ms."""
     if value is None:
         return NONE
     return f"{value:,.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
 def number(value: float) -> str:
-    """Return a number of things or a rate: 0.4, 7, 1,024, 12.3k, 4.56M."""
+    """Format a count or a rate: 0.4, 7, 1,024, 12.3k, 4.56M."""
     if value < 10_000:
         return f"{value:.1f}" if 0 < value < 10 and value % 1 else f"{value:,.0f}"
     for unit in "kMG":
