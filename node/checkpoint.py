@@ -14,6 +14,7 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -174,11 +175,16 @@ def convert_gguf(source: Path, target: Path, dtype: str) -> None:
     Raises:
         ConfigInvalid: The file is invalid, truncated, or of a kind that transformers cannot read.
     """
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from tandem.engine.checkpoint import check_complete, in_one_sentence
 
+    # transformers reads the file three times, and makes the table of names anew for each module of the model: together
+    # that is most of the time. This process does nothing else.
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        setattr(gguf, name, lru_cache(getattr(gguf, name)))
     target.mkdir(parents=True)
     with in_one_sentence(f"cannot convert {source}, which may not have been copied whole"):
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
