@@ -108,6 +108,7 @@ def is_whole(url: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_a_job_serves_until_it_is_told_to_end_and_loses_no_stream(
     programs, tmp_path, embedded_model
 ):

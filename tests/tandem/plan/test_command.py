@@ -133,6 +133,7 @@ def test_the_commands_of_a_check_are_printed_and_parse(node, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_a_plan_holds_in_a_cluster_of_simulated_engines(node, tmp_path, capsys):
     """The check as printed, at a small scale: real processes, the load sent at its times."""
     trace = tmp_path / "trace.jsonl"
