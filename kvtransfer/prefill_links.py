@@ -1,4 +1,4 @@
-"""Decode's links: one to each bootstrap port that is wanted, made on demand.
+"""Decode's links: one to each requested bootstrap port, made on demand.
 
 ```
  want ─▶ OPENING     the link's worker resolves the host and has each transport make an offer
@@ -9,9 +9,9 @@
                      lost, once, and the next `want` makes a new one
 ```
 
-Every call of a transport is a job of the link's worker, in order, and messages follow the jobs before
-them. The last job of a lost link is its fence, which may have to wait for a stopped writer. Everything
-else runs in the agent's control thread. Knows nothing of rooms.
+Every transport call is a job of the link's worker. Jobs run in order, and a message follows the jobs
+queued before it. The last job of a lost link is its fence, which may wait for a stopped writer.
+Everything else runs on the agent's control thread. Links are independent of rooms.
 """
 
 import contextlib
@@ -47,11 +47,11 @@ log = get_logger("kvtransfer.links")
 
 T = TypeVar("T")
 
-# A fence that fails is tried again, since nothing else makes its pages safe.
+# A failed fence is retried, because nothing else makes its pages safe.
 FENCE_RETRY_S = 1.0
-# Looked at this often while a connection is being made: it takes a millisecond on one host.
+# Polling interval while connecting, which takes a millisecond on one host.
 CONNECTING_TURN_S = 0.002
-# From `want` to the offers. Pinning a terabyte for RDMA takes most of it, a resolver that is away 20 s.
+# From `want` to the offers. Pinning a terabyte for RDMA takes most of it; an unreachable resolver takes 20 s.
 OPEN_TIMEOUT_S = 60.0
 
 
@@ -60,14 +60,14 @@ class PrefillLink:
     """A link to one bootstrap port.
 
     Attributes:
-        ip: Address of `host`, once that is known.
-        address: The port that was wanted; the socket's own may be another after a Redirect.
-        admissions: By transport name. The worker puts them in before the socket is opened, and takes
-            out what it has fenced.
-        epoch: Prefill's, once it sent Welcome.
-        transport: The one that prefill took; offers of the others are fenced then.
-        more_ports: Of other ranks of prefill that hold heads of ours; known once the link is up.
-        heads: Those that come over this link, counted in our pages; known once it is up.
+        ip: Address of `host`, once resolved.
+        address: The requested address; after a Redirect the socket's port may differ.
+        admissions: By transport name. The worker adds them before the socket is opened, and removes
+            them once fenced.
+        epoch: Prefill's epoch, once Welcome has arrived.
+        transport: The one that prefill chose; the other offers are then fenced.
+        more_ports: Ports of prefill's other ranks that hold our heads; known once the link is up.
+        heads: Heads sent over this link, as indices in our pages; known once the link is up.
     """
 
     host: str
@@ -96,20 +96,20 @@ class PrefillLinks:
     """Keeps decode's links.
 
     Args:
-        hello: What we are; each link adds its offers.
+        hello: Describes this node; each link adds its offers.
         listeners: By transport name, best first.
-        control: Runs everything here but what workers do.
-        key: Proves to prefill nodes that we know the cluster's secret.
+        control: Runs everything here except the workers' jobs.
+        key: Proves to prefill nodes that this node knows the cluster's secret.
         connect_timeout_s: From the offers to Welcome.
-        heartbeat: Of the links.
+        heartbeat: Heartbeat settings of the links.
         up: Called when a link is up.
-        heard: Called with every Landed and Released of a link that is up.
+        heard: Called with every Landed and Released from a link that is up.
         lost: Called once when a link is lost, before its fence begins.
         fenced: Called when no write can arrive over a lost link any more.
 
     Attributes:
-        links: Those that are up or being made, by address.
-        num_refused: Words of prefill nodes that cannot be.
+        links: Links that are up or connecting, by address.
+        num_refused: Number of invalid messages from prefill nodes.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Decode's end: grants pages to prefill nodes, and reports when they are the role's again.
+"""Decode's end: grants pages to prefill nodes, and reports when the role may reuse them.
 
 ```
  request ─▶ (granted) ─▶ Landed                                          granted → held
@@ -7,10 +7,10 @@
  withdraw ───────────────────────────────────▶ Safe    granted → quarantined → free
 ```
 
-On the right is what the role does with the pages it named in `request`. After `withdraw` the next
-and last event of the room is `Safe`, whatever crossed with it. What happens in between is the table
-in `session.py`. It holds for each part of the room, that is for each rank of prefill that holds heads of
-ours; the links are kept by `prefill_links.py`.
+The right column shows the state of the pages passed to `request`. After `withdraw` the room's next and
+last event is `Safe`, whatever crossed with the withdrawal. Each part of a room follows the table in
+`session.py`: there is one part for each rank of prefill that holds our heads. `prefill_links.py`
+manages the links.
 """
 
 import time
@@ -60,7 +60,7 @@ log = get_logger("kvtransfer.receiver")
 
 
 class LandRoom:
-    """One request at decode, over all links that it goes over.
+    """One request at decode, over all its links.
 
     Attributes:
         parts: The first determines over how many links the room goes, once its own is up. Its Landed
@@ -85,7 +85,7 @@ class LandRoom:
 
     @property
     def is_over(self) -> bool:
-        """Whether every part is."""
+        """Whether every part is over."""
         return all(part.session.is_over for part in self.parts)
 
 
@@ -94,11 +94,11 @@ class LandPart:
     """One room over one link.
 
     Attributes:
-        link: To the rank of prefill that pushes it.
-        deadline_s: When prefill is given up.
+        link: The link to the prefill rank that pushes this part.
+        deadline_s: When the state of this part times out.
         has_last_word: Prefill sent Landed or Released; the link's worker takes the pages back, and
             looks at them.
-        landed: What prefill sent at the end.
+        landed: Prefill's Landed message, once it has arrived.
     """
 
     room: LandRoom
@@ -110,7 +110,7 @@ class LandPart:
     landed: hand_off.Landed | None = None
 
     def verify(self, landed: hand_off.Landed, layout: KVLayout, region: MemoryRegion) -> str:
-        """Return what is wrong with the bytes that arrived, or an empty string."""
+        """Return how the received bytes mismatch prefill's checksums, or an empty string."""
         granted = PagedTokens(layout, self.room.page_ids, self.room.have_tokens)
         end_token = landed.end_token or granted.end_token
         if not 0 <= granted.end_token - end_token < layout.page_size:
