@@ -138,11 +138,11 @@ class PrefillLinks:
 
     @property
     def num_violations(self) -> int:
-        """Writes that our listeners refused, as far as they can tell."""
+        """Number of rejected writes, summed over the listeners that count them."""
         return sum(getattr(each, "num_violations", 0) for each in self._listeners.values())
 
     def want(self, host: str, port: int) -> PrefillLink:
-        """Return the link to a bootstrap port, a new one if there is none."""
+        """Return the link to a bootstrap port; make one if none exists."""
         address = tcp_address(host, port)
         if (link := self.links.get(address)) is None:
             now_s, worker = self._clock(), Worker("kv-link", self._control)
@@ -154,9 +154,9 @@ class PrefillLinks:
         return link
 
     def permit(self, link: PrefillLink, room: Room, page_ids: Sequence[int]) -> None:
-        """Let prefill write into these pages, before the next message is sent. Once the link is up.
+        """Let prefill write into these pages, before the next message is sent. The link must be up.
 
-        If that fails, the link is lost.
+        A failure drops the link.
         """
         listener, peer = self._receiving(link)
         link.worker.submit(
@@ -173,9 +173,9 @@ class PrefillLinks:
         then: Callable[[T], None],
         failed: Callable[[TandemError], None],
     ) -> None:
-        """Take pages back, then `look` at them, both in the worker; see `Worker.submit` for the rest.
+        """Revoke a room's pages, then call `look`, both on the worker; see `Worker.submit` for the rest.
 
-        What cannot be revoked is fenced, and costs the link.
+        If the revocation fails, the peer is fenced and the link dropped.
         """
         listener, peer = self._receiving(link)
 
@@ -191,19 +191,19 @@ class PrefillLinks:
         link.worker.submit(job, then, failed)
 
     def send(self, link: PrefillLink, message: Message) -> None:
-        """Send behind what was asked of the link before.
+        """Send a message after the jobs queued before it.
 
-        A link that does not take the message is lost, since nobody sends it again.
+        If sending fails, the link is dropped, because messages are not resent.
         """
         link.worker.after(partial(self._send, link, message))
 
     def turn(self, waker: Waker) -> None:
-        """Wait a moment, take all that came, ping, and drop the silent."""
+        """Wait briefly, handle all received messages, send pings, and drop silent links."""
         links = list(self.links.values())
         sockets = [link.socket for link in links if link.socket is not None]
         is_connecting = any(link.socket and not link.is_greeted for link in links)
         wait(sockets, CONNECTING_TURN_S if is_connecting else TURN_S, waker)
-        # All of it before anybody is judged silent: it may be us who were slow.
+        # Read everything before judging a link silent: this thread may have been slow.
         for link in links:
             while (message := self._next(link)) is not None:
                 link.last_heard_s = self._clock()
@@ -211,11 +211,11 @@ class PrefillLinks:
                     with transport_errors():
                         self._hear(link, message)
                 except TandemError as error:
-                    self.drop(link, error)  # the rooms of the link then end behind a fence
+                    self.drop(link, error)  # the link's rooms then end after its fence
         self._keep_alive(self._clock())
 
     def drop(self, link: PrefillLink, error: TandemError) -> None:
-        """Lose a link and begin to fence it; no-op when it is lost already."""
+        """Drop a link and start to fence it; no-op if it is already dropped."""
         if not self._is_kept(link):
             return
         log.warning("kv_link.lost", address=link.address, reason=str(error))
@@ -228,7 +228,7 @@ class PrefillLinks:
             link.worker.submit(
                 partial(self._cut_off, link),
                 lambda _none: self._fenced(link),
-                lambda _error: None,  # we are closed, and report to nobody
+                lambda _error: None,  # only after close(): nothing to report to
             )
             link.worker.end()
 
@@ -243,13 +243,13 @@ class PrefillLinks:
             listener.close()
 
     def _offer(self, link: PrefillLink) -> str:
-        """Return the address of the link's host, and have each transport make an offer. In the worker."""
+        """Resolve the link's host and collect an offer from each transport. Runs on the worker."""
         ip, reasons = resolve(link.host), []
         for name, listener in self._listeners.items():
             try:
                 with transport_errors():
                     link.admissions[name] = listener.admit(ip)
-            except TandemError as error:  # the others are offered all the same
+            except TandemError as error:  # the other transports are still offered
                 log.warning("kv_transport.not_offered", transport=name, reason=str(error))
                 reasons.append(str(error))
         if not link.admissions:
@@ -265,7 +265,7 @@ class PrefillLinks:
         return Link(tcp_address(ip, port), FromPrefill, self._key, self._heartbeat)
 
     def _receiving(self, link: PrefillLink) -> tuple[Listener, PeerKey]:
-        """Return what prefill writes through, and as whom. Only once the link is up."""
+        """Return the listener that prefill writes through, and prefill's key there. The link must be up."""
         return self._listeners[link.transport], link.admissions[link.transport].peer
 
     def _send(self, link: PrefillLink, message: Message) -> None:
@@ -275,14 +275,14 @@ class PrefillLinks:
             with transport_errors():
                 link.socket.send(message)
         except TandemError as error:
-            # Posted: the room whose message it is has to come to rest before the link is lost to it.
+            # Posted, so that the message's room finishes its transition before it loses the link.
             self._control.post(partial(self.drop, link, error))
 
     def _is_kept(self, link: PrefillLink) -> bool:
         return self.links.get(link.address) is link
 
     def _next(self, link: PrefillLink) -> FromPrefill | None:
-        """Return the next message. A message may lose the link, or have it go on over another socket."""
+        """Return the next message, or None. Handling a message may drop the link or replace its socket."""
         return link.socket.receive() if link.socket and self._is_kept(link) else None
 
     def _hear(self, link: PrefillLink, message: FromPrefill) -> None:
