@@ -1,4 +1,4 @@
-"""Prefill's end: owns the bootstrap port, takes grants, pushes pages, reports what landed.
+"""Prefill's end: owns the bootstrap port, accepts grants, pushes pages, reports landings.
 
 The role calls `expect`, then `push` as pages (or layers of them) are computed and `finish` after the
 last; it may do so before the grant has come, the agent keeps it. Then one of
@@ -69,7 +69,7 @@ class SenderTimeouts:
     Attributes:
         grant_s: A request without a grant: decode may be queueing for pages.
         early_grant_s: A grant without a request, whose pages nobody else can use meanwhile.
-        heartbeat: Of the links.
+        heartbeat: Heartbeat settings of the links.
     """
 
     grant_s: float = 30.0
@@ -81,8 +81,8 @@ class SenderStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """What a prefill agent holds now and has done so far. Each part of a room counts.
 
     Attributes:
-        num_refused: Links and grants of decode nodes that cannot be.
-        num_strangers: Connections to the bootstrap port that did not get as far as a word.
+        num_refused: Rejected links and grants of decode nodes.
+        num_strangers: Connections to the bootstrap port that failed before the first message.
     """
 
     num_links: int
@@ -105,7 +105,7 @@ class PrefillAgent:
 
     Args:
         address: Where decode nodes reach us, such as `tcp://0.0.0.0:8998`.
-        end: Who we are and the pool we push from.
+        end: This node's identity and the pool to push from.
         waker: Rung whenever `events` has something.
         key: Requires decode nodes to know the cluster's secret.
         least_bytes: Of a push of layers; see `push_room`.
