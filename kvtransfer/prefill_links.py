@@ -321,7 +321,7 @@ class PrefillLinks:
             num_heads=len(link.heads),
         )
         self._up(link)
-        if self._is_kept(link):  # behind the permissions of rooms that waited
+        if self._is_kept(link):  # after the permits of waiting rooms
             # Offers that cannot be fenced now are fenced with the link.
             fence = partial(self._fence, link, link.transport)
             link.worker.submit(fence, lambda _none: None, lambda _error: None)
@@ -342,10 +342,10 @@ class PrefillLinks:
         return None
 
     def _cut_off(self, link: PrefillLink) -> None:
-        """Fence a lost link, as often as it takes. In the worker.
+        """Fence a lost link, and retry until it succeeds. Runs on the worker.
 
         Raises:
-            TandemError: It could not be fenced until `close`.
+            TandemError: Every attempt until `close` failed.
         """
         while True:
             try:
@@ -355,10 +355,10 @@ class PrefillLinks:
                     raise
 
     def _fence(self, link: PrefillLink, kept: str = "") -> None:
-        """Fence what prefill was offered, but for one transport. In the worker.
+        """Fence all offers except that of transport `kept`. Runs on the worker.
 
         Raises:
-            TandemError: Of one that could not be fenced. Those that could are forgotten.
+            TandemError: An offer could not be fenced. Fenced offers are removed.
         """
         failure = None
         for name in [each for each in link.admissions if each != kept]:

@@ -408,7 +408,7 @@ class DecodeAgent:
         return Event.CORRUPTED_ARRIVED, KVCorrupted(fault)
 
     def _not_taken_back(self, part: LandPart, error: TandemError) -> None:
-        """Drop the link after a failed check: only its fence makes these pages safe."""
+        """Drop the link after a failed fence or check: only its own fence makes these pages safe."""
         self._apply(part, Event.LINK_LOST, error)
         self._links.drop(part.link, error)
 
