@@ -1,18 +1,18 @@
-"""What the agents report to their roles, and how the reports of a room's members become one.
+"""Events that agents report to their roles, and the merging of the reports of a room's members.
 
-Each event names its room; the last of a room's events ends it. A member of a room is a link of one rank, or
-a rank of one node: an agent makes one room of its links, and a node one room of its ranks' agents.
+Each event names its room, and a room's last event ends the room. A member of a room is a link of one rank, or
+a rank of one node. An agent merges the reports of its links; a node merges those of its ranks' agents.
 
 ```
  open     every member does its part of the hand-off, and none failed
- ending   the room failed at a member or was given up; the others end it too, and one may still write
- over     every member reported its last event: no write of any can be under way
+ ending   a member failed or the role aborted; the other members end too, and may still write
+ over     every member reported its last event: no write can be in flight
 ```
 
-The role receives the last event when every member has reported its own. It is a good one only if all of
-theirs were. A member that failed makes the others end as well, since the pages are the same on all.
+The role receives the room's last event once every member has reported its own. The room succeeds only if every
+member did. If one member fails, the others end too, because all members share the same pages.
 
-Also how long hand-offs take, as the agent of each end sees them, for operators.
+This module also holds the histograms of hand-off times of both ends.
 """
 
 from abc import ABC, abstractmethod
@@ -43,7 +43,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class PushDone:
-    """Last: all KV is in decode's memory, and decode has been notified. The own pages may be reused."""
+    """Last: all KV is in decode's memory, and decode is notified. Prefill's pages may be reused."""
 
     room: Room
     pushed_bytes: int
@@ -51,10 +51,10 @@ class PushDone:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Last: the room ended without landing. The own pages may be reused.
+    """Last: the room ended without landing. Prefill's pages may be reused.
 
     Attributes:
-        error: Why; None when the role itself aborted it.
+        error: The cause; None if the role itself aborted the room.
     """
 
     room: Room
@@ -68,7 +68,7 @@ SenderEvent = Granted | PushDone | Released
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """Last: the granted pages hold the prompt, and the checksums agree. They are the role's."""
+    """Last: the granted pages hold the prompt, and the checksums match. The role owns the pages."""
 
     room: Room
     first_token: int
@@ -79,7 +79,7 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Last: the pages hold nothing of use, and no write can arrive. They may be reused."""
+    """Last: the hand-off failed, and no write can arrive. The pages may be reused."""
 
     room: Room
     error: TandemError
@@ -111,14 +111,14 @@ BAD = (Released, Failed, Lost, Safe)
 
 @dataclass(eq=False, slots=True)
 class OpenRoom(Generic[E]):
-    """One room over its members.
+    """The merged state of one room's members.
 
     Attributes:
-        num_members: Grows before the first member that is new reports anything.
+        num_members: Grows before a new member reports its first event.
         num_granted: Members that reported `Granted`.
-        last: What each member that has ended reported last.
-        is_ending: The room cannot end well any more; the live members end it, too.
-        error: The first that a member reported; None when the role gave the room up.
+        last: The last event of each finished member.
+        is_ending: The room has failed or was aborted; the remaining members end too.
+        error: The first error that a member reported; None if the role aborted the room.
     """
 
     num_members: int
@@ -134,13 +134,13 @@ class OpenRoom(Generic[E]):
 
 
 class OpenRooms(ABC, Generic[E]):
-    """The rooms that a role has begun and whose end it has not received. Belongs to the role's thread.
+    """The rooms that a role has opened and not yet seen end. Use on the role's thread only.
 
-    A role may give a room up while events of it are queued: it then receives the last one only.
+    After a role gives up a room, it receives only the room's last event.
 
     Args:
-        end: Has all members end a room; called once for each.
-        wake: Called whenever something is reported.
+        end: Ends a room on all its members; called at most once per room.
+        wake: Called after each report.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class OpenRooms(ABC, Generic[E]):
         self._reports: deque[tuple[int, int, E]] = deque()
 
     def open(self, room: Room, num_members: int = 1) -> None:
-        """The role began with a room."""
+        """Register a new room."""
         self._rooms[room] = OpenRoom(num_members)
 
     def give_up(self, room: Room, error: TandemError | None) -> None:
@@ -164,12 +164,12 @@ class OpenRooms(ABC, Generic[E]):
                 self._end(room, error)
 
     def report(self, member: int, num_members: int, event: E) -> None:
-        """Queue what a member reports, and ring. Any thread may call it."""
+        """Queue a member's event and wake the role. Any thread may call it."""
         self._reports.append((member, num_members, event))
         self._wake()
 
     def events(self) -> Iterator[E]:
-        """Yield what became of queued reports, oldest first. An error of the reader loses no other."""
+        """Yield the merged events, oldest first. If the caller stops early, the other reports stay queued."""
         for _ in range(len(self._reports)):
             member, num_members, event = self._reports.popleft()
             if (room := self._rooms.get(event.room)) is not None:
@@ -178,10 +178,10 @@ class OpenRooms(ABC, Generic[E]):
                 yield told
 
     def hear(self, member: int, event: E) -> E | None:
-        """Take what a member reports; return what the role is to receive, if anything."""
+        """Apply a member's event; return the event for the role, if any."""
         room = self._rooms.get(event.room)
         if room is None or member in room.last:
-            # Only a bug reports this. Raised here, it would fail every request of the role.
+            # This is a bug. An exception here would fail every request of the role.
             log.error("kv_room.unexpected_report", member=member, report=str(event))
             return None
         is_turn = isinstance(event, BAD) and not room.is_ending
@@ -198,7 +198,7 @@ class OpenRooms(ABC, Generic[E]):
 
     @abstractmethod
     def _outcome(self, room: OpenRoom[E], event: E, *, is_turn: bool) -> E | None:
-        """Return what the role receives after this event, with which the room may have begun to end."""
+        """Return the role's event, if any. `is_turn`: this event made the room start to end."""
 
 
 class PushRooms(OpenRooms[SenderEvent]):
@@ -220,7 +220,7 @@ class PushRooms(OpenRooms[SenderEvent]):
 
 
 class LandRooms(OpenRooms[ReceiverEvent]):
-    """The rooms of a role at decode. Of several `Landed` that of member 0 counts: it reports the most."""
+    """The rooms of a role at decode. The role receives member 0's `Landed`, which has the most fields."""
 
     @override
     def _outcome(
@@ -236,7 +236,7 @@ class LandRooms(OpenRooms[ReceiverEvent]):
 
 # ── times ────────────────────────────────────────────────────────────────────────────────────────
 
-# From a page within one machine to a long prompt over a slow network, or a queue for pages.
+# Covers one page within a machine up to a long prompt over a slow network, or a queue for pages.
 _SECONDS = (
     *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2),
     *(0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
@@ -249,9 +249,9 @@ class SenderTimes:
 
     Attributes:
         bootstrap_seconds: From the request to the grant of its pages.
-        push_seconds: From when the first pages of a room could be pushed to the end of its last
-            write. Rooms of which decode had everything are left out.
-        push_exposed_seconds: The part of it behind the last chunk, when nothing is computed beside it.
+        push_seconds: From the first `push` of a room until the room has landed. Rooms without any
+            pushed bytes are left out.
+        push_exposed_seconds: The part of `push_seconds` after the last chunk was computed.
         num_lost_links: Decode nodes whose link broke or fell silent.
     """
 
@@ -266,7 +266,7 @@ class ReceiverTimes:
     """Times of a decode agent's hand-offs. Its control thread writes, any thread may read.
 
     Attributes:
-        granted_seconds: From a grant to the prompt in its pages. Until then they are of no use.
+        granted_seconds: From a grant to the prompt in its pages. The pages are unusable until then.
         num_lost_links: Prefill nodes whose link broke or fell silent.
     """
 

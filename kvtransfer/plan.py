@@ -1,8 +1,8 @@
 """Turns *tokens in these pages → the same tokens in those pages* into contiguous copies. Pure.
 
-The two pools may differ in page size and in how many heads they hold; so what differs between two
-nodes is a matter of this file and not of any transport. Equal pages become one copy each, and
-neighbours on both sides become one copy together.
+The two pools may differ in page size and in number of heads. This file handles those differences,
+so that transports need not. Equal pages become one copy each. Copies that are adjacent on both
+sides are merged.
 """
 
 import itertools
@@ -17,12 +17,12 @@ from tandem.kvtransfer.layout import KVLayout
 
 Int64s = NDArray[np.int64]
 
-# Fewer rows are as fast copied one by one.
+# Below this number of rows, single copies are as fast as a block.
 LEAST_ROWS = 4
 
 
 class Block(NamedTuple):
-    """Rows of bytes, `num_rows` of `row_bytes` each, that follow one another at equal distances."""
+    """A strided copy of `num_rows` rows of `row_bytes` bytes each."""
 
     source_offset: int
     destination_offset: int
@@ -34,7 +34,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Copies to do, in order. Arrays of one length; offsets are bytes from the start of each pool."""
+    """Copies, in order, as arrays of equal length. Offsets are bytes from the start of each pool."""
 
     source_offset: Int64s
     destination_offset: Int64s
@@ -42,7 +42,7 @@ class CopyPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that all copies move together."""
+        """Total size of all copies."""
         return int(self.size_bytes.sum())
 
     def __len__(self) -> int:
@@ -58,9 +58,9 @@ class CopyPlan:
         )
 
     def blocks(self) -> tuple[list[Block], "CopyPlan"]:
-        """Return the same copies as blocks, and those that are in none; in any order.
+        """Return the same copies as blocks plus a plan of the remaining copies; order is not kept.
 
-        Some heads of a page are such a block: a row for each layer's K and V.
+        A subset of a page's heads forms a block: one row for each layer's K and V.
         """
         if len(self) < LEAST_ROWS:
             return [], self
@@ -75,7 +75,7 @@ class CopyPlan:
         for begin, steps in zip(
             begins[is_block].tolist(), num_steps[is_block].tolist(), strict=True
         ):
-            # The block before may end with this copy.
+            # The previous block may end with this copy.
             first = begin if is_alone[begin] else begin + 1
             is_alone[first : begin + steps + 1] = False
             blocks.append(
@@ -135,12 +135,12 @@ class PagedTokens(NamedTuple):
 
     @property
     def end_token(self) -> int:
-        """One past the last token these pages have room for."""
+        """One past the last token that fits in these pages."""
         return self.first_token + len(self.page_ids) * self.layout.page_size
 
 
 class HeadRange(NamedTuple):
-    """`num_heads` heads, from `source_first` on in the source and `destination_first` in the other."""
+    """`num_heads` heads, starting at `source_first` in the source and `destination_first` in the destination."""
 
     source_first: int
     destination_first: int
@@ -148,7 +148,7 @@ class HeadRange(NamedTuple):
 
 
 class _Runs(NamedTuple):
-    """Runs of tokens that cross no page's end on either side. Arrays of one length."""
+    """Runs of tokens that cross no page boundary on either side, as arrays of equal length."""
 
     source_page: Int64s
     source_slot: Int64s
@@ -164,9 +164,9 @@ def plan_copies(
     heads: HeadRange | None = None,
     layers: range | None = None,
 ) -> CopyPlan:
-    """Return the copies that bring `tokens` of `heads` from source to destination pages.
+    """Return the copies that move `tokens` of `heads` from source to destination pages.
 
-    Exactly those tokens of those layers are written; the rest of a page is left as it is.
+    Only those tokens of those layers are written; the rest of a page is unchanged.
 
     Args:
         source: Pages to read.
@@ -209,7 +209,7 @@ def plan_copies(
 
 
 def copy_blocks(plan: CopyPlan, source: NDArray[np.uint8], destination: NDArray[np.uint8]) -> None:
-    """Do a plan within this process. Its bounds were checked."""
+    """Execute a plan within this process. The caller has checked its bounds."""
     blocks, alone = plan.blocks()
     for block in blocks:
         shape = (block.num_rows, block.row_bytes)
@@ -236,7 +236,7 @@ def _packed(plan: CopyPlan) -> Int64s:
 
 
 def touched_pages(offset: Int64s, size_bytes: Int64s, page_bytes: int) -> Int64s:
-    """Return the pages that runs of bytes lie in, with repeats. Every size is positive."""
+    """Return the pages that byte ranges overlap, with repeats. Every size must be positive."""
     first = offset // page_bytes
     count = (offset + size_bytes - 1) // page_bytes - first + 1
     return np.repeat(first - (np.cumsum(count) - count), count) + np.arange(count.sum())
@@ -279,11 +279,11 @@ def _whole_pages(layout: KVLayout, runs: _Runs, layers: range) -> CopyPlan:
 def _slices(
     source: KVLayout, destination: KVLayout, runs: _Runs, heads: HeadRange, layers: range
 ) -> CopyPlan:
-    """One copy for each run, layer, K or V, and head; for all heads where whole pages meet."""
+    """Make one copy per run, layer, K or V, and head, or one for all heads if every run is a whole page."""
     is_joined = source.page_size == destination.page_size and bool(
         (runs.num_tokens == source.page_size).all()
     )
-    # Layers that differ keep their own numbers of heads, and are never split between ranks.
+    # Layers that differ have their own numbers of heads, and are never sharded.
     num_heads = None if source.layers else heads.num_heads
     from_, sizes = _rows(source, layers, heads.source_first, num_heads, is_joined=is_joined)
     to, _ = _rows(destination, layers, heads.destination_first, num_heads, is_joined=is_joined)
@@ -301,7 +301,7 @@ def _slices(
 
 
 class _Rows(NamedTuple):
-    """Heads, or planes of heads that are copied together. Arrays of one length."""
+    """Heads, or planes whose heads are copied together, as arrays of equal length."""
 
     plane: Int64s
     begin: Int64s
@@ -310,11 +310,11 @@ class _Rows(NamedTuple):
 def _rows(
     layout: KVLayout, layers: range, first_head: int, num_heads: int | None, *, is_joined: bool
 ) -> tuple[_Rows, Int64s]:
-    """Return where the heads of some layers begin in a page, and their bytes a token.
+    """Return where the heads of some layers begin in a page, and their bytes per token.
 
     Args:
-        num_heads: Of each plane, from `first_head` on; None means all it has.
-        is_joined: Heads of a plane are one row.
+        num_heads: Number of heads in each plane, from `first_head` on; None means all.
+        is_joined: Whether the heads of a plane form one row.
     """
     planes = layout.planes
     chosen = np.arange(layers.start * 2, layers.stop * 2)
@@ -329,7 +329,7 @@ def _rows(
 
 
 def _merged(plan: CopyPlan) -> CopyPlan:
-    """Join each copy to the one before it where they are neighbours on both sides."""
+    """Merge each copy into the previous one where they are adjacent on both sides."""
     if not len(plan):
         return plan
     size = plan.size_bytes[:-1]

@@ -1,4 +1,4 @@
-"""Decode's links: one to each bootstrap port that is wanted, made on demand.
+"""Decode's links: one to each requested bootstrap port, made on demand.
 
 ```
  want ─▶ OPENING     the link's worker resolves the host and has each transport make an offer
@@ -9,9 +9,9 @@
                      lost, once, and the next `want` makes a new one
 ```
 
-Every call of a transport is a job of the link's worker, in order, and messages follow the jobs before
-them. The last job of a lost link is its fence, which may have to wait for a stopped writer. Everything
-else runs in the agent's control thread. Knows nothing of rooms.
+Every transport call is a job of the link's worker. Jobs run in order, and a message follows the jobs
+queued before it. The last job of a lost link is its fence, which may wait for a stopped writer.
+Everything else runs on the agent's control thread. Links are independent of rooms.
 """
 
 import contextlib
@@ -47,11 +47,11 @@ log = get_logger("kvtransfer.links")
 
 T = TypeVar("T")
 
-# A fence that fails is tried again, since nothing else makes its pages safe.
+# A failed fence is retried, because nothing else makes its pages safe.
 FENCE_RETRY_S = 1.0
-# Looked at this often while a connection is being made: it takes a millisecond on one host.
+# Polling interval while connecting, which takes a millisecond on one host.
 CONNECTING_TURN_S = 0.002
-# From `want` to the offers. Pinning a terabyte for RDMA takes most of it, a resolver that is away 20 s.
+# From `want` to the offers. Pinning a terabyte for RDMA takes most of it; an unreachable resolver takes 20 s.
 OPEN_TIMEOUT_S = 60.0
 
 
@@ -60,14 +60,14 @@ class PrefillLink:
     """A link to one bootstrap port.
 
     Attributes:
-        ip: Address of `host`, once that is known.
-        address: The port that was wanted; the socket's own may be another after a Redirect.
-        admissions: By transport name. The worker puts them in before the socket is opened, and takes
-            out what it has fenced.
-        epoch: Prefill's, once it sent Welcome.
-        transport: The one that prefill took; offers of the others are fenced then.
-        more_ports: Of other ranks of prefill that hold heads of ours; known once the link is up.
-        heads: Those that come over this link, counted in our pages; known once it is up.
+        ip: Address of `host`, once resolved.
+        address: The requested address; after a Redirect the socket's port may differ.
+        admissions: By transport name. The worker adds them before the socket is opened, and removes
+            them once fenced.
+        epoch: Prefill's epoch, once Welcome has arrived.
+        transport: The one that prefill chose; the other offers are then fenced.
+        more_ports: Ports of prefill's other ranks that hold our heads; known once the link is up.
+        heads: Heads sent over this link, as indices in our pages; known once the link is up.
     """
 
     host: str
@@ -96,20 +96,20 @@ class PrefillLinks:
     """Keeps decode's links.
 
     Args:
-        hello: What we are; each link adds its offers.
+        hello: Describes this node; each link adds its offers.
         listeners: By transport name, best first.
-        control: Runs everything here but what workers do.
-        key: Proves to prefill nodes that we know the cluster's secret.
+        control: Runs everything here except the workers' jobs.
+        key: Proves to prefill nodes that this node knows the cluster's secret.
         connect_timeout_s: From the offers to Welcome.
-        heartbeat: Of the links.
+        heartbeat: Heartbeat settings of the links.
         up: Called when a link is up.
-        heard: Called with every Landed and Released of a link that is up.
+        heard: Called with every Landed and Released from a link that is up.
         lost: Called once when a link is lost, before its fence begins.
         fenced: Called when no write can arrive over a lost link any more.
 
     Attributes:
-        links: Those that are up or being made, by address.
-        num_refused: Words of prefill nodes that cannot be.
+        links: Links that are up or connecting, by address.
+        num_refused: Number of invalid messages from prefill nodes.
     """
 
     def __init__(
@@ -138,11 +138,11 @@ class PrefillLinks:
 
     @property
     def num_violations(self) -> int:
-        """Writes that our listeners refused, as far as they can tell."""
+        """Number of rejected writes, summed over the listeners that count them."""
         return sum(getattr(each, "num_violations", 0) for each in self._listeners.values())
 
     def want(self, host: str, port: int) -> PrefillLink:
-        """Return the link to a bootstrap port, a new one if there is none."""
+        """Return the link to a bootstrap port; make one if none exists."""
         address = tcp_address(host, port)
         if (link := self.links.get(address)) is None:
             now_s, worker = self._clock(), Worker("kv-link", self._control)
@@ -154,9 +154,9 @@ class PrefillLinks:
         return link
 
     def permit(self, link: PrefillLink, room: Room, page_ids: Sequence[int]) -> None:
-        """Let prefill write into these pages, before the next message is sent. Once the link is up.
+        """Let prefill write into these pages, before the next message is sent. The link must be up.
 
-        If that fails, the link is lost.
+        A failure drops the link.
         """
         listener, peer = self._receiving(link)
         link.worker.submit(
@@ -173,9 +173,9 @@ class PrefillLinks:
         then: Callable[[T], None],
         failed: Callable[[TandemError], None],
     ) -> None:
-        """Take pages back, then `look` at them, both in the worker; see `Worker.submit` for the rest.
+        """Revoke a room's pages, then call `look`, both on the worker; see `Worker.submit` for the rest.
 
-        What cannot be revoked is fenced, and costs the link.
+        If the revocation fails, the peer is fenced and the link dropped.
         """
         listener, peer = self._receiving(link)
 
@@ -191,19 +191,19 @@ class PrefillLinks:
         link.worker.submit(job, then, failed)
 
     def send(self, link: PrefillLink, message: Message) -> None:
-        """Send behind what was asked of the link before.
+        """Send a message after the jobs queued before it.
 
-        A link that does not take the message is lost, since nobody sends it again.
+        If sending fails, the link is dropped, because messages are not resent.
         """
         link.worker.after(partial(self._send, link, message))
 
     def turn(self, waker: Waker) -> None:
-        """Wait a moment, take all that came, ping, and drop the silent."""
+        """Wait briefly, handle all received messages, send pings, and drop silent links."""
         links = list(self.links.values())
         sockets = [link.socket for link in links if link.socket is not None]
         is_connecting = any(link.socket and not link.is_greeted for link in links)
         wait(sockets, CONNECTING_TURN_S if is_connecting else TURN_S, waker)
-        # All of it before anybody is judged silent: it may be us who were slow.
+        # Read everything before judging a link silent: this thread may have been slow.
         for link in links:
             while (message := self._next(link)) is not None:
                 link.last_heard_s = self._clock()
@@ -211,11 +211,11 @@ class PrefillLinks:
                     with transport_errors():
                         self._hear(link, message)
                 except TandemError as error:
-                    self.drop(link, error)  # the rooms of the link then end behind a fence
+                    self.drop(link, error)  # the link's rooms then end after its fence
         self._keep_alive(self._clock())
 
     def drop(self, link: PrefillLink, error: TandemError) -> None:
-        """Lose a link and begin to fence it; no-op when it is lost already."""
+        """Drop a link and start to fence it; no-op if it is already dropped."""
         if not self._is_kept(link):
             return
         log.warning("kv_link.lost", address=link.address, reason=str(error))
@@ -228,7 +228,7 @@ class PrefillLinks:
             link.worker.submit(
                 partial(self._cut_off, link),
                 lambda _none: self._fenced(link),
-                lambda _error: None,  # we are closed, and report to nobody
+                lambda _error: None,  # only after close(): nothing to report to
             )
             link.worker.end()
 
@@ -243,13 +243,13 @@ class PrefillLinks:
             listener.close()
 
     def _offer(self, link: PrefillLink) -> str:
-        """Return the address of the link's host, and have each transport make an offer. In the worker."""
+        """Resolve the link's host and collect an offer from each transport. Runs on the worker."""
         ip, reasons = resolve(link.host), []
         for name, listener in self._listeners.items():
             try:
                 with transport_errors():
                     link.admissions[name] = listener.admit(ip)
-            except TandemError as error:  # the others are offered all the same
+            except TandemError as error:  # the other transports are still offered
                 log.warning("kv_transport.not_offered", transport=name, reason=str(error))
                 reasons.append(str(error))
         if not link.admissions:
@@ -265,7 +265,7 @@ class PrefillLinks:
         return Link(tcp_address(ip, port), FromPrefill, self._key, self._heartbeat)
 
     def _receiving(self, link: PrefillLink) -> tuple[Listener, PeerKey]:
-        """Return what prefill writes through, and as whom. Only once the link is up."""
+        """Return the listener that prefill writes through, and prefill's key there. The link must be up."""
         return self._listeners[link.transport], link.admissions[link.transport].peer
 
     def _send(self, link: PrefillLink, message: Message) -> None:
@@ -275,14 +275,14 @@ class PrefillLinks:
             with transport_errors():
                 link.socket.send(message)
         except TandemError as error:
-            # Posted: the room whose message it is has to come to rest before the link is lost to it.
+            # Posted, so that the message's room finishes its transition before it loses the link.
             self._control.post(partial(self.drop, link, error))
 
     def _is_kept(self, link: PrefillLink) -> bool:
         return self.links.get(link.address) is link
 
     def _next(self, link: PrefillLink) -> FromPrefill | None:
-        """Return the next message. A message may lose the link, or have it go on over another socket."""
+        """Return the next message, or None. Handling a message may drop the link or replace its socket."""
         return link.socket.receive() if link.socket and self._is_kept(link) else None
 
     def _hear(self, link: PrefillLink, message: FromPrefill) -> None:
@@ -321,7 +321,7 @@ class PrefillLinks:
             num_heads=len(link.heads),
         )
         self._up(link)
-        if self._is_kept(link):  # behind the permissions of rooms that waited
+        if self._is_kept(link):  # after the permits of waiting rooms
             # Offers that cannot be fenced now are fenced with the link.
             fence = partial(self._fence, link, link.transport)
             link.worker.submit(fence, lambda _none: None, lambda _error: None)
@@ -342,10 +342,10 @@ class PrefillLinks:
         return None
 
     def _cut_off(self, link: PrefillLink) -> None:
-        """Fence a lost link, as often as it takes. In the worker.
+        """Fence a lost link, and retry until it succeeds. Runs on the worker.
 
         Raises:
-            TandemError: It could not be fenced until `close`.
+            TandemError: Every attempt until `close` failed.
         """
         while True:
             try:
@@ -355,10 +355,10 @@ class PrefillLinks:
                     raise
 
     def _fence(self, link: PrefillLink, kept: str = "") -> None:
-        """Fence what prefill was offered, but for one transport. In the worker.
+        """Fence all offers except that of transport `kept`. Runs on the worker.
 
         Raises:
-            TandemError: Of one that could not be fenced. Those that could are forgotten.
+            TandemError: An offer could not be fenced. Fenced offers are removed.
         """
         failure = None
         for name in [each for each in link.admissions if each != kept]:

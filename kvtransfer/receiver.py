@@ -1,4 +1,4 @@
-"""Decode's end: grants pages to prefill nodes, and reports when they are the role's again.
+"""Decode's end: grants pages to prefill nodes, and reports when the role may reuse them.
 
 ```
  request ─▶ (granted) ─▶ Landed                                          granted → held
@@ -7,10 +7,10 @@
  withdraw ───────────────────────────────────▶ Safe    granted → quarantined → free
 ```
 
-On the right is what the role does with the pages it named in `request`. After `withdraw` the next
-and last event of the room is `Safe`, whatever crossed with it. What happens in between is the table
-in `session.py`. It holds for each part of the room, that is for each rank of prefill that holds heads of
-ours; the links are kept by `prefill_links.py`.
+The right column shows the state of the pages passed to `request`. After `withdraw` the room's next and
+last event is `Safe`, whatever crossed with the withdrawal. Each part of a room follows the table in
+`session.py`: there is one part for each rank of prefill that holds our heads. `prefill_links.py`
+manages the links.
 """
 
 import time
@@ -60,7 +60,7 @@ log = get_logger("kvtransfer.receiver")
 
 
 class LandRoom:
-    """One request at decode, over all links that it goes over.
+    """One request at decode, over all its links.
 
     Attributes:
         parts: The first determines over how many links the room goes, once its own is up. Its Landed
@@ -85,7 +85,7 @@ class LandRoom:
 
     @property
     def is_over(self) -> bool:
-        """Whether every part is."""
+        """Whether every part is over."""
         return all(part.session.is_over for part in self.parts)
 
 
@@ -94,11 +94,11 @@ class LandPart:
     """One room over one link.
 
     Attributes:
-        link: To the rank of prefill that pushes it.
-        deadline_s: When prefill is given up.
+        link: The link to the prefill rank that pushes this part.
+        deadline_s: When the state of this part times out.
         has_last_word: Prefill sent Landed or Released; the link's worker takes the pages back, and
             looks at them.
-        landed: What prefill sent at the end.
+        landed: Prefill's Landed message, once it has arrived.
     """
 
     room: LandRoom
@@ -110,7 +110,7 @@ class LandPart:
     landed: hand_off.Landed | None = None
 
     def verify(self, landed: hand_off.Landed, layout: KVLayout, region: MemoryRegion) -> str:
-        """Return what is wrong with the bytes that arrived, or an empty string."""
+        """Return how the received bytes mismatch prefill's checksums, or an empty string."""
         granted = PagedTokens(layout, self.room.page_ids, self.room.have_tokens)
         end_token = landed.end_token or granted.end_token
         if not 0 <= granted.end_token - end_token < layout.page_size:
@@ -147,7 +147,7 @@ class ReceiverStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """What a decode agent holds now and has done so far. Each part of a room counts.
 
     Attributes:
-        num_refused: Writes outside a grant, and words of prefill nodes that cannot be.
+        num_refused: Writes outside a grant, and invalid messages from prefill nodes.
     """
 
     num_links: int
@@ -171,7 +171,7 @@ class DecodeAgent:
 
     Args:
         fingerprint: Equal at both ends exactly when their KV is interchangeable.
-        layout: Of the own pool, which `region` holds.
+        layout: Layout of this node's pool, which `region` holds.
         transports: Those that may be used, best first.
         waker: Rung whenever `events` has something.
         key: Proves to prefill nodes that we know the cluster's secret.
@@ -259,18 +259,18 @@ class DecodeAgent:
         )
 
     def withdraw(self, room: Room, error: TandemError | None = None) -> None:
-        """Take the pages back; they are quarantined until `Safe`. No-op when the room is over.
+        """Withdraw the grant; quarantine the pages until `Safe`. No-op if the room is over.
 
         Prefill receives `error`, and reports it to its client.
         """
         self._told.give_up(room, error or Aborted("decode gave the request up"))
 
     def events(self) -> Iterator[ReceiverEvent]:
-        """Yield what happened and was not taken yet, oldest first."""
+        """Yield the queued events, oldest first."""
         return self._told.events()
 
     def statistics(self) -> ReceiverStatistics:
-        """Return what is held now and was done so far."""
+        """Return current gauges and cumulative counters."""
         states = Counter(part.session.state for part in self._parts())
         return ReceiverStatistics(
             num_links=len(self._links.links),
@@ -287,7 +287,7 @@ class DecodeAgent:
         )
 
     def close(self) -> None:
-        """Cut every prefill off; rooms still open get no last event. Safe to call twice."""
+        """Close all links and listeners; open rooms get no last event. Safe to call twice."""
         self._control.stop()
         self._links.close()
 
@@ -313,7 +313,7 @@ class DecodeAgent:
                 self._links.drop(part.link, PeerLost("prefill does not answer a Withdraw"))
 
     def _parts(self, link: PrefillLink | None = None) -> list[LandPart]:
-        """Return the parts that are not over, or those over one link. Any thread may call it."""
+        """Return all unfinished parts, or those of one link. Any thread may call it."""
         return [
             part
             for room in list(self._rooms.values())
@@ -362,7 +362,7 @@ class DecodeAgent:
     def _link_lost(self, link: PrefillLink, error: TandemError) -> None:
         self.times.num_lost_links += 1
         for part in self._parts(link):
-            # A last word that has come counts, if it is looked at before the room's deadline.
+            # A last message that has arrived still counts: its check is in progress.
             if not part.has_last_word:
                 self._apply(part, Event.LINK_LOST, error)
 
@@ -371,11 +371,11 @@ class DecodeAgent:
             self._apply(part, Event.FENCED)
 
     def _hear(self, link: PrefillLink, message: hand_off.Landed | hand_off.Released) -> None:
-        """Take prefill's last word on a room: it counts once the pages are ours again, and looked at."""
+        """Handle prefill's last message of a room: it is applied once the pages are revoked and checked."""
         room = self._rooms.get(message.room)
         parts = [] if room is None else [part for part in room.parts if part.link is link]
         if not parts or parts[0].session.is_over or parts[0].has_last_word:
-            return  # it came twice, or for a room of somebody else
+            return  # a duplicate, or for an unknown room
         (part,) = parts
         part.has_last_word = True
         if isinstance(message, hand_off.Landed):
@@ -391,7 +391,7 @@ class DecodeAgent:
     def _look(
         self, part: LandPart, word: hand_off.Landed | hand_off.Released
     ) -> tuple[Event, TandemError | None]:
-        """Compare what arrived with what was sent. In the link's worker."""
+        """Verify the checksums. Runs on the link's worker."""
         if isinstance(word, hand_off.Released):
             error = None if word.error is None else error_of_far_side(word.error)
             return Event.RELEASED_ARRIVED, error
@@ -408,13 +408,13 @@ class DecodeAgent:
         return Event.CORRUPTED_ARRIVED, KVCorrupted(fault)
 
     def _not_taken_back(self, part: LandPart, error: TandemError) -> None:
-        """Only a fence makes these pages safe now."""
+        """Drop the link after a failed fence or check: only its own fence makes these pages safe."""
         self._apply(part, Event.LINK_LOST, error)
         self._links.drop(part.link, error)
 
     def _apply(self, part: LandPart, event: Event, error: TandemError | None = None) -> None:
         if part.session.is_over:
-            return  # this crossed with the last word
+            return  # crossed with the last message
         self._num_corrupted += event is Event.CORRUPTED_ARRIVED
         for action in part.session.apply(event, error):
             self._done[action] += 1
@@ -476,7 +476,7 @@ class DecodeAgent:
         self._links.send(part.link, grant)
 
     def _send_withdraw(self, part: LandPart, error: TandemError) -> None:
-        # It waits for the link's jobs. A link whose jobs take longer than this hangs, and is dropped.
+        # The message waits for the link's jobs. If they take longer than this, the link is dropped.
         part.deadline_s = self._clock() + self._timeouts.landed_s
         withdraw = hand_off.Withdraw(epoch=self._epoch, room=part.room.room, error=error.info())
         self._links.send(part.link, withdraw)

@@ -1,4 +1,4 @@
-"""Prefill's end: owns the bootstrap port, takes grants, pushes pages, reports what landed.
+"""Prefill's end: owns the bootstrap port, accepts grants, pushes pages, reports landings.
 
 The role calls `expect`, then `push` as pages (or layers of them) are computed and `finish` after the
 last; it may do so before the grant has come, the agent keeps it. Then one of
@@ -69,7 +69,7 @@ class SenderTimeouts:
     Attributes:
         grant_s: A request without a grant: decode may be queueing for pages.
         early_grant_s: A grant without a request, whose pages nobody else can use meanwhile.
-        heartbeat: Of the links.
+        heartbeat: Heartbeat settings of the links.
     """
 
     grant_s: float = 30.0
@@ -81,8 +81,8 @@ class SenderStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """What a prefill agent holds now and has done so far. Each part of a room counts.
 
     Attributes:
-        num_refused: Links and grants of decode nodes that cannot be.
-        num_strangers: Connections to the bootstrap port that did not get as far as a word.
+        num_refused: Rejected links and grants of decode nodes.
+        num_strangers: Connections to the bootstrap port that failed before the first message.
     """
 
     num_links: int
@@ -105,7 +105,7 @@ class PrefillAgent:
 
     Args:
         address: Where decode nodes reach us, such as `tcp://0.0.0.0:8998`.
-        end: Who we are and the pool we push from.
+        end: This node's identity and the pool to push from.
         waker: Rung whenever `events` has something.
         key: Requires decode nodes to know the cluster's secret.
         least_bytes: Of a push of layers; see `push_room`.
@@ -157,7 +157,7 @@ class PrefillAgent:
     # ── the role's side ──────────────────────────────────────────────────────────────────────────
 
     def expect(self, room: Room) -> None:
-        """A request came: wait for its grant."""
+        """Register a request, and wait for its grant."""
         self._told.open(room)
         now_s = self._clock()
         self._control.post(lambda: self._expect(room, now_s))
@@ -169,10 +169,10 @@ class PrefillAgent:
         first_page_index: int,
         layers: range | None = None,
     ) -> None:
-        """Queue own pages, that hold the prompt's pages `first_page_index` on, to be written.
+        """Queue writes of own pages, which hold the prompt's pages from `first_page_index` on.
 
-        They must keep their content until `PushDone` or `Released`. What decode already has is
-        left out.
+        The pages must keep their content until `PushDone` or `Released`. Tokens that decode already
+        has are skipped.
 
         Args:
             layers: Those that are computed, from the first not pushed yet on; None means all. The
@@ -183,7 +183,7 @@ class PrefillAgent:
         self._control.post(lambda: self._push(room, push, now_s))
 
     def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
-        """A forward begins that completes these pages: return what it calls for each layer.
+        """Return the callback that the forward completing these pages calls for each layer.
 
         They are pushed while it runs. At its end `push` is called for each run as ever: it adds what
         is left.
@@ -199,7 +199,7 @@ class PrefillAgent:
         *,
         logprobs: TokenLogprobs | None = None,
     ) -> None:
-        """Every page was pushed: notify decode as soon as all of them landed."""
+        """Notify decode once all pages have landed. Call it after the last `push`."""
         landed = hand_off.Landed(
             epoch=self._end.epoch,
             room=room,
@@ -213,15 +213,15 @@ class PrefillAgent:
         self._control.post(lambda: self._finish(room, landed, now_s))
 
     def abort(self, room: Room, error: TandemError | None = None) -> None:
-        """Give a room up; decode receives `error`. `Released` follows. No-op when it is over."""
+        """Abort a room; decode receives `error`. `Released` follows. No-op if the room is over."""
         self._told.give_up(room, error)
 
     def events(self) -> Iterator[SenderEvent]:
-        """Yield what happened and was not taken yet, oldest first."""
+        """Yield the queued events, oldest first."""
         return self._told.events()
 
     def statistics(self) -> SenderStatistics:
-        """Return what is held now and was done so far."""
+        """Return current gauges and cumulative counters."""
         states = Counter(part.session.state for part in self._parts())
         return SenderStatistics(
             num_links=len(self._bootstrap.links),
@@ -237,7 +237,7 @@ class PrefillAgent:
         )
 
     def close(self) -> None:
-        """Hang up on everybody; rooms still open get no last event. Safe to call twice."""
+        """Close all links; open rooms get no last event. Safe to call twice."""
         self._control.stop()
         self._bootstrap.close()
 
@@ -261,7 +261,7 @@ class PrefillAgent:
                 )
 
     def _parts(self) -> list[PushPart]:
-        """Return all parts that are not over. Any thread may call it."""
+        """Return all unfinished parts. Any thread may call it."""
         rooms = list(self._rooms.values())
         return [part for room in rooms for part in list(room.parts.values())]
 
@@ -271,7 +271,7 @@ class PrefillAgent:
         if isinstance(message, hand_off.Grant):
             return self._take_grant(link, message, part)
         if part is None or part.link is not link:
-            # Over, and forgotten, or never granted over this link: no write of it is under way here.
+            # The room is over or was never granted over this link: it has no write in flight here.
             return self._release(link, message.room, None)
         told = message.error
         why = Aborted("decode withdrew its grant") if told is None else error_of_far_side(told)
@@ -290,7 +290,7 @@ class PrefillAgent:
 
     def _take_grant(self, link: DecodeLink, grant: hand_off.Grant, known: PushPart | None) -> None:
         if known is not None and known.may_write(link):
-            # Released would end the first grant at decode, under writes that are still going on.
+            # Released would end the first grant at decode while its writes are still in flight.
             self._bootstrap.num_refused += 1
             return self._bootstrap.drop(link, PeerLost("decode granted a room twice"))
         room = self._rooms.get(grant.room) or PushRoom(grant.room)
@@ -304,7 +304,7 @@ class PrefillAgent:
 
     def _push(self, room: Room, push: Push, now_s: float) -> None:
         if (entry := self._rooms.get(room)) is None:
-            return  # it ended while the role computed
+            return  # the room ended during the forward
         if entry.pushed_s is None:
             entry.pushed_s = now_s
         self._when_granted(entry, lambda part: self._write(part, push))
@@ -324,10 +324,10 @@ class PrefillAgent:
     def _write(self, part: PushPart, push: Push) -> None:
         own, layers = part.take(push, self._end.layout)
         if not layers:
-            return  # they were pushed while they were computed
+            return  # already pushed layer by layer
 
         def write() -> None:
-            # This takes seconds for a long prompt between pages of unlike sizes.
+            # Planning takes seconds for a long prompt between pages of different sizes.
             plan = part.plan(own, layers)
             if not len(plan):
                 return  # decode has it all
@@ -349,7 +349,7 @@ class PrefillAgent:
             try:
                 part.sum_up(self._end.region, self._end.layout)
             except Exception as error:
-                # Every write before has returned: this fails the room, and not the link.
+                # All earlier writes have returned, so only the room fails, not the link.
                 log.exception("kv_checksum.failed")
                 raise TransferRefused(f"prefill cannot compute checksums: {error!r}") from error
 
@@ -360,7 +360,7 @@ class PrefillAgent:
     ) -> None:
         def do() -> None:
             if part.refusal is not None:
-                raise part.refusal  # of a job before this one: the room is about to be stopped
+                raise part.refusal  # an earlier job failed: the room is about to be stopped
             try:
                 job()
             except TransferRefused as error:
@@ -373,13 +373,13 @@ class PrefillAgent:
     def _write_failed(self, part: PushPart, error: TandemError) -> None:
         if isinstance(error, TransferRefused):
             return self._apply(part, Event.WRITE_FAILED, error)
-        # Bytes may still be under way: only decode's fence ends them, so no Released may be sent.
+        # Bytes may still be in flight, and only decode's fence stops them: do not send Released.
         assert part.link is not None
         return self._bootstrap.drop(part.link, error)
 
     def _apply(self, part: PushPart, event: Event, error: TandemError | None = None) -> None:
         if part.session.is_over:
-            return  # this crossed with the last word
+            return  # crossed with the last message
         before = part.session.state
         for action in part.session.apply(event, error):
             self._done[action] += 1
@@ -398,7 +398,7 @@ class PrefillAgent:
             case Action.TELL_GRANTED:
                 self._report(part, Granted(room, part.destination.first_token))
                 pending, part.pending = part.pending, []
-                for do in pending:  # what the role asked for before the grant came
+                for do in pending:  # jobs that the role queued before the grant
                     if part.session.state is SenderState.PUSHING:
                         do(part)
             case Action.STOP_WRITES:
@@ -429,7 +429,7 @@ class PrefillAgent:
         self._told.report(part.number, room.num_parts, event)
 
     def _observe(self, part: PushPart, event: SenderEvent) -> None:
-        """Measure what is true of all parts."""
+        """Record times of events that all parts have reached."""
         now_s, times, room = self._clock(), self.times, part.room
         if isinstance(event, Granted):
             room.num_granted += 1

@@ -2,20 +2,20 @@
 
 ```
  prefill                                         decode
- NEW        nothing has come yet                 RESERVING  pages set aside, the link is not up yet
- WAITING    the request came, no grant yet       GRANTED    the grant is sent: prefill may write
- GRANTED_EARLY  the grant came, no request yet   READY      landed; the pages hold the prompt
- PUSHING    both came: writes may be in flight   WITHDRAWN  Withdraw is sent, no answer yet
+ NEW        neither request nor grant arrived    RESERVING  pages reserved, the link is not up yet
+ WAITING    request arrived, no grant yet        GRANTED    grant sent: prefill may write
+ GRANTED_EARLY  grant arrived, no request yet    READY      landed; the pages hold the prompt
+ PUSHING    both arrived; writes in flight       WITHDRAWN  Withdraw sent, not acknowledged yet
  LANDED     every write landed, Landed sent      FENCING    prefill is lost; its writes are being
  RELEASING  stopping the writes in flight                   made impossible
  RELEASED   stopped, Released sent               CLOSED     no write can arrive any more
- REFUSING   one half came and was given up;
-            the other is answered when it comes
+ REFUSING   request or grant was rejected;
+            the other is rejected on arrival
 ```
 
-A driver feeds events and carries out the actions it gets back. The rule the tables keep: prefill
-sends `Landed` or `Released` once, and only when no write of the room is in flight; decode takes pages
-for its own only after one of the two, or after the fence.
+A driver feeds in events and executes the returned actions. The tables keep one invariant. Prefill
+sends `Landed` or `Released` once, and only when the room has no write in flight. Decode reuses pages
+only after either message, or after the fence.
 """
 
 from collections.abc import Mapping
@@ -29,30 +29,30 @@ from tandem.wire.errors import TandemError
 
 
 class Event(Enum):
-    """Something that happened to a room at one end; an error may come with it."""
+    """An event of a room at one end; it may carry an error."""
 
     # Prefill.
-    EXPECTED = "Expected"  # the request came
+    EXPECTED = "Expected"  # the request arrived
     GRANT_ARRIVED = "GrantArrived"
     WITHDRAW_ARRIVED = "WithdrawArrived"  # decode wants its pages back
-    ABORT_ASKED = "AbortAsked"  # this end gave the request up
-    WRITES_DONE = "WritesDone"  # everything is pushed and landed
-    WRITE_FAILED = "WriteFailed"  # a write was refused, and none of its bytes is under way
-    WRITES_STOPPED = "WritesStopped"  # asked to stop, and no write is in flight any more
-    # Decode. With the three that arrive, the grant is revoked already.
+    ABORT_ASKED = "AbortAsked"  # prefill's role aborted the request
+    WRITES_DONE = "WritesDone"  # every write has landed
+    WRITE_FAILED = "WriteFailed"  # a write was rejected; none of its bytes is in flight
+    WRITES_STOPPED = "WritesStopped"  # after STOP_WRITES: no write is in flight
+    # Decode. The grant is already revoked when one of the three *_ARRIVED events is applied.
     LINK_READY = "LinkReady"  # prefill sent Welcome
-    LANDED_ARRIVED = "LandedArrived"  # the bytes are those that were sent
-    CORRUPTED_ARRIVED = "CorruptedArrived"  # prefill sent Landed, and the bytes are others
+    LANDED_ARRIVED = "LandedArrived"  # the checksums match
+    CORRUPTED_ARRIVED = "CorruptedArrived"  # prefill sent Landed, but the checksums differ
     RELEASED_ARRIVED = "ReleasedArrived"
-    WITHDRAW_ASKED = "WithdrawAsked"  # this end wants the pages back
+    WITHDRAW_ASKED = "WithdrawAsked"  # decode's role withdrew the request
     FENCED = "Fenced"  # no write of the lost prefill can arrive any more
     # Both.
-    LINK_LOST = "LinkLost"  # the far side is gone, or never was there
-    TIMED_OUT = "TimedOut"  # the next thing did not come in time
+    LINK_LOST = "LinkLost"  # the connection failed or was never made
+    TIMED_OUT = "TimedOut"  # the deadline of this state passed
 
 
 class SenderState(Enum):
-    """Where prefill's end of a room is."""
+    """State of prefill's end of a room."""
 
     NEW = "new"
     WAITING = "waiting"
@@ -65,7 +65,7 @@ class SenderState(Enum):
 
 
 class ReceiverState(Enum):
-    """Where decode's end of a room is."""
+    """State of decode's end of a room."""
 
     RESERVING = "reserving"
     GRANTED = "granted"
@@ -76,7 +76,7 @@ class ReceiverState(Enum):
 
 
 class Action(Enum):
-    """What the driver does. SEND goes to the far side, TELL to this end's role."""
+    """An action of the driver. SEND sends to the far side, TELL reports to this end's role."""
 
     TELL_GRANTED = "tell granted"
     STOP_WRITES = "stop writes"
@@ -98,7 +98,7 @@ State = TypeVar("State", bound=Enum)
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[State]):
-    """What one event does in one state."""
+    """The effect of one event in one state."""
 
     state: State
     actions: tuple[Action, ...] = ()
@@ -125,7 +125,7 @@ SENDER: Table[SenderState] = {
     _S.GRANTED_EARLY: {
         _E.EXPECTED: _to(_S.PUSHING, _A.TELL_GRANTED),
         _E.WITHDRAW_ARRIVED: _to(_S.REFUSING, _A.SEND_RELEASED),
-        # The room was over, and is granted a second time: the role gave up the first.
+        # A second grant of a finished room, whose first grant the role aborted.
         _E.ABORT_ASKED: _to(_S.REFUSING, _A.SEND_RELEASED),
         _E.LINK_LOST: _to(_S.REFUSING),
         _E.TIMED_OUT: _to(_S.REFUSING, _A.SEND_RELEASED),
@@ -139,7 +139,7 @@ SENDER: Table[SenderState] = {
     },
     _S.RELEASING: {
         _E.WRITES_STOPPED: _to(_S.RELEASED, _A.SEND_RELEASED, _A.TELL_RELEASED),
-        # These crossed with the stop: it is under way already, and WritesStopped still follows.
+        # These crossed with the stop, which is in progress; WritesStopped still follows.
         _E.WRITES_DONE: _to(_S.RELEASING),
         _E.WITHDRAW_ARRIVED: _to(_S.RELEASING),
         _E.ABORT_ASKED: _to(_S.RELEASING),
@@ -150,12 +150,12 @@ SENDER: Table[SenderState] = {
         _E.GRANT_ARRIVED: _to(_S.RELEASED, _A.SEND_RELEASED),
         _E.EXPECTED: _to(_S.RELEASED, _A.TELL_RELEASED),
         _E.TIMED_OUT: _to(_S.RELEASED),
-        # The half that was given up may still report that itself.
+        # These events may repeat the reason of the rejection.
         _E.WITHDRAW_ARRIVED: _to(_S.REFUSING),
         _E.ABORT_ASKED: _to(_S.REFUSING),
         _E.LINK_LOST: _to(_S.REFUSING),
     },
-    # Over: the last word crossed with these.
+    # Over: these crossed with the last message.
     _S.LANDED: {_E.WITHDRAW_ARRIVED: _to(_S.LANDED), _E.ABORT_ASKED: _to(_S.LANDED)},
     _S.RELEASED: {_E.WITHDRAW_ARRIVED: _to(_S.RELEASED), _E.ABORT_ASKED: _to(_S.RELEASED)},
 }
@@ -186,7 +186,7 @@ RECEIVER: Table[ReceiverState] = {
         _E.WITHDRAW_ASKED: _to(_R.FENCING),
         _E.LINK_LOST: _to(_R.FENCING),
     },
-    # Over: the role's withdrawal crossed with the news.
+    # Over: the role's withdrawal crossed with the last event.
     _R.READY: {_E.WITHDRAW_ASKED: _to(_R.READY)},
     _R.CLOSED: {_E.WITHDRAW_ASKED: _to(_R.CLOSED)},
 }
@@ -206,8 +206,8 @@ class Session(Generic[State]):
     """One end of one room.
 
     Attributes:
-        state: Where it is.
-        error: The first error that came with an event.
+        state: The current state.
+        error: The first error that an event carried.
     """
 
     def __init__(self, table: Table[State], state: State) -> None:
@@ -217,17 +217,17 @@ class Session(Generic[State]):
 
     @property
     def is_over(self) -> bool:
-        """Whether this end has nothing more to do."""
+        """Whether the room is finished at this end."""
         return self.state in OVER
 
     def apply(self, event: Event, error: TandemError | None = None) -> tuple[Action, ...]:
-        """Move to the next state and return what to do, in order.
+        """Move to the next state and return the actions, in order.
 
         Args:
-            error: Why it happened, where there is a reason.
+            error: The cause of the event, if known.
 
         Raises:
-            UnexpectedEvent: The table has no such arrow; nothing changed.
+            UnexpectedEvent: The table has no such transition; the state is unchanged.
         """
         step = self._table[self.state].get(event)
         if step is None:
