@@ -10,6 +10,8 @@ A node that is linked is not asked over HTTP: a restart ends the link, and a dra
 """
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -38,6 +40,9 @@ TOKENIZER_LIMIT_BYTES = 128 << 20
 # What msgspec raises for bytes of any kind; the last for brackets in brackets without end.
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 FIRST_RETRY_S, LAST_RETRY_S = 0.25, 1.0
+# A node that was never reached may be starting for this long, and longer while it reports that it loads.
+START_S = 30.0
+LOADING, REFUSED = "loading the model", os.strerror(errno.ECONNREFUSED)
 # An engine that /server_info names answers in milliseconds, or is out of reach.
 FIRST_ANSWER_TIMEOUT_S = 2.0
 # An engine that reported nothing for so long is hung, though its link is up: heartbeats need no loop. Three times the
@@ -83,9 +88,8 @@ class Watcher:
     async def _watch(
         self, node: Node, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup
     ) -> None:
-        retry_s = FIRST_RETRY_S
+        retry_s, noted, began_s = FIRST_RETRY_S, ("", ""), asyncio.get_running_loop().time()
         while True:
-            old_reason = node.reason
             node.trouble.clear()
             try:
                 await self._ask(node, session, tasks)
@@ -93,12 +97,16 @@ class Watcher:
                 if not isinstance(error, NodeUnusable):
                     log.exception("node.watch_failed", url=node.url)
                 node.note(reason=str(error) or type(error).__name__)
-                if not node.is_up and node.reason != old_reason:
-                    log.warning("node.down", role=node.role, url=node.url, reason=node.reason)
+                age_s = asyncio.get_running_loop().time() - began_s
+                event = "node.awaited" if _is_starting(node, age_s) else "node.down"
+                if not node.is_up and (event, node.reason) != noted:
+                    noted = (event, node.reason)
+                    write = log.info if event == "node.awaited" else log.warning
+                    write(event, role=node.role, url=node.url, reason=node.reason)
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, LAST_RETRY_S)
                 continue
-            retry_s = FIRST_RETRY_S
+            retry_s, noted = FIRST_RETRY_S, ("", "")
             if node.is_up:
                 log.info("node.up", role=node.role, url=node.url)
                 self._came_up()
@@ -173,6 +181,11 @@ async def _hold(node: Node, client: EngineClient) -> None:
         await client.run()
     except* Exception:
         log.exception("node.link_failed", role=node.role, url=node.url, action="connecting again")
+
+
+def _is_starting(node: Node, age_s: float) -> bool:
+    is_early = node.reason == REFUSED and age_s < START_S
+    return node.info is None and (is_early or node.reason == LOADING)
 
 
 async def _wait_answered(client: EngineClient) -> None:

@@ -1,23 +1,30 @@
-"""`tandem up`: runs a whole cluster on this machine, with one log.
+"""`tandem up`: runs a whole cluster on this machine, with one log file.
 
 Each node is a separate process that runs the command an operator would type. If one exits, all stop: half
 of a local cluster is useless.
 """
 
 import asyncio
+import contextlib
+import itertools
 import os
 import random
+import re
 import shlex
 import signal
 import socket
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Self, TextIO
 
 import aiohttp
 import uvloop
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from tandem.node.config import NodeConfig
@@ -39,6 +46,9 @@ PORTS = range(20_000, 32_000)
 ROUTER = "router"
 # Limit of a log line: a longer line would stop the cluster.
 MOST_LINE_BYTES = 1 << 26
+# A log line of no interest while all is well; every other line, such as a traceback, is shown.
+ROUTINE = re.compile(r"\S+ \[(debug|info)\b")
+HEALTH_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +64,11 @@ class Member:
     name: str
     argv: list[str]
     secrets: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def port(self) -> str:
+        """The port of a node's HTTP."""
+        return self.argv[self.argv.index("--port") + 1]
 
 
 # Options that this command sets for each process.
@@ -74,7 +89,7 @@ SECRET = {"--api-key": "TANDEM_API_KEY", "--kv-tier": "TANDEM_KV_TIER"}
 COMMON = (
     *("--prefills", "--decodes", "--model", "--num-threads", "--host", "--port", "--detokenizers"),
     *("--policy", "--api-key-file", "--ssl-certfile", "--tool-call-parser", "--log-level"),
-    *("--dtype", "--device", "--engine"),
+    *("--dtype", "--device", "--engine", "--verbose"),
 )
 
 
@@ -105,6 +120,7 @@ def build_parser() -> Parser:
         metavar="N",
         help="threads of torch in each node; 0: the cores, shared evenly",
     )
+    add("-v", "--verbose", action="store_true", help="show the log here instead of in a file")
     add_flags(parser, RouterConfig, without=OWN)
     add_flags(parser, NodeConfig, without=(*OWN, *OWN_OF_NODES, *_shared_fields()))
     add_hidden_flags(parser, without=_names(RouterConfig))
@@ -163,7 +179,7 @@ def _variable(flag: str, lower: Sequence[list[str]]) -> dict[str, str]:
 
 def _forwarded(flags: Sequence[list[str]]) -> tuple[list[str], list[str]]:
     """Return the arguments for every node, and the arguments for the router."""
-    own = {"--prefills", "--decodes", "--model", "--model-path", "--num-threads"}
+    own = {"--prefills", "--decodes", "--model", "--model-path", "--num-threads", "-v", "--verbose"}
     routers = _names(RouterConfig)
     of_nodes: list[str] = []
     of_router: list[str] = []
@@ -218,17 +234,88 @@ def main(argv: Sequence[str]) -> int:
             "--ssl-ca-certs: this command has no certificate with which to ask its own router whether it "
             "serves; start prefill, decode and lb one by one"
         )
-    cluster = Cluster(processes, Console(highlight=False))
-    status: int = uvloop.run(cluster.run(router.host, router.port, router.http.scheme))
+    console, names = Console(highlight=False), [each.name for each in processes]
+    with (
+        contextlib.nullcontext() if args.verbose else log_file() as log,
+        Screen(console, names, log) as screen,
+    ):
+        cluster = Cluster(processes, screen)
+        status: int = uvloop.run(cluster.run(router.host, router.port, router.http.scheme))
     return status
+
+
+def log_file() -> TextIO:
+    """Open a new file that only this user can read."""
+    fd, path = tempfile.mkstemp(prefix="tandem-up-", suffix=".log")
+    os.close(fd)
+    return open(path, "w", buffering=1, encoding="utf-8")
+
+
+class Screen:
+    """What the terminal shows: with a log file, how each process starts, and later only warnings and errors.
+
+    Args:
+        names: Names of the processes, in the order they start.
+        log: The file that gets every line; None: the terminal gets them.
+    """
+
+    def __init__(self, console: Console, names: Sequence[str], log: TextIO | None) -> None:
+        self.console, self.log = console, log
+        self._width, self._began_s = max(map(len, names)), time.monotonic()
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        is_shown = log is not None and console.is_terminal
+        self._progress = Progress(*columns, console=console, transient=True, disable=not is_shown)
+        self._rows = {
+            name: self._progress.add_task(f"{name:<{self._width}} starts") for name in names
+        }
+        self._colours = dict(zip(names, itertools.cycle(COLOURS), strict=False))
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self._progress.stop()
+
+    def line(self, name: str, said: Text) -> None:
+        """Take a line that a process wrote."""
+        if self.log is not None:
+            self.log.write(f"{name:<{self._width}} │ {said.plain}\n")
+            if ROUTINE.match(said.plain):
+                return
+        prefix = (f"{name:<{self._width}} │ ", self._colours[name])
+        self.console.print(Text.assemble(prefix, said), soft_wrap=True)
+
+    def ready(self, name: str) -> None:
+        """Show that a process serves."""
+        if self.log is not None:
+            self._progress.remove_task(self._rows[name])
+            took_s = time.monotonic() - self._began_s
+            self.console.print(f"{name:<{self._width}}   ready after {took_s:.1f} s")
+
+    def banner(self, url: str) -> None:
+        """Show what to do with a cluster that serves."""
+        self._progress.stop()
+        log = "" if self.log is None else f"  log: {self.log.name}\n"
+        self.console.print(
+            Text.from_markup(
+                f"\n[bold green]Tandem serves at {url}[/]  (Ctrl-C stops it)\n\n"
+                f"  curl -s {url}/generate -H 'Content-Type: application/json' \\\n"
+                '       -d \'{"text": "The capital of France is", "max_new_tokens": 32}\'\n\n'
+                f"  What it does: {url} in a browser, or tandem top {url}\n"
+                f"  OpenAI clients: base_url={url}/v1   health: {url}/health   "
+                f"metrics: {url}/metrics\n{log}"
+            ),
+            soft_wrap=True,
+        )
 
 
 class Cluster:
     """The processes of one `tandem up`, from start to stop."""
 
-    def __init__(self, cluster: Sequence[Member], console: Console) -> None:
+    def __init__(self, cluster: Sequence[Member], screen: Screen) -> None:
         self._members = cluster
-        self._console = console
+        self._screen = screen
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._stopping = asyncio.Event()
         self._status = 0
@@ -244,10 +331,7 @@ class Cluster:
             loop.add_signal_handler(number, self._signalled)
         try:
             async with asyncio.TaskGroup() as tasks:
-                watchers = [
-                    tasks.create_task(self._member(member, COLOURS[i % len(COLOURS)]))
-                    for i, member in enumerate(self._members)
-                ]
+                watchers = [tasks.create_task(self._member(member)) for member in self._members]
                 ready = tasks.create_task(self._announce(host, port, scheme))
                 stopped = tasks.create_task(self._stopping.wait())
                 await asyncio.wait([*watchers, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -263,7 +347,7 @@ class Cluster:
             self._kill()
         self._stopping.set()
 
-    async def _member(self, member: Member, colour: str) -> None:
+    async def _member(self, member: Member) -> None:
         # A separate session: Ctrl-C reaches only the parent, which then stops its children in order.
         process = await asyncio.create_subprocess_exec(
             *COMMAND,
@@ -276,39 +360,39 @@ class Cluster:
         )
         self._processes[member.name] = process
         assert process.stdout is not None
-        width = max(len(m.name) for m in self._members)
         refusal, says = "", f"tandem {member.argv[0]}: error: "
         async for line in process.stdout:
             said = Text.from_ansi(line.decode(errors="replace").rstrip())
             refusal = said.plain.removeprefix(says) if said.plain.startswith(says) else refusal
-            prefix = (f"{member.name:<{width}} │ ", colour)
-            self._console.print(Text.assemble(prefix, said), soft_wrap=True)
+            self._screen.line(member.name, said)
         status = await process.wait()
         if not self._stopping.is_set():
             self._stopping.set()  # only the first exit is reported
             self._status = max(status, 1)  # negative after a signal
             reason = refusal or f"ended with status {status}"
-            sys.stderr.write(f"tandem up: error: {member.name}: {reason}; stopping the rest\n")
+            where = "" if self._screen.log is None else f"; log: {self._screen.log.name}"
+            sys.stderr.write(
+                f"tandem up: error: {member.name}: {reason}; stopping the rest{where}\n"
+            )
 
     async def _announce(self, host: str, port: int, scheme: str) -> None:
         shown = "localhost" if host in ("127.0.0.1", "0.0.0.0", "::", "::1") else host
         url = f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{port}"
         # The certificate is not verified: it belongs to our own child and names the host that clients use.
         connector = aiohttp.TCPConnector(ssl=False)
-        async with aiohttp.ClientSession(connector=connector) as session:
-            while not await _is_healthy(session, url):  # noqa: ASYNC110 - another process's state
-                await asyncio.sleep(0.2)
-        self._console.print(
-            Text.from_markup(
-                f"\n[bold green]Tandem serves at {url}[/]  (Ctrl-C stops it)\n\n"
-                f"  curl -s {url}/generate -H 'Content-Type: application/json' \\\n"
-                '       -d \'{"text": "The capital of France is", "max_new_tokens": 32}\'\n\n'
-                f"  What it does: {url} in a browser, or tandem top {url}\n"
-                f"  OpenAI clients: base_url={url}/v1   health: {url}/health   "
-                f"metrics: {url}/metrics\n"
-            ),
-            soft_wrap=True,
-        )
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            asyncio.TaskGroup() as tasks,
+        ):
+            for member in self._members:
+                own = url if member.name == ROUTER else f"http://127.0.0.1:{member.port}"
+                tasks.create_task(self._wait_ready(member.name, session, own))
+        self._screen.banner(url)
+
+    async def _wait_ready(self, name: str, session: aiohttp.ClientSession, url: str) -> None:
+        while not await _is_healthy(session, url):  # noqa: ASYNC110 - another process's state
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+        self._screen.ready(name)
 
     async def _stop(self) -> None:
         """Terminate the router, then the nodes, so that no request meets a stopped node; kill them after a timeout."""

@@ -87,6 +87,20 @@ async def test_an_answer_that_breaks_its_reader_is_asked_for_again_and_ends_no_o
     assert [one["event"] for one in logs].count("node.watch_failed") == 1
 
 
+async def test_a_node_that_is_not_there_yet_is_awaited_and_one_that_goes_is_down():
+    prefill, place, decode = FakeNode("prefill"), FakeNode("decode"), FakeNode("decode")
+    with structlog.testing.capture_logs() as logs:
+        async with prefill.serving(), AsyncExitStack() as stack:
+            async with place.serving():
+                pass
+            backend = await stack.enter_async_context(watched([prefill], [place]))
+            await until(lambda: any(one["event"] == "node.awaited" for one in logs))
+            assert not [one for one in logs if one["log_level"] == "warning"]
+            async with decode.serving(port=int(place.url.rpartition(":")[2])):
+                await until(lambda: backend.health().is_serving)
+            await until(lambda: any(one["event"] == "node.down" for one in logs))
+
+
 async def test_a_node_that_restarts_under_its_address_serves_within_five_seconds():
     # What one visit may take at worst, a pause behind it, and the first answer of the new engine.
     assert INFO_TIMEOUT_S + LAST_RETRY_S + FIRST_ANSWER_TIMEOUT_S <= 5

@@ -2,9 +2,10 @@ import sys
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from tandem.router.arguments import parse
-from tandem.up import Cluster, Member, build_parser, free_ports, main, members
+from tandem.up import Cluster, Member, Screen, build_parser, free_ports, main, members
 from tests.certificates import make_certificates
 
 
@@ -59,11 +60,34 @@ async def test_a_log_line_of_any_length_does_not_end_the_cluster(capsys, monkeyp
     command = (sys.executable, "-c", "import sys; print(sys.argv[1] * 200_000); sys.exit(3)")
     monkeypatch.setattr("tandem.up.COMMAND", command)
     member = Member("long", ["x"])
-    cluster = Cluster([member], Console(width=80))
-    await cluster._member(member, "cyan")
+    cluster = Cluster([member], Screen(Console(width=80), ["long"], None))
+    await cluster._member(member)
     out, err = capsys.readouterr()
     assert out.count("x") == 200_000
     assert "long: ended with status 3" in err
+
+
+def test_the_terminal_shows_who_is_ready_and_what_is_wrong_and_the_file_everything(
+    capsys, tmp_path
+):
+    routine, warning = "10:00:00 [info     ] node.up", "10:00:01 [warning  ] node.lost"
+    trace = "Traceback (most recent call last):"
+    with (
+        (tmp_path / "log").open("w") as log,
+        Screen(Console(width=80), ["router", "decode-0"], log) as screen,
+    ):
+        for line in (routine, warning, trace):
+            screen.line("router", Text(line))
+        screen.ready("decode-0")
+        screen.banner("http://localhost:8000")
+    out = capsys.readouterr().out
+    assert routine not in out
+    assert f"router   │ {warning}\n" in out
+    assert trace in out
+    assert "decode-0   ready after" in out
+    assert f"log: {log.name}" in "".join(out.split("\n")[-3:])
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines == [f"router   │ {line}" for line in (routine, warning, trace)]
 
 
 def test_a_misspelt_flag_of_a_node_is_answered_before_anything_starts(capsys):
