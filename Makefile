@@ -106,7 +106,7 @@ bench: setup ## Run the benchmarks that need nothing else (about 20 minutes).
 	@for name in step_overhead decode prefill transfer overlap interference serve edge; do \
 	  echo "==> $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
-faults: setup ## Run the fault matrix and write docs/fault-matrix.md (about 20 minutes; as root for all of it).
+faults: setup ## Run the fault matrix and write docs/fault-matrix.md (a quarter of an hour; as root for all of it).
 	@$(BIN)/python -m tests.faults.matrix --write docs/fault-matrix.md $(ARGS)
 
 soak: setup ## Serve for 30 minutes while processes die, freeze and come back.
