@@ -1,1 +1,1 @@
-"""Measurements, each a program: `python -m benchmarks.NAME --help`."""
+"""Benchmarks. Each one is a program: `python -m benchmarks.NAME --help`."""

@@ -1,7 +1,7 @@
-"""The limit that decoding is held to: a Llama decoder in plain torch, and nothing around it.
+"""The upper bound for decoding: a Llama decoder in plain torch without a serving engine.
 
-q, k, v and gate, up are one product each, grouped attention does not expand K and V, and the cache of
-all streams is one dense tensor. No pages, no requests, no sampling but argmax.
+q, k and v are one matrix product, and so are gate and up. Grouped attention does not expand K and V. The KV
+cache of all streams is one dense tensor. There are no pages and no requests; sampling is argmax.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class BareLoop:
 
     @torch.inference_mode()
     def step(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """Return the next token of each stream. Shape (num_streams,) in and out."""
+        """Return the next token of each stream. Input and output have the shape (num_streams,)."""
         x = functional.embedding(tokens, self._embed)
         num_q, num_k = self._num_heads * self._dim, self._num_kv * self._dim
         for index, layer in enumerate(self._layers):

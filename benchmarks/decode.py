@@ -1,8 +1,8 @@
-"""Decoding in one process, measured: the engine against a bare loop in torch, and `generate`.
+"""Decoding in one process: the engine against a bare loop in torch, and against `generate`.
 
-Each stream has a prompt of 128 tokens and gets 32 more. Against the bare loop only decoding is timed;
-against `generate`, which cannot be timed apart, the whole run of both. Rounds alternate and medians are
-compared. Run from the root: `python -m benchmarks.decode`.
+Each stream has a prompt of 128 tokens and generates 32. The comparison with the bare loop times decoding
+only. The comparison with `generate`, which cannot be split, times prompt and decoding. Rounds alternate, and
+medians are compared. Run from the repository's root: `python -m benchmarks.decode`.
 """
 
 import argparse
@@ -26,7 +26,7 @@ GOAL_TO_BARE, GOAL_TO_GENERATE = 0.9, 1.5
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser."""
+    """Return the command line's parser."""
     parser = parser_of(
         "decode", "Measure decoding against a bare loop in plain torch, in one process."
     )
@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def engine_round(engine: Engine, prompts: list[list[int]], num_new: int) -> float:
-    """Return the seconds that decoding took, all prompts computed before."""
+    """Return the seconds per decoded token. All prompts are computed before the clock starts."""
     for prompt in prompts:
         engine.submit(ask(prompt, num_new))
     while engine.num_waiting or engine.num_prompts:
@@ -54,7 +54,7 @@ def engine_round(engine: Engine, prompts: list[list[int]], num_new: int) -> floa
 
 
 def whole_round(engine: Engine, prompts: list[list[int]], num_new: int) -> float:
-    """Return the seconds a token of the answers takes, their prompts included."""
+    """Return the seconds per generated token, including the prompts' time."""
     begin = time.perf_counter()
     for prompt in prompts:
         engine.submit(ask(prompt, num_new))
@@ -64,7 +64,7 @@ def whole_round(engine: Engine, prompts: list[list[int]], num_new: int) -> float
 
 
 def bare_round(loop: BareLoop, num_streams: int, num_prompt: int, num_new: int) -> float:
-    """Return the seconds a token takes; the cache holds zeros, which cost the same."""
+    """Return the seconds per token. The cache holds zeros, which take the same time."""
     tokens = torch.arange(num_streams)
     begin = time.perf_counter()
     for position in range(num_prompt, num_prompt + num_new):
@@ -73,7 +73,7 @@ def bare_round(loop: BareLoop, num_streams: int, num_prompt: int, num_new: int) 
 
 
 def generate_round(model: Any, prompts: list[list[int]], num_new: int) -> float:
-    """Return the seconds a token of transformers' `generate` takes, its prompt included."""
+    """Return the seconds per token of transformers' `generate`, including the prompt's time."""
     ids = torch.tensor(prompts)
     begin = time.perf_counter()
     model.generate(
@@ -87,7 +87,7 @@ def generate_round(model: Any, prompts: list[list[int]], num_new: int) -> float:
 
 
 def medians(rounds: int, runs: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """Run all in turn, a round to warm up first; return the median tokens/s of each."""
+    """Run all in turn, after one round of warm-up; return the median tokens/s of each."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         for name, run in runs.items():

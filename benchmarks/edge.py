@@ -1,9 +1,9 @@
-"""What a streamed token costs the edge, in CPU microseconds, beside the bare write that it ends in.
+"""CPU microseconds of the edge per streamed token, compared with a bare socket write.
 
-Stub nodes stream to `tandem lb`; counted is the CPU time of all the router's processes over a window in which
-every stream runs: ZMQ in, detokenising with the embedded model's vocabulary, stop check, event, socket. Beside
-it, in the same run and at the same pace, the floor: a process that only writes events of the same size to as
-many sockets. The edge has a core of its own where there are two.
+Stub nodes stream to `tandem lb`. The benchmark measures the CPU time of all the router's processes in a window in
+which every stream runs: ZMQ, detokenising with the embedded model's vocabulary, stop check, event, socket. The floor
+is a process that only writes events of the same size to as many sockets, at the same rate and in the same run.
+The process under measurement gets a dedicated core if the machine has two.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from benchmarks.rig import (
 
 GOAL_RATIO = 1.6
 GOAL_OURS_US = 3.5
-# What 72 GPUs at 2,000 tokens/s each would stream.
+# The rate of 72 GPUs at 2,000 tokens/s each.
 POOL_TOKENS_PER_S = 144_000
-# Slow enough that one core carries all the edge and another the nodes and the clients.
+# Low enough that the edge fits on one core, and the nodes and clients on another.
 TOKENS_PER_S = 8_000
 MIN_STEP_S = 0.01
 NUM_NEW = 8000
@@ -42,11 +42,11 @@ WARM_EVENTS = 16
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One API at one number of streams: medians of the rounds.
+    """Medians over the rounds, for one API and one number of streams.
 
     Attributes:
-        edge_us, floor_us: CPU time for each event.
-        ratio: Of the two, measured one right after the other.
+        edge_us, floor_us: CPU time per event.
+        ratio: Median ratio of the two, measured back to back.
     """
 
     edge_us: float
@@ -55,7 +55,7 @@ class Row:
 
 
 def bodies() -> dict[str, tuple[str, str]]:
-    """Return path and body by the name of an API. A stop string is looked for in each."""
+    """Return path and body by the name of an API. Each body has a stop string."""
     common = {"ignore_eos": True, "temperature": 0, "stop": ["###"]}
     prompt = "Tell me something that takes long to tell."
     sampling = common | {"max_new_tokens": NUM_NEW}
@@ -69,7 +69,7 @@ def bodies() -> dict[str, tuple[str, str]]:
 
 @contextlib.contextmanager
 def edge(step_s: float) -> Iterator[Target]:
-    """Run the router before stub nodes."""
+    """Run the router in front of stub nodes."""
     ports = [str(free_port()), str(free_port())]
     command = [sys.executable, "-m", "benchmarks.stubs", "nodes", "--port", *ports]
     command += ["--interval-ms", str(step_s * 1000)]
@@ -84,7 +84,7 @@ def edge(step_s: float) -> Iterator[Target]:
 
 @contextlib.contextmanager
 def floor(step_s: float, event_bytes: int) -> Iterator[Target]:
-    """Run the process that only writes."""
+    """Run the process that only writes events."""
     port = free_port()
     command = [sys.executable, "-m", "benchmarks.stubs", "http", "--port", str(port)]
     command += ["--events", "1000000", "--event-bytes", str(event_bytes)]
@@ -94,7 +94,7 @@ def floor(step_s: float, event_bytes: int) -> Iterator[Target]:
 
 
 def measure(target: Target, call: tuple[str, str], streams: int, window_s: float) -> Measured:
-    """Count over a window in which every stream runs."""
+    """Measure a window in which every stream runs."""
     plan = Plan(
         port=target.port,
         path=call[0],
@@ -112,12 +112,12 @@ def measure(target: Target, call: tuple[str, str], streams: int, window_s: float
 
 
 def event_us(measured: Measured) -> float:
-    """Return the CPU time of one event."""
+    """Return the CPU microseconds per event."""
     return measured.cpu_s / measured.num_events * 1e6
 
 
 def rows(args: argparse.Namespace, streams: int) -> Iterator[Row]:
-    """Measure both APIs at one number of streams, and the floor after each; print them."""
+    """Measure each API and then its floor, at one number of streams; print the results."""
     step_s = max(MIN_STEP_S, streams / TOKENS_PER_S)
     with edge(step_s) as router:
         for api, call in bodies().items():

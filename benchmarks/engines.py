@@ -1,4 +1,4 @@
-"""An engine in the benchmark's own process, and the model it is compared with."""
+"""An engine in the benchmark's process, and the directory of its model."""
 
 from pathlib import Path
 
@@ -17,12 +17,12 @@ from tandem.wire.generation import GenerateRequest, SamplingParams, new_request_
 
 
 def model_dir(model: str | None) -> Path:
-    """Return the directory of a model; the embedded one when none is named."""
+    """Return the directory of a model; None: the embedded model."""
     return resolve_model(model, default_cache_dir() / "models")
 
 
 def make_engine(path: Path, dtype: DType, max_total_tokens: int, chunk: int) -> Engine:
-    """Return an engine on this process's torch threads."""
+    """Return an engine that uses this process's torch threads."""
     config = EngineConfig(
         model_dir=str(path),
         dtype=dtype,

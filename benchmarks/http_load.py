@@ -1,7 +1,7 @@
-"""A small HTTP client on raw sockets: it times whole answers, beside streams that it reads and does not parse.
+"""A small HTTP load generator on raw sockets: it times complete responses, and reads streams without parsing them.
 
-Run with a `Plan` as JSON on standard input; writes `Measured` as JSON. It takes some 20 µs a request, so that
-the far side is what is measured; it also reads that side's CPU time, over the very window that is counted.
+It reads a `Plan` as JSON from stdin and writes `Measured` as JSON. A request costs the client only 20 µs, so that
+the server dominates the measurement. The client also reads the server's CPU time over the measured window.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ STALL_TIMEOUT_S = 120.0
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to send.
+    """The load to generate.
 
     Attributes:
-        body: Of each timed POST.
-        connections: Each has one request under way.
-        pause_s: Between an answer and the next request on a connection; 0 for as fast as it goes.
-        warm_up_s: Requests that begin before are not counted.
-        num_streams: Connections that stream, again and again.
-        stream_body: Of their POSTs.
-        warm_events: Events of each stream that come before anything is counted.
-        pids: Processes whose CPU time is counted.
+        body: Body of each timed POST.
+        connections: Connections with timed requests, one in flight on each.
+        pause_s: Pause between a response and the next request on a connection; 0: none.
+        warm_up_s: Requests that begin within this time are not counted.
+        num_streams: Connections that repeat a streaming request.
+        stream_body: Body of each streaming POST.
+        warm_events: Mean number of events per stream before the window begins.
+        pids: Processes whose CPU time is measured.
     """
 
     port: int
@@ -47,11 +47,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What came back in the window.
+    """The results of the window.
 
     Attributes:
-        latencies_ms: Of answers that were good.
-        errors: Of answers that were not, the first few.
+        latencies_ms: Latencies of the responses with status 200.
+        errors: The first three failures.
     """
 
     latencies_ms: list[float]
@@ -63,7 +63,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Connection(asyncio.Protocol):
-    """Sends a request, and another when the answer is whole."""
+    """Sends a request, and repeats it when the response is complete."""
 
     def __init__(self, load: "_Load", request: bytes, *, is_stream: bool) -> None:
         self._load, self._request, self._is_stream = load, request, is_stream
@@ -121,7 +121,7 @@ def _is_whole(response: bytearray) -> bool:
 
 
 class _Load:
-    """One plan under way."""
+    """The execution of one plan."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.is_over = plan, False
@@ -132,19 +132,19 @@ class _Load:
         self._transports: list[asyncio.WriteTransport] = []
 
     def answered(self, sent_s: float, response: bytearray) -> None:
-        """Note an answer."""
+        """Record a complete response."""
         if not response.startswith(b"HTTP/1.1 200"):
             self.failed(bytes(response[:300]).decode(errors="replace"))
         elif sent_s >= self._counts_from_s:
             self._latencies_ms.append((time.perf_counter() - sent_s) * 1000)
 
     def failed(self, error: str) -> None:
-        """Note that there was none, or no good one."""
+        """Record a failed request."""
         self._num_failed += 1
         self._errors = [*self._errors, error][:3]
 
     async def run(self) -> Measured:
-        """Load for the time of the plan."""
+        """Run the plan; return its measurements."""
         plan = self.plan
         for _ in range(plan.num_streams):
             await self._connect(plan.stream_body, is_stream=True)
@@ -181,7 +181,7 @@ class _Load:
 
 
 def drive(plan: Plan) -> Measured:
-    """Run a client in a process of its own."""
+    """Run the plan in a separate process."""
     command = [*pinned(OTHER_CORES), sys.executable, "-m", "benchmarks.http_load"]
     done = subprocess.run(
         command, input=msgspec.json.encode(plan), capture_output=True, check=False

@@ -1,8 +1,8 @@
-"""What long prompts do to running answers: prefill and decode apart against `tandem serve`.
+"""How long prompts disturb running streams: separate prefill and decode nodes against `tandem serve`.
 
-On the same two cores: apart has one for each role, `serve` both. A few streams generate while prompts of 2,000
-tokens arrive one after the other. What is compared is the 99th percentile of the time between two tokens of the
-streams.
+Both run on the same two cores: a separate node gets one core, `serve` gets both. A few streams generate while
+prompts of 2,000 tokens arrive one after the other. The benchmark compares the 99th percentile of the streams'
+inter-token latency.
 """
 
 import argparse
@@ -18,7 +18,7 @@ GOAL_RATIO = 3.0
 
 
 async def disturbed(args: argparse.Namespace, target: Target, seed: int) -> LoadReport:
-    """Return how the streams were served while the long prompts came."""
+    """Return the streams' report while long prompts arrive."""
     seen, _ = await asyncio.gather(
         closed_loop(target.url, args.streams, args.streams, 32, args.output_tokens, seed=seed),
         closed_loop(target.url, 1, args.prompts, args.prompt_tokens, 1, seed=seed + 1000),
@@ -46,7 +46,7 @@ def main() -> None:
         for round_ in range(args.rounds + 1):
             for target in (apart, together) if round_ % 2 else (together, apart):
                 one = asyncio.run(disturbed(args, target, round_))
-                if round_:  # the first warms up
+                if round_:  # the first round warms up
                     worst[target.name].append(one.itl_ms.p99)
                 print(
                     f"{target.name:<9} ITL p50 {one.itl_ms.p50:>7.1f} ms  p99 {one.itl_ms.p99:>7.1f} ms"

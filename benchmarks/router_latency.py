@@ -1,17 +1,17 @@
-"""What a router costs a request that does not stream: added latency, and CPU time.
+"""The cost of a router for a request that does not stream: added latency and CPU time.
 
-Ours against sglang-router, vllm-router and nginx, each in front of backends that answer at once, on a core of
-its own; clients and backends on the others. Three loads on each:
+Compares `tandem lb` with sglang-router, vllm-router and nginx. Each runs on a dedicated core, in front of backends
+that answer at once; clients and backends run on the other cores. Each router gets three loads:
 
-- *light*: four connections with pauses. What a router adds is its quantile minus that of the same request sent
-  straight to an HTTP backend.
-- *full*: sixteen connections without pauses, for CPU time a request, over all of the router's processes.
-- *beside streams*: light, while 1,000 streams get a token every 100 ms each, all at once as from one batch. What
-  is added is counted from the same beside the same streams, straight.
+- *light*: four connections with pauses. The added latency is the router's quantile minus the quantile of the same
+  request sent directly to an HTTP backend.
+- *full*: sixteen connections without pauses. This measures CPU time per request over all the router's processes.
+- *beside streams*: light, while each of 1,000 streams gets a token every 100 ms, all at once as from one batch.
+  The baseline is the same load with the same streams, sent directly.
 
-`tandem lb` tokenizes what the others pass on, so its goal is the cheaper Rust router's CPU time plus that of
-tokenizing the prompt, measured here. The Rust routers come from `--peers-python DIR/bin/python`, an environment
-with `pip install sglang-router vllm-router`; a router that is not installed is left out, with a line.
+`tandem lb` tokenizes prompts and the other routers do not. Its goal is therefore the cheaper Rust router's CPU time
+plus the tokenizing time of the prompt, measured here. `--peers-python DIR/bin/python` names an environment with
+`pip install sglang-router vllm-router`. A router that is not installed is skipped, with a message.
 """
 
 import argparse
@@ -49,7 +49,7 @@ GOAL_ADDED_P99_MS = 1.0
 BEAT_S, STREAM_TOKENS, NEW_TOKENS = 0.1, 50, 4
 PAUSE_S = 0.01
 OURS, RUST = "tandem lb", ("sglang-router", "vllm-router")
-# Some hundred characters of prose: a short question, as chats have them.
+# A few hundred characters of prose, like a short question in a chat.
 PROMPT = (
     "A lighthouse keeper on a small island writes down the weather every morning. One day the "
     "barometer falls faster than it ever has, and a ship that nobody expects comes into sight. What "
@@ -63,27 +63,27 @@ class Missing(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of latencies, in milliseconds."""
+    """Quantiles of latencies, in milliseconds."""
 
     p50: float
     p99: float
 
     @classmethod
     def of(cls, measured: Measured) -> "Quantiles":
-        """Return those of at least two answers."""
+        """Return the quantiles of at least two responses."""
         if len(measured.latencies_ms) < 2:
             raise SystemExit(f"too few answers: give more --seconds; {measured.errors}")
         cuts = statistics.quantiles(measured.latencies_ms, n=100, method="inclusive")
         return cls(cuts[49], cuts[98])
 
     def minus(self, other: "Quantiles") -> "Quantiles":
-        """Return what is more than in `other`."""
+        """Return the difference to `other`."""
         return Quantiles(self.p50 - other.p50, self.p99 - other.p99)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was measured of one router."""
+    """The measurements of one router."""
 
     light: Quantiles
     beside: Quantiles
@@ -91,7 +91,7 @@ class Row:
 
 
 def body(path: str, new_tokens: int, *, is_stream: bool = False) -> str:
-    """Return a request in an API's terms."""
+    """Return the request body for the API of a path."""
     if path == "/generate":
         sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
         return json.dumps({"text": PROMPT, "sampling_params": sampling, "stream": is_stream})
@@ -108,7 +108,7 @@ def load(
     pause_s: float,
     num_streams: int = 0,
 ) -> Measured:
-    """Load a server; print what failed."""
+    """Run a load against a server; print its failures."""
     plan = Plan(
         port=target.port,
         path=path,
@@ -116,7 +116,7 @@ def load(
         connections=connections,
         duration_s=args.seconds,
         pause_s=pause_s,
-        # Streams begin together: until all are under way, that is what would be measured.
+        # All streams start together; the warm-up excludes their start from the measurement.
         warm_up_s=5.0 if num_streams else 1.0,
         num_streams=num_streams,
         stream_body=body(path, STREAM_TOKENS, is_stream=True),
@@ -129,7 +129,7 @@ def load(
 
 
 def measure(args: argparse.Namespace, target: Target, straight: Target, path: str) -> Row:
-    """Return what a router costs under all loads, and print it."""
+    """Measure a router under all loads; print and return the result."""
     direct = Quantiles.of(load(args, straight, path, 4, pause_s=PAUSE_S))
     light = Quantiles.of(load(args, target, path, 4, pause_s=PAUSE_S)).minus(direct)
     full = load(args, target, path, 16, pause_s=0.0)
@@ -157,7 +157,7 @@ def backend() -> Iterator[Target]:
 
 @contextlib.contextmanager
 def rust(name: str, program: Sequence[str], flags: Sequence[str]) -> Iterator[Target]:
-    """Run a Rust router with prefill and decode apart."""
+    """Run a Rust router with separate prefill and decode backends."""
     port, metrics = free_port(), free_port()
     with backend() as prefill, backend() as decode:
         bootstrap = ["1"] if name == "sglang-router" else []
@@ -173,7 +173,7 @@ def rust(name: str, program: Sequence[str], flags: Sequence[str]) -> Iterator[Ta
 
 @contextlib.contextmanager
 def nginx() -> Iterator[Target]:
-    """Run nginx in front of one backend: a proxy that looks into nothing."""
+    """Run nginx in front of one backend, as a proxy that does not inspect requests."""
     program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
     if program is None:
         raise Missing("nginx: apt-get install nginx-light")
@@ -196,10 +196,10 @@ def nginx() -> Iterator[Target]:
 
 
 def peer(python: Path | None, name: str) -> Path:
-    """Return the folder of the programs of an environment that has this package.
+    """Return the folder of programs of a Python environment that must have this package.
 
     Raises:
-        Missing: It has not.
+        Missing: The package is not installed there.
     """
     package = name.replace("-", "_")
     asked = f"import importlib.util as u; raise SystemExit(not u.find_spec({package!r}))"
@@ -209,19 +209,19 @@ def peer(python: Path | None, name: str) -> Path:
 
 
 def sglang_router(python: Path | None) -> contextlib.AbstractContextManager[Target]:
-    """Run SGLang's."""
+    """Run SGLang's router."""
     program = [str(peer(python, RUST[0]) / "python"), "-m", "sglang_router.launch_router"]
     return rust(RUST[0], program, ["--pd-disaggregation"])
 
 
 def vllm_router(python: Path | None) -> contextlib.AbstractContextManager[Target]:
-    """Run vLLM's."""
+    """Run vLLM's router."""
     program = [str(peer(python, RUST[1]) / "vllm-router")]
     return rust(RUST[1], program, ["--vllm-pd-disaggregation"])
 
 
 def tokenize_us(times: int = 500) -> float:
-    """Return the CPU microseconds of tokenizing the prompt; the least of a few rounds."""
+    """Return the CPU microseconds of tokenizing the prompt, the minimum of five rounds."""
     tokenizer = Tokenizer.load(resolve_model(None, default_cache_dir() / "models"))
     rounds = []
     for _ in range(5):
@@ -233,7 +233,7 @@ def tokenize_us(times: int = 500) -> float:
 
 
 def verdicts(rows: dict[str, Row], tokenizing_us: float) -> list[str]:
-    """Return the results that the rows allow."""
+    """Return the result lines for the routers that were measured."""
     ours, theirs = rows[OURS], [rows[name] for name in RUST if name in rows]
     added = ours.beside.p99
     results = []

@@ -1,11 +1,11 @@
-"""Serving, measured: a disaggregated cluster against one colocated engine, in the same run.
+"""Serving: a disaggregated cluster against one colocated engine, in the same run.
 
-Starts `tandem up` and `tandem serve` on free ports (or takes --url and --baseline-url), drives both with the same
-load, one after the other in alternating order, and prints latencies, throughput and their ratio.
+The benchmark starts `tandem up` and `tandem serve` on free ports (or uses --url and --baseline-url). It drives both
+with the same load in alternating order, and prints latencies, throughput and their ratio.
 
-The baseline is run with one thread and with one for each core, and the ratio is to the better: with a busy
-neighbour torch's threads wait for each other at every operation, and two of them were seen to be 60 times slower
-than one. A ratio to that would say nothing of disaggregation.
+The baseline runs once with one thread and once with one thread per core; the ratio is to the better of them. On a
+busy host torch's threads wait for each other at every operation: two threads have been 60 times slower than one. A
+ratio to such a baseline would not measure disaggregation.
 """
 
 import argparse
@@ -22,7 +22,7 @@ GOAL_RATIO = 1.0
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser."""
+    """Return the command line's parser."""
     parser = parser_of("serve", "Measure a cluster against `tandem serve` under the same load.")
     parser.epilog = "Flags after -- go to every node of both, such as: -- --model DIR"
     add = parser.add_argument
@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
 def one_round(
     args: argparse.Namespace, target: Target, concurrency: int, round_: int
 ) -> LoadReport:
-    """Drive a target once. Prompts differ between rounds."""
+    """Run one round of load against a target. Prompts differ between rounds."""
     return asyncio.run(
         closed_loop(
             target.url,
@@ -60,7 +60,7 @@ def one_round(
 def measure(
     args: argparse.Namespace, targets: Sequence[Target], concurrency: int
 ) -> dict[str, LoadReport]:
-    """Drive all targets in an order that turns with each round; print and return the median rounds."""
+    """Load all targets, in reverse order every second round; print and return the median rounds."""
     rounds: dict[str, list[LoadReport]] = {target.name: [] for target in targets}
     for round_ in range(args.rounds):
         for target in targets if round_ % 2 == 0 else reversed(targets):
@@ -81,7 +81,7 @@ def measure(
 
 
 def start_targets(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[Target]:
-    """Start what was not given by its URL; return the cluster, then the baselines."""
+    """Start the servers that have no URL; return the cluster, then the baselines."""
     counts = ["--prefills", str(args.prefills), "--decodes", str(args.decodes)]
     up = ["up", *counts, *args.node_flags]
     cluster = (
@@ -102,7 +102,7 @@ def main() -> None:
     print(f"{os.cpu_count()} cores; load average before the start {os.getloadavg()}")
     with contextlib.ExitStack() as stack:
         targets = start_targets(args, stack)
-        for target in targets:  # a first request pays for what is made lazily
+        for target in targets:  # the first request includes lazy initialisation
             one_round(args, target, 1, 999)
         heads = "".join(f"{f'{name} p50/90/99 ms':>18}" for name in ("TTFT", "ITL"))
         print(f"{'server':<22}{'streams':>8}{'failed':>7}{'tokens/s':>10}{heads}")

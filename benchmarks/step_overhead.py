@@ -1,9 +1,9 @@
-"""What a step costs beside the device: CPU time of the engine's loop around a forward that is free.
+"""The CPU time of the engine's loop per step, without the device's work.
 
-The whole loop of a node is run as it is: inbox, admission, batch, inputs, sampling, hand-out, one
-message for the edge worker. Only the forward is replaced by one that returns the same logits again and
-again, over a vocabulary of 128 tokens, since argmax and sums over a real one are the device's work.
-CPU time of the loop's own thread, medians. Run from the root: `python -m benchmarks.step_overhead`.
+The benchmark runs the unmodified loop of a node: inbox, admission, batch, inputs, sampling, delivery, one
+message to the edge worker. Only the forward is replaced: it always returns the same logits, over a vocabulary
+of 128 tokens, because argmax and sums over a real vocabulary are the device's work. It measures the CPU time
+of the loop's thread, as medians. Run from the repository's root: `python -m benchmarks.step_overhead`.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tandem.wire.messages import FromEngine, Ping, StartColocated, ToEngine
 VOCAB_SIZE = 128
 PAGE_SIZE = 16
 PROMPT_TOKENS = 16
-# What a step may cost: a hundredth of what a large model on a GPU takes for the same batch.
+# Goals by batch size: 1 % of the time of a large model on a GPU for the same batch.
 GOALS_MS = {64: 0.5, 256: 2.0}
 
 
@@ -49,13 +49,13 @@ class FreeRunner:
         sampled: torch.Tensor | None = None,
         wrote: Wrote | None = None,
     ) -> torch.Tensor:
-        """Return logits that were there before."""
+        """Return precomputed logits."""
         del sampled
         return self._logits[: len(inputs.logit_rows)]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser."""
+    """Return the command line's parser."""
     parser = parser_of(
         "step_overhead", "Measure the CPU time of the engine's loop around a free forward."
     )
@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def make_engine(batch: int, steps: int) -> Engine:
-    """Return an engine with room for a batch."""
+    """Return an engine whose pool holds the batch for all steps."""
     pages_each = -(-(PROMPT_TOKENS + 2 * steps) // PAGE_SIZE) + 1
     shape = ModelShape(
         num_layers=1,
@@ -114,7 +114,7 @@ def step_ms(batch: int, steps: int, sampling: SamplingParams) -> float:
 
 
 def _edge(port: int, batch: int, sampling: SamplingParams, done: threading.Event) -> None:
-    """Ask for everything, then read what comes until told to stop."""
+    """Send all requests, then read the answers until `done` is set."""
     link: Link[FromEngine] = Link(f"tcp://127.0.0.1:{port}", FromEngine)
     while not _is_sent(link, Ping()):
         time.sleep(0.01)

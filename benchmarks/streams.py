@@ -1,4 +1,4 @@
-"""The load of benchmarks that serve: a closed loop of `tandem bench`'s client."""
+"""The load of serving benchmarks: a closed loop of `tandem bench`'s client."""
 
 import time
 
@@ -7,7 +7,7 @@ from tandem.bench.config import BenchConfig, Load
 from tandem.bench.report import LoadReport, summarise
 from tandem.bench.workload import make_jobs
 
-# Every model under measurement has as many ids.
+# Every measured model has at least this many token ids.
 VOCAB_SIZE = 40_000
 
 
@@ -24,7 +24,7 @@ async def closed_loop(
     """Keep `concurrency` requests open until `num_requests` are answered.
 
     Args:
-        model: Asked for over OpenAI's API; empty uses the native one.
+        model: Model name in requests over OpenAI's API; empty: use the native API.
     """
     config = BenchConfig(
         url=url,

@@ -1,12 +1,12 @@
-"""Backends that answer at once: what a router costs shows best in front of nothing.
+"""Backends that answer at once, so that measurements show the router's cost only.
 
-    python -m benchmarks.stubs http --port N [--event-bytes N]   a server of HTTP
-    python -m benchmarks.stubs nodes --port N M                  a prefill and a decode node of ours
+    python -m benchmarks.stubs http --port N [--event-bytes N]   an HTTP server
+    python -m benchmarks.stubs nodes --port N M                  a prefill and a decode node of Tandem
 
-Over HTTP every GET gets its route's body, or an empty JSON object, and a POST one canned answer that native and
-OpenAI clients, and routers that pass KV parameters on, all understand; with `"stream": true` it gets events, one
-each beat, all streams in one go as from an engine's batch. Our nodes speak the wire as real ones do: prefill sends
-the first token and the hand-off, decode a token each pass, or each beat when a request asks for many.
+The HTTP server answers a GET with its route's body, or an empty JSON object. A POST gets one canned answer, valid for
+native and OpenAI clients and for routers that pass KV parameters. With `"stream": true` it gets one event per beat,
+all streams at once as from an engine's batch. The node stubs use the real wire protocol: prefill sends the first
+token and the hand-off; decode sends a token per pass, or per beat if the request asks for many tokens.
 """
 
 import argparse
@@ -42,10 +42,10 @@ from tandem.wire.messages import (
     TokenDelta,
 )
 
-# Up to here a request is answered as fast as passes go, beyond it one token a beat.
+# Requests for at most this many tokens get one token per pass, longer ones one per beat.
 MOST_UNPACED = 16
 VOCAB_SIZE, FIRST_ID, NUM_IDS = 49_152, 1_000, 40_000
-# So many that admission never queues.
+# High enough that admission never queues.
 LOAD = NodeLoad(max_running=1 << 16)
 EVENT_BYTES = 96
 BACKLOG = 8192
@@ -79,7 +79,7 @@ MODELS = b'{"object": "list", "data": [{"id": "stub", "object": "model"}]}'
 
 
 class Streams:
-    """Streams under way, and how many events each still gets."""
+    """The open streams, with the number of events left for each."""
 
     def __init__(self, num_events: int, interval_s: float, event_bytes: int) -> None:
         self._num_events, self._interval_s = num_events, interval_s
@@ -88,16 +88,16 @@ class Streams:
         self._left: dict[asyncio.WriteTransport, int] = {}
 
     def begin(self, transport: asyncio.WriteTransport) -> None:
-        """Answer with events from the next beat on."""
+        """Start a stream: send the headers now, and events from the next beat on."""
         transport.write(EVENTS)
         self._left[transport] = self._num_events
 
     def end(self, transport: asyncio.WriteTransport) -> None:
-        """Forget a client that is gone."""
+        """Forget a client that has disconnected."""
         self._left.pop(transport, None)
 
     async def run(self) -> None:
-        """Write to all of them, beat by beat."""
+        """Write one event to every stream at each beat."""
         due_s = time.monotonic()
         while True:
             due_s = max(due_s + self._interval_s, time.monotonic())
@@ -110,7 +110,7 @@ class Streams:
 
 
 class StubConnection(asyncio.Protocol):
-    """One connection; requests come one after the other.
+    """One connection, without pipelined requests.
 
     Args:
         routes: Bodies of GETs by their path.
@@ -176,7 +176,7 @@ async def serve_http(
 
 
 class StubEngine:
-    """One role's inbox, and the answers under way."""
+    """The inbox of one role, and its unfinished answers."""
 
     def __init__(self, role: str, interval_s: float) -> None:
         self.role, self.epoch = role, new_epoch()
@@ -188,12 +188,12 @@ class StubEngine:
 
     @property
     def wait_s(self) -> float:
-        """How long it may be left alone."""
+        """Seconds until `run_once` must be called again."""
         is_busy = any(not _is_paced(start) for start in self._starts.values())
         return 0.0 if is_busy else max(0.0, self._beat_at_s - time.monotonic())
 
     def run_once(self) -> None:
-        """Read what came and answer, once."""
+        """Read all received messages, and send one pass of answers."""
         batches = defaultdict[Peer, TokenBatch](lambda: TokenBatch(epoch=self.epoch, deltas=[]))
         while (envelope := self.inbox.receive()) is not None:
             self._read(envelope.peer, envelope.message, batches)
@@ -221,7 +221,7 @@ class StubEngine:
         index = self._next[key]
         self._next[key] = index + 1
         if index + 1 < start.request.sampling.max_new_tokens:
-            # As real nodes send ordinary tokens.
+            # The compact form that real nodes use for ordinary tokens.
             batch.streams.append(start.stream)
             batch.indexes.append(index)
             batch.token_ids.append(_token(index))
@@ -232,7 +232,7 @@ class StubEngine:
     def _send(self, peer: Peer, message: TokenBatch | Pong) -> None:
         try:
             self.inbox.send(peer, message)
-        except PeerLost:  # it stopped listening
+        except PeerLost:  # the peer stopped listening
             self._starts = {key: start for key, start in self._starts.items() if key[0] != peer}
 
 
@@ -255,7 +255,7 @@ def _delta(start: StartPrefill | StartDecode, index: int, reason: str = "") -> T
 
 
 def run_nodes(ports: tuple[int, int], interval_s: float) -> None:
-    """Be a prefill and a decode node that compute nothing and move nothing, until stopped."""
+    """Run a prefill and a decode node that neither compute nor transfer, until stopped."""
     files = tokenizer_files(resolve_model(None, default_cache_dir() / "models"))
     engines = [StubEngine(role, interval_s) for role in ("prefill", "decode")]
     routes = {port: _routes(engine, files) for port, engine in zip(ports, engines, strict=True)}

@@ -1,7 +1,7 @@
-"""A long prompt whose beginning tiers have, against computing it: time to first token.
+"""Time to first token of a long prompt whose prefix is in a tier, against computing it.
 
-One `tandem serve` with every tier computes a prompt and so fills them; then a node for each tier alone is asked for the
-same beginning with another end. Its own pages are dropped before each request, so that the tier's are used.
+One `tandem serve` with every tier computes a prompt, which fills the tiers. Then a node with one tier gets the
+same prefix with a different end. Its own pages are flushed before each request, so that it uses the tier's pages.
 """
 
 import argparse
@@ -21,19 +21,19 @@ from benchmarks.rig import Target, get, parse, parser_of, result, tandem
 
 GOAL_TTFT_RATIO, GOAL_MISS_PERCENT = 0.5, 1.0
 PAGE = 16
-# Computed, and found, beside those of the longest prompt.
+# Lengths to compute and to find, beside that of the longest prompt.
 LENGTHS = (512, 2048)
 SAVED_S = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request.
+    """The measurements of one request.
 
     Attributes:
         ttft_s: Time to the first token.
-        tier_s: Of that, how long it waited for tiers.
-        num_found: Tokens that came from them.
+        tier_s: The part of `ttft_s` spent waiting for tiers.
+        num_found: Tokens found in tiers.
     """
 
     ttft_s: float
@@ -42,7 +42,7 @@ class Asked:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser."""
+    """Return the command line's parser."""
     parser = parser_of("tiers", "Measure prompts found in tiers against computing them.")
     add = parser.add_argument
     add("--model", default="", help="nothing for the embedded model, whose context is 8192")
@@ -69,7 +69,7 @@ def node(args: argparse.Namespace, tiers: Sequence[str]) -> Iterator[Target]:
 
 
 def ask(target: Target, prompt: Sequence[int]) -> Asked:
-    """Ask for one token, without what the node has in its own pool."""
+    """Flush the node's own pages, then request one token."""
     urllib.request.urlopen(
         urllib.request.Request(f"{target.url}/flush_cache", method="POST"), timeout=10
     ).close()
@@ -85,13 +85,13 @@ def ask(target: Target, prompt: Sequence[int]) -> Asked:
 
 
 def tiers_of(target: Target) -> list[dict[str, Any]]:
-    """Return what a node says of its tiers."""
+    """Return the tiers' load as a node reports it."""
     told: list[dict[str, Any]] = json.loads(get(f"{target.url}/server_info"))["load"]["tiers"]
     return told
 
 
 def wait_saved(target: Target, num_tokens: int) -> None:
-    """Return when every tier has been given this many tokens."""
+    """Wait until every tier holds this many tokens."""
     deadline = time.monotonic() + SAVED_S
     while any(tier["num_pages"] * PAGE < num_tokens for tier in tiers_of(target)):
         if time.monotonic() > deadline:
@@ -100,33 +100,33 @@ def wait_saved(target: Target, num_tokens: int) -> None:
 
 
 def prompt_of(seed: str, num_tokens: int) -> list[int]:
-    """Return a prompt that shares nothing with those of other seeds."""
+    """Return a prompt that shares no prefix with prompts of other seeds."""
     rng = random.Random(seed)
     return [rng.randrange(100, 4000) for _ in range(num_tokens)]
 
 
 def measure_computing(args: argparse.Namespace, target: Target) -> dict[int, Asked]:
-    """Compute prompts that nobody has, by length; the longest, which fills the tiers, is the last."""
+    """Measure uncached prompts, by length. The longest, whose prefix the tiers later serve, is the last."""
     computed, num_pages = {}, 0
     for length in (*(each for each in LENGTHS if each < args.tokens), args.tokens):
         asked = ask(target, prompt_of(f"computed {length}", length))
         if asked.num_found:
             raise SystemExit("a tier had the prompt already: give an empty directory and store")
         computed[length] = asked
-        # The next request begins without what is cached, saved or not.
+        # Wait, because the next request flushes the cache, saved or not.
         num_pages += length // PAGE
         wait_saved(target, num_pages * PAGE)
     return computed
 
 
 def measure_tier(args: argparse.Namespace, target: Target, whole_s: float, name: str) -> str:
-    """Measure the prompt with its beginning found; print it, and return the verdict."""
+    """Measure the prompt with its prefix in a tier; print the results, and return the verdict."""
     prefix = prompt_of(f"computed {args.tokens}", args.found)
     found, ttfts = [], []
     for length in (64, *(length for length in LENGTHS if length < args.found), args.found):
         tail = args.tokens - args.found if length == args.found else PAGE
         rounds = [
-            # An end that no tier has, of a request before this either.
+            # A different end in each request, so that no tier holds it.
             ask(target, [*prefix[:length], *prompt_of(f"{name} {length} {i}", tail)])
             for i in range(args.rounds)
         ]

@@ -1,14 +1,14 @@
-"""How fast pages move between two processes, against the limits of memory and of a socket.
+"""The rate of page transfers between two processes, against the limits of memory and of a socket.
 
-The limits are measured in the same run: one core's memcpy, and one bare TCP socket, that is sendall here
-and recv_into there, which does not even say which bytes are which.
+The limits are measured in the same run: memcpy on one core, and one bare TCP socket (sendall and
+recv_into, without any framing).
 
     python -m benchmarks.transfer [--size-mib 512] [--rounds 7] [--quick]
 
-Two processes; contiguous is one copy, pages are random pages of 2 MiB (Llama-3-8B in bf16, 16 tokens
-each: 512 MiB is a prompt of 4,096), scattered is random blocks of 64 KiB, verified by hash. The rounds
-of all cases are interleaved, so that a noisy neighbour harms all alike, and medians are shown. CPU-s/GB
-counts both processes. A ratio is that of the pattern that looks worst.
+Two processes. *contiguous* is one copy; *pages* are random pages of 2 MiB (Llama-3-8B in bf16, 16 tokens
+each: 512 MiB is a prompt of 4,096); *scattered* is random blocks of 64 KiB. Hashes verify the result. The
+rounds of all cases are interleaved, so that load of the host affects all alike; the table shows medians.
+CPU-s/GB counts both processes. A result's ratio is the lowest over the patterns.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from tandem.wire.hand_off import TransportOffer
 ROOM = Room(1)
 BLOCK_BYTES, PAGE_BYTES = 64 << 10, 2 << 20
 PATTERNS = ("contiguous", "pages", "scattered")
-# Libraries that are a transport here if they are installed.
+# Transports that are measured only if their library is installed.
 LIBRARIES = {"nixl": "nixl_cu12", "mooncake": "mooncake"}
 NAMES = ("shm", "tcp", "nccl", *(name for name in LIBRARIES if find_spec(LIBRARIES[name])))
 NUM_LATENCIES = 200
@@ -55,7 +55,7 @@ class Sample:
 
 
 class FarEnd:
-    """The receiving process, and the connection to it. A line of text is a question to it."""
+    """The receiving process, and the connection to it. Queries are lines on its stdin."""
 
     def __init__(self, name: str, pool_bytes: int, region: MemoryRegion) -> None:
         command = [sys.executable, "-m", "benchmarks.transfer", "--listen", name, str(pool_bytes)]
@@ -68,7 +68,7 @@ class FarEnd:
         self.connection = transport.connect(offer, region)
 
     def ask(self, question: str) -> str:
-        """Return the far end's answer: its CPU seconds for `cpu`, its pool's hash for `hash`."""
+        """Return the far end's reply: its CPU seconds for `cpu`, its pool's hash for `hash`."""
         assert self._child.stdin is not None
         self._child.stdin.write(question + "\n")
         self._child.stdin.flush()
@@ -79,22 +79,22 @@ class FarEnd:
         return float(self.ask("cpu"))
 
     def halt(self) -> None:
-        """Let it use no time, not even for looking whether anything comes."""
+        """Stop the process, so that it uses no CPU time, not even for polling."""
         self._child.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Let it run again."""
+        """Continue the process."""
         self._child.send_signal(signal.SIGCONT)
 
     def measure(self, plan: CopyPlan, size_bytes: int) -> Sample:
-        """Write to it, while all others are halted."""
+        """Measure a write while all other far ends are halted."""
         self.go_on()
         sample = measure(partial(self.connection.write, ROOM, plan), self.cpu_s, size_bytes)
         self.halt()
         return sample
 
     def close(self) -> None:
-        """Hang up and end the process."""
+        """Close the connection and end the process."""
         self.connection.close()
         self._child.communicate("end\n")
 
@@ -104,7 +104,7 @@ class FarEnd:
 
 
 def listen(name: str, pool_bytes: int) -> None:
-    """Be the far end until told to end."""
+    """Run the far end until the line `end`."""
     with MemoryRegion.shared(pool_bytes, "bench") as region, ExitStack() as ending:
         print(_open(name, region, ending), flush=True)
         for line in sys.stdin:
@@ -115,7 +115,7 @@ def listen(name: str, pool_bytes: int) -> None:
 
 
 def _open(name: str, region: MemoryRegion, ending: ExitStack) -> str:
-    """Let the near end write; return what it needs for that."""
+    """Start a listener that permits writes to the whole region; return its offer as JSON."""
     num_pages = region.size_bytes // BLOCK_BYTES
     [transport] = transports(name, TransportConfig())
     listener = transport.listen(Pool(region, BLOCK_BYTES, num_pages))
@@ -130,7 +130,7 @@ def digest(region: MemoryRegion) -> str:
 
 
 def make_plans(size_bytes: int, pool_bytes: int) -> dict[str, CopyPlan]:
-    """Return one copy of `size_bytes`, and as many bytes in random pages and blocks."""
+    """Return the plans: one copy of `size_bytes`, and as many bytes in random pages and blocks."""
     zero, whole = np.zeros(1, np.int64), np.array([size_bytes], np.int64)
     return {
         "contiguous": CopyPlan(zero, zero, whole),
@@ -147,14 +147,14 @@ def _random_plan(size_bytes: int, pool_bytes: int, unit_bytes: int) -> CopyPlan:
 
 
 def copy_here(plan: CopyPlan, source: MemoryRegion, destination: MemoryRegion) -> None:
-    """Do a plan in this process: the limit that transports are measured against."""
+    """Copy a plan within this process: the limit for the transports."""
     begin, to = source.array(), destination.array()
     for at, there, size in plan.copies():
         to[there : there + size] = begin[at : at + size]
 
 
 class BareSocket:
-    """The limit of TCP: a child process that reads into memory what comes, and acknowledges it."""
+    """The limit of TCP: a child process that receives into memory and acknowledges."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -165,22 +165,22 @@ class BareSocket:
             self._socket, _ = server.accept()
 
     def write(self, source: MemoryRegion) -> None:
-        """Move the first bytes of `source`; return when all of them are there."""
+        """Send the first bytes of `source`; return once the child has received all."""
         self._socket.sendall(source.buffer[: self._size_bytes])
         self._far_cpu_s = float(self._socket.recv(64))
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds that the child had used at its last acknowledgement."""
+        """Return the child's CPU seconds at its last acknowledgement."""
         return self._far_cpu_s
 
     def close(self) -> None:
-        """Hang up; the child ends."""
+        """Close the socket, which ends the child."""
         self._socket.close()
         self._child.wait()
 
 
 def drain(port: int, size_bytes: int) -> None:
-    """Be the far end of a bare socket until it hangs up."""
+    """Run the far end of a bare socket until it is closed."""
     with (
         MemoryRegion.private(size_bytes) as region,
         socket.create_connection(("127.0.0.1", port)) as peer,
@@ -205,7 +205,7 @@ def measure(write: Callable[[], None], far_cpu_s: Callable[[], float], size_byte
 
 
 def check(far: FarEnd, plan: CopyPlan, source: MemoryRegion, expected: MemoryRegion) -> None:
-    """Make sure that what the far end holds is what a plain copy makes of it."""
+    """Exit with an error unless the far end's pool equals the result of a plain copy."""
     copy_here(plan, source, expected)
     if far.ask("hash") != digest(expected):
         raise SystemExit("the bytes that arrived are not those that were sent")
@@ -225,7 +225,7 @@ def run(size_bytes: int, num_rounds: int) -> tuple[Samples, float]:
         far_ends = {name: FarEnd(name, pool_bytes, source) for name in NAMES}
         bare = BareSocket(size_bytes)
         bare.write(source)
-        for plan in plans.values():  # also touches every page once, before the clock runs
+        for plan in plans.values():  # also touches every page before the measurement
             copy_here(plan, source, here)
             for far in far_ends.values():
                 far.connection.write(ROOM, plan)
@@ -241,7 +241,7 @@ def run(size_bytes: int, num_rounds: int) -> tuple[Samples, float]:
                 }
                 for name, far in far_ends.items():
                     cases[name] = partial(far.measure, plan, size_bytes)
-                names = list(cases)  # each comes first once: what ran before it matters
+                names = list(cases)  # rotate the order, because a case affects the next
                 for name in names[index % len(names) :] + names[: index % len(names)]:
                     samples.setdefault((name, pattern), []).append(cases[name]())
         for far in far_ends.values():
@@ -255,7 +255,7 @@ def run(size_bytes: int, num_rounds: int) -> tuple[Samples, float]:
 
 
 def page_latency_us(connection: Connection, num_pages: int) -> float:
-    """Return the median time to push one page, another one each time."""
+    """Return the median microseconds to push one page, a different page each time."""
     took_s = []
     for index in range(NUM_LATENCIES):
         at = np.array([index % num_pages * PAGE_BYTES], np.int64)
@@ -285,7 +285,7 @@ def report(samples: Samples, latency_us: float) -> None:
 
 
 def main() -> None:
-    """Run the benchmark, or be one of its far ends."""
+    """Run the benchmark, or one of its far ends."""
     parser = parser_of("transfer", "Measure how fast pages move between two processes.")
     add = parser.add_argument
     add("--size-mib", type=int, default=512, help="moved in each round")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Look at a built site for what a browser would load from another host: it is to be read without a network.
+"""Find resources that a built site loads from other hosts: it must be readable without a network.
 
 scripts/check_site.py site
 """
@@ -14,7 +14,7 @@ from typing_extensions import override
 
 ELSEWHERE = re.compile(r"\s*(?:https?:)?//", re.IGNORECASE)
 IN_STYLE = re.compile(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')\s;]+)", re.IGNORECASE)
-# What a browser loads by itself; `a` and `link rel=canonical` it does not.
+# Attributes that a browser loads without a click, unlike `a` and `link rel=canonical`.
 LOADING = {"src", "srcset", "poster", "data", "action"}
 LOADING_RELATIONS = {
     "stylesheet",
@@ -29,7 +29,7 @@ LOADING_RELATIONS = {
 
 
 class Loads(HTMLParser):
-    """Collects the addresses of other hosts that a page makes a browser load."""
+    """Collects the URLs on other hosts that a page loads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Loads(HTMLParser):
 
 
 def loads(path: Path) -> Iterator[str]:
-    """Yield what a file makes a browser load from elsewhere."""
+    """Yield the URLs on other hosts that a file loads."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".html":
         page = Loads()
@@ -56,7 +56,7 @@ def loads(path: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what was found; return 1 for anything."""
+    """Print what was found; return 1 if there is any, or no page at all."""
     paths = [p for p in Path(sys.argv[1]).rglob("*") if p.suffix in {".html", ".css", ".svg"}]
     found = [(path, address) for path in paths for address in loads(path)]
     for path, address in found:

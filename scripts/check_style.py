@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Check the English of the documentation and of the help texts.
 
-It finds what a pattern can find: sentences of more than 30 words, and words that the style of this
-project replaces. Pages that a command writes are left out, and so are code blocks and inline code.
+It finds sentences that are too long (`MAX_WORDS`), and words that the style of this project replaces.
+Generated pages, code blocks and inline code are not checked.
 
     scripts/check_style.py              every page and every help text
     scripts/check_style.py FILE...      these pages only
@@ -42,7 +42,7 @@ WORD = re.compile(r"\w[\w'.,/-]*")
 
 
 def main(paths: list[str]) -> int:
-    """Print what each text breaks; return 1 if any does."""
+    """Print each problem; return 1 if there is any."""
     ours = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
     pages = [Path(path) for path in paths] or ours
     found = [
@@ -60,7 +60,7 @@ def main(paths: list[str]) -> int:
 
 
 def problems_of_page(markdown: str) -> Iterator[tuple[int, str]]:
-    """Yield the line of each problem of a page, and the problem."""
+    """Yield the line number and text of each problem of a page."""
     for line, block in blocks(FENCE.sub(lambda match: "\n" * match[0].count("\n"), markdown)):
         for problem in problems(block):
             yield line, problem
@@ -84,7 +84,7 @@ def blocks(text: str) -> Iterator[tuple[int, str]]:
 
 
 def problems(text: str) -> Iterator[str]:
-    """Yield what a text without code blocks breaks."""
+    """Yield the problems of a text without code blocks."""
     for pattern, plain in MARKUP:
         text = pattern.sub(plain, text)
     for sentence in END.split(" ".join(text.split())):
@@ -97,7 +97,7 @@ def problems(text: str) -> Iterator[str]:
 
 
 def help_texts() -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of each description and of each flag's help."""
+    """Yield the name and text of each command's description and each flag's help."""
     for name, parser in parsers().items():
         yield f"tandem {name}", parser.description or ""
         for action in parser._actions:

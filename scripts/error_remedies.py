@@ -1,4 +1,4 @@
-"""What to do about each error over HTTP: the part of docs/reference/errors.md that the code does not contain."""
+"""Remedies for errors over HTTP: the hand-written part of docs/reference/errors.md."""
 
 # code -> remedy. scripts/reference.py fails if an error is missing here.
 REMEDIES = {

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Write the pages of docs/reference from what they describe: the parsers, the routes, the errors.
+"""Generate the pages of docs/reference from the parsers, the routes and the errors.
 
-scripts/reference.py             write them
-scripts/reference.py --check     say which are not current, and fail
+scripts/reference.py             write the pages
+scripts/reference.py --check     report outdated pages, and fail
 """
 
 import argparse
@@ -25,14 +25,14 @@ from tandem.parsers import parsers
 from tandem.router.arguments import IGNORED_FLAGS
 from tandem.wire.errors import TandemError, errors_by_code
 
-# Errors that nothing else here imports: a page must not depend on what a process has imported by chance.
+# Modules with errors that no import above covers: the page must list all errors.
 for module in ("tandem.engine.errors", "tandem.node.life", "tandem.router.nodes_api"):
     import_module(module)
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 MADE = "<!-- Written by scripts/reference.py; do not edit. -->\n\n"
 _DEFAULT = re.compile(r" ?\(default: ([^()]*)\)$")
-# A larger bound is no bound.
+# A bound this large means no bound.
 _LARGEST = 2**63
 _TOPIC = re.compile(r"tandem docs ([a-z][\w-]*)((?:#[\w-]+)?)")
 
@@ -74,13 +74,13 @@ def command_line() -> str:
 
 
 def _without(rows: Iterable[Row], others: Iterable[Iterable[Row]]) -> list[Row]:
-    """Return the rows whose flags are in none of the others, whatever their group."""
+    """Return the rows whose flags are in none of `others`, regardless of group."""
     listed = {flag for other in others for _, flag in other}
     return [row for row in rows if row[1] not in listed]
 
 
 def _also(rows: Iterable[Row], sections: Mapping[str, list[Row]], titles: Iterable[str]) -> str:
-    """Name the flags of a command that are listed in sections; it has nearly all those of `titles`."""
+    """Return the sentence that names a command's shared flags, given sections it shares nearly all of."""
     text, own = "", [flag for _, flag in rows]
     titles = [title for title in titles if title in SHARED or title == "tandem lb"]
     if titles:
@@ -112,7 +112,7 @@ def _link(title: str) -> str:
 
 
 def _more(epilog: str) -> str:
-    """Return links to the pages that the end of a help text names."""
+    """Return links to the pages that a help text's epilog names."""
     pages = [
         f"[{topic}]({'' if f'{topic}.md' in PAGES else '../'}{topic}.md{anchor})"
         for topic, anchor in _TOPIC.findall(epilog.partition("More:")[2])
@@ -125,7 +125,7 @@ def _rows(parser: argparse.ArgumentParser) -> list[Row]:
     untitled = {"options", "positional arguments"}
     return [
         ("" if group.title in untitled else group.title or "", _flag_row(action))
-        for group in parser._action_groups  # argparse names no other way
+        for group in parser._action_groups  # argparse has no public API for this
         for action in group._group_actions
         if _is_told(action)
     ]
@@ -175,7 +175,7 @@ def _without_effect(name: str) -> str:
 
 
 def http_api() -> str:
-    """Return the page of all routes, from the OpenAPI document."""
+    """Return the page of all routes, generated from the OpenAPI document."""
     described = document(route_table(FrontendOptions()), has_keys=False)
     schemas = described["components"]["schemas"]
     text = (
@@ -191,7 +191,7 @@ def http_api() -> str:
 
 
 def _routes(paths: Mapping[str, Any]) -> str:
-    """Return the table of routes; routes that do the same share a row."""
+    """Return the table of routes; routes with equal summary and answer share a row."""
     rows: dict[tuple[str, str], list[str]] = {}
     for path, methods in paths.items():
         for method, operation in methods.items():
@@ -207,7 +207,7 @@ def _routes(paths: Mapping[str, Any]) -> str:
 
 
 def _answer(responses: Mapping[str, Any]) -> str:
-    """Name the schemas of an answer, and the statuses other than 200 that have the same one."""
+    """Return the schema names of an answer, and the other statuses that share its schema."""
     names = dict.fromkeys(_names(responses["200"]))
     also = [
         status
@@ -323,7 +323,7 @@ def _bounds(schema: Mapping[str, Any]) -> str:
 
 
 def _named(text: str, schemas: Mapping[str, Any]) -> list[str]:
-    """Return the schemas that a text names, and those that they name, by name."""
+    """Return the sorted names of the schemas that a text refers to, directly or indirectly."""
     found: set[str] = set()
     new = {name for name in schemas if f"(#{name.lower()})" in text}
     while new - found:
@@ -373,7 +373,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def stale() -> list[str]:
-    """Return the names of pages that are not what would be written now."""
+    """Return the names of outdated pages."""
     paths = {FOLDER / name: make for name, make in PAGES.items()}
     return [
         path.name for path, make in paths.items() if not path.exists() or path.read_text() != make()

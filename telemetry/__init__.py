@@ -1,1 +1,1 @@
-"""Logs and metrics. Imports nothing of ours, so that everything may import it."""
+"""Logs and metrics. Imports no other package of Tandem, so that every package may import it."""

@@ -1,7 +1,7 @@
-"""How values are spread, counted where a token or a step may cost next to nothing.
+"""Histograms for the hot path of each token and step.
 
-`prometheus_client` takes a lock and 2 µs for each value. What is counted here is told to it when somebody
-looks: by a node's engine process in one message, by an edge a few times a second.
+`prometheus_client` takes a lock and 2 µs for each value. A node's engine process exports these counts in one
+message on a scrape; an edge exports its counts a few times a second.
 """
 
 from bisect import bisect_left
@@ -12,11 +12,11 @@ from typing_extensions import override
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """A histogram at one moment.
+    """A snapshot of a histogram.
 
     Attributes:
-        bounds: Upper ends of the buckets, rising; each end belongs to its bucket.
-        counts: Values in each bucket, and behind the last end. One more than `bounds`.
+        bounds: Upper bounds of the buckets, ascending and inclusive.
+        counts: Values per bucket, then values above the last bound: one more entry than `bounds`.
         total: Sum of all values.
     """
 
@@ -26,7 +26,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Histogram:
-    """Counts values by bucket. One thread observes; any may look.
+    """Counts values by bucket. One thread observes; any thread may call `spread`.
 
     Args:
         bounds: See `Spread`.
@@ -45,11 +45,11 @@ class Histogram:
         self._total += value * times
 
     def spread(self) -> Spread:
-        """Return what was counted so far."""
+        """Return the counts so far."""
         return Spread(bounds=self._bounds, counts=self._counts.copy(), total=self._total)
 
     def take(self) -> Spread:
-        """Return what was counted since this was last called. For the thread that observes."""
+        """Return the counts since the last call, and reset. Call it only on the thread that observes."""
         spread = self.spread()
         self._counts, self._total = [0] * len(self._counts), 0.0
         return spread

@@ -1,7 +1,7 @@
-"""Structured logs: events with fields, coloured on a terminal, one JSON object a line elsewhere.
+"""Structured logs: events with fields, coloured on a terminal, one JSON object per line elsewhere.
 
-Holds configuration of structlog and nothing else. Two lines are prose by tradition and are logged
-as their own event text: `Prefill batch, ...` and `Decode batch, ...`.
+This module only configures structlog. Two events are prose, as in other engines:
+`Prefill batch, ...` and `Decode batch, ...`.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ LogFormat = Literal["auto", "console", "json"]
 
 
 class _Lossy(io.TextIOBase):
-    """A log's end: lines for which there is no room, or no reader, are lost, and nothing else is."""
+    """A stream that drops a line if the write fails (disk full, closed pipe) instead of raising."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -43,10 +43,10 @@ def configure(
     """Set up logging for this process. Call once, in `__main__`.
 
     Args:
-        level: Name of the lowest level that is written: debug, info, warning or error.
+        level: Lowest level to write: debug, info, warning or error.
         log_format: `auto` colours on a terminal and writes JSON lines elsewhere.
-        stream: Where lines go; standard error by default, so that stdout stays for results.
-        **bound: Fields that every line of this process carries, such as `role`.
+        stream: Output stream; default stderr, because stdout is for results.
+        **bound: Fields added to every line of this process, such as `role`.
 
     Raises:
         ValueError: The level is unknown.
@@ -72,7 +72,7 @@ def configure(
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        # One write a line: the processes of a router share an end, where parts of lines would mix.
+        # One write per line: the processes of a router share a stream, and partial lines would interleave.
         logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _Lossy(out))),
         cache_logger_on_first_use=False,
     )

@@ -1,4 +1,4 @@
-"""What Prometheus is told of processes and of the build, alike by every role."""
+"""Prometheus metrics of processes and of the build, the same for every role."""
 
 import platform
 from collections.abc import Callable, Iterator, Mapping
@@ -12,10 +12,10 @@ from tandem.telemetry.version import package_version
 
 
 class ProcessesCollector(Collector):
-    """CPU time, memory and open files of several processes of one server, by a label `process`.
+    """CPU time, memory and open files of several processes of one server, labelled `process`.
 
     Args:
-        pids: Returns who they are; one that is gone has no series.
+        pids: Returns the pid of each process by its name. A dead process has no series.
     """
 
     def __init__(self, pids: Callable[[], Mapping[str, int]]) -> None:
@@ -47,7 +47,7 @@ def _labelled(metric: Metric) -> Metric:
 
 
 class BuildCollector(Collector):
-    """Which version runs, and on what; an info metric of the value 1."""
+    """An info metric with the versions of Tandem and Python; its value is 1."""
 
     @override
     def collect(self) -> Iterator[Metric]:

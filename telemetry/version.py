@@ -1,4 +1,4 @@
-"""Which version of Tandem runs."""
+"""The installed version of Tandem."""
 
 from importlib.metadata import PackageNotFoundError, version
 

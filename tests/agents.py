@@ -1,4 +1,4 @@
-"""Builds the transfer agents of tests: fresh, calm and on this host, unless a test asks for something else."""
+"""Builds transfer agents for tests: new epochs, calm time limits and this host are the defaults."""
 
 from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.receiver import DecodeAgent

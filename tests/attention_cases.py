@@ -1,4 +1,4 @@
-"""Cases that every attention backend must agree on, and how to hold one to the reference."""
+"""Cases for every attention backend, and the comparison with the reference."""
 
 from dataclasses import dataclass
 
@@ -27,10 +27,10 @@ class Case:
     softcap: float | None = None
     chunk: int | None = None
     has_sinks: bool = False
-    value_dim: int | None = None  # as head_dim when None; 0: a part of K
+    value_dim: int | None = None  # None: as head_dim; 0: V is a part of K
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
-    fill: float = torch.nan  # of the pool, where no key of the forward lies
+    fill: float = torch.nan  # value of the pool's slots that hold no key of the forward
 
     @property
     def num_decodes(self) -> int:
@@ -38,7 +38,7 @@ class Case:
 
     @property
     def is_special(self) -> bool:
-        """Whether a layer asks for more than softmax over equal K and V, a window or a softcap."""
+        """Whether a layer needs more than softmax over K and V of equal width, a window or a softcap."""
         return self.has_sinks or self.chunk is not None or self.value_dim is not None
 
     @property
@@ -94,7 +94,7 @@ CASES = {
 
 
 def shape_of(layers: tuple[LayerKV, ...]) -> ModelShape:
-    """Return the shape of a float32 model whose layers keep these."""
+    """Return the shape of a float32 model with these KV layers."""
     return ModelShape(
         num_layers=len(layers),
         num_kv_heads=1,
@@ -110,16 +110,16 @@ def shape_of(layers: tuple[LayerKV, ...]) -> ModelShape:
 
 
 def tolerance(case: Case) -> float:
-    """Return the largest difference allowed; outputs are averages of values around 1.
+    """Return the largest allowed difference; outputs are averages of values around 1.
 
-    Reference and backend read the same pool, in e4m3 too: what differs is rounding in the compute
-    type, of which bfloat16 has 8 bits, float16 11.
+    Reference and backend read the same pool, even in e4m3. They differ only in the rounding of the
+    compute type: bfloat16 has 8 bits of precision, float16 has 11.
     """
     return {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}[case.dtype]
 
 
 def make(case: Case, backend: AttentionBackend, device: str) -> tuple[LayerInputs, PagedBatch]:
-    """Return seeded inputs, the earlier keys of each sequence in the pool."""
+    """Return seeded inputs; the pool holds the earlier keys of each sequence."""
     random = torch.Generator().manual_seed(1)
     lens = np.array([keys for keys, _ in case.sequences], np.int32)
     counts = [rows for _, rows in case.sequences]
@@ -144,7 +144,7 @@ def make(case: Case, backend: AttentionBackend, device: str) -> tuple[LayerInput
         write_pages += [own[p // case.page_size] for p in range(keys - rows, keys)]
 
     def rows_of(num_heads: int, dim: int) -> torch.Tensor:
-        # As models bring them: heads first in memory.
+        # The memory layout of models: heads first.
         made = torch.randn((num_heads, len(positions), dim), generator=random)
         return made.to(case.dtype).to(device).transpose(0, 1)
 
@@ -173,7 +173,7 @@ def make(case: Case, backend: AttentionBackend, device: str) -> tuple[LayerInput
 
 
 def clear_nan(batch: PagedBatch) -> None:
-    """Make zeros of the pool's NaN, in place."""
+    """Replace NaN in the pool by zeros, in place."""
     pages = batch.pool.pages
     pages.copy_(pages.float().nan_to_num(0.0).to(pages.dtype))
 
@@ -181,10 +181,10 @@ def clear_nan(batch: PagedBatch) -> None:
 def error(
     case: Case, backend: AttentionBackend, device: str = "cpu", behind: Case | None = None
 ) -> float:
-    """Return the largest difference to the reference: of the output, or infinity of the pool's.
+    """Return the largest difference of the output to the reference; infinity if the pools differ.
 
     Args:
-        behind: A layer that comes before, in the same forward.
+        behind: Case of a layer that precedes this one in the same forward.
     """
     scratch = {}
     if behind is not None:
@@ -195,7 +195,7 @@ def error(
     batch.scratch = scratch
     got = backend.attend(layer, batch)
     layer, reference = make(case, TorchAttention(), "cpu")
-    # The reference multiplies what it masked.
+    # The reference also multiplies masked values.
     clear_nan(reference)
     expected = reference.backend.attend(layer, reference)
     written = batch.pool.pages.cpu().float().nan_to_num(0.0)

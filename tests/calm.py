@@ -1,7 +1,7 @@
-"""Time limits that only a test's own clock reaches: ends of links that nobody loses for being slow.
+"""Time limits so long that a slow machine never reaches them, for both ends of links in tests.
 
-A machine that is busy, or stands still for seconds, would else end hand-offs of tests that are about something else.
-Whoever hangs up is found out as soon as ever.
+A busy machine, or one that pauses for seconds, would otherwise time out hand-offs in tests of something else.
+A closed link is detected as early as with the normal limits.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ LONG_S = 1000.0
 
 
 class CalmHeartbeat(Heartbeat):
-    """Beats as often as others, and takes no silence for a loss."""
+    """Beats at the normal interval, and never treats silence as a loss."""
 
     @property
     @override
@@ -34,13 +34,13 @@ CALM = CalmHeartbeat()
 
 
 def calm_sender(**limits: Any) -> SenderTimeouts:
-    """Return the limits of a prefill: these, and otherwise none that a machine's pace reaches."""
+    """Return a prefill's time limits: those given, and very long ones for the rest."""
     return SenderTimeouts(
         **{"grant_s": LONG_S, "early_grant_s": LONG_S, "heartbeat": CALM, **limits}
     )
 
 
 def calm_receiver(**limits: Any) -> ReceiverTimeouts:
-    """Return the limits of a decode: these, and otherwise none that a machine's pace reaches."""
+    """Return a decode's time limits: those given, and very long ones for the rest."""
     calm = {"connect_s": LONG_S, "landed_s": LONG_S, "released_s": LONG_S, "heartbeat": CALM}
     return ReceiverTimeouts(**{**calm, **limits})

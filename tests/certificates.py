@@ -1,4 +1,4 @@
-"""Certificates of an authority that is made for a test."""
+"""Certificates of an authority created for a test."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ import trustme
 
 @dataclass(frozen=True)
 class Certificates:
-    """An authority, a certificate of it for loopback as PEM files, and what is no pair with that."""
+    """An authority, its certificate for loopback as PEM files, a mismatched key and an invalid file."""
 
     authority: trustme.CA
     ca: str

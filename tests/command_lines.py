@@ -1,7 +1,7 @@
-"""Command lines as pages and help texts show them, and what the real parsers say of each.
+"""Command lines in pages and help texts, checked by the real parsers.
 
-A line of a code block is parsed whole; one within a sentence may leave values out, so that only the names of
-its flags are looked up.
+A line of a code block is parsed completely. A command within a sentence may omit values, so only the names of
+its flags are checked.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from tandem.parsers import parsers
 PARSERS = parsers() | {"router": parsers()["lb"]}
 FENCE = re.compile(r"^([ \t]*)```[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(tandem [a-z][^`\n]*)`")
-# Up to what ends a command in a shell, a comment, or the prose that a help text sets beside it.
+# A command ends at a shell operator, a comment, or the prose beside it in a help text.
 COMMAND = re.compile(
     r"(?:^|[\s(])(tandem [a-z][\w-]*(?![^\s;)|])(?:(?! {3,}| #| \| | && | & |;|\)| > | ─).)*)"
 )
@@ -40,13 +40,13 @@ def shown_in_sentences(markdown: str) -> Iterator[str]:
 
 
 def refusal(line: str) -> str:
-    """Return what the parser says against a whole command line; empty if it takes it."""
+    """Return the parser's error for a complete command line; empty if it is valid."""
     _, name, *argv = shlex.split(line)
     if name not in PARSERS:
         return f"there is no command {name!r}"
-    # A number in place of N; a parser that is asked for help ends.
+    # Replace placeholders by a number, and drop --help, which ends the parser.
     argv = ["1" if PLACEHOLDER.fullmatch(word) else word for word in argv if word != "--help"]
-    if "--config" in argv:  # the file is the reader's
+    if "--config" in argv:  # the reader's file does not exist here
         argv[argv.index("--config") + 1] = os.devnull
     said = io.StringIO()
     with contextlib.redirect_stderr(said):

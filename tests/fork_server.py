@@ -1,12 +1,12 @@
-"""Starts `python -P -m MODULE` of ours by forking a process that has imported everything once.
+"""Starts `python -P -m MODULE` for Tandem's modules by forking a process that has imported everything once.
 
-A fresh node spends six seconds of a core on imports and a tiny model a fifth of one. Each process of tests that start
-clusters has a server of its own: a single thread that imports, then forks whenever it is asked. What a forked process
-starts of ours in its turn (engines, ranks, edge workers) it forks, too; everything else is executed as ever. What a
-user starts is a fresh process, which the tests of commands start (`Process(..., is_fresh=True)`).
+A new node spends six CPU seconds on imports, and a fifth of a second on a tiny model. Each test process that starts
+clusters has its own server: a single thread that imports, then forks on request. A forked process also forks the
+Tandem processes that it starts (engines, ranks, edge workers), and executes everything else. Users start fresh
+processes; the tests of commands do the same (`Process(..., is_fresh=True)`).
 
 ```
- test ── what to start, its files, the end of a link ──▶ server ── fork ──▶ process
+ test ── argv, environment, files, end of a link ───────▶ server ── fork ──▶ process
  test ◀── that link: its pid, then its exit status ──── server
 ```
 """
@@ -54,7 +54,7 @@ MAX_START_BYTES = 1 << 18
 CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000
 PR_SET_PDEATHSIG = 1
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
-# Their threads would be lost in a fork: one is enough for tiny models.
+# A fork loses library threads. One thread is enough for tiny models.
 SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _REAL_FORK_EXEC = subprocess._fork_exec
 _REAL_CREATE = asyncio.create_subprocess_exec
@@ -64,18 +64,18 @@ _REAL_CREATE = asyncio.create_subprocess_exec
 
 
 class Forked:
-    """A process of the server: as much of `subprocess.Popen` as tests need.
+    """A process that the server forked, with the part of `subprocess.Popen` that tests need.
 
     Args:
         argv: The words after `python -P -m`.
-        stdin: A file's number, or DEVNULL. Of this and the next two, PIPE makes an attribute of
-            that name: a text file, the other end of a pipe.
-        stdout: A file's number.
-        stderr: A file's number.
+        stdin: File descriptor, DEVNULL or PIPE. For this and the next two, PIPE opens a pipe and sets
+            the attribute of that name to its other end, a text file.
+        stdout: File descriptor, DEVNULL or PIPE.
+        stderr: File descriptor, DEVNULL or PIPE.
         cwd: The process's working directory.
-        env: Its environment.
-        namespace: A file of the network namespace to run in; needs root.
-        shared_memory: A directory to be its /dev/shm; needs root.
+        env: The process's environment; None: this process's.
+        namespace: Path of the network namespace to enter; needs root.
+        shared_memory: Directory to mount as the process's /dev/shm; needs root.
     """
 
     stdin: TextIO | None = None
@@ -111,7 +111,7 @@ class Forked:
         self.pid = self._read_number()
 
     def _file(self, number: int, given: int, opened: contextlib.ExitStack) -> int:
-        """Return the file that becomes the process's `number`."""
+        """Return the file descriptor that becomes the process's descriptor `number`."""
         if given == subprocess.DEVNULL:
             return opened.enter_context(Path(os.devnull).open("r+b", 0)).fileno()
         if given != subprocess.PIPE:
@@ -127,7 +127,7 @@ class Forked:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the pipes, and wait for the end, as `subprocess` does."""
+        """Close the pipes and wait for the process to end, as `subprocess` does."""
         for file in (self.stdin, self.stdout, self.stderr):
             if file is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -141,7 +141,7 @@ class Forked:
         return int.from_bytes(data, signed=True)
 
     def poll(self) -> int | None:
-        """Return the exit status, minus the signal that ended it, or None while it runs."""
+        """Return the exit status (negative: the signal that ended the process), or None while it runs."""
         with self._lock:
             if self.returncode is None and self._has_ended(0):
                 self.returncode = self._read_number()
@@ -149,13 +149,13 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status once it has ended; raises `TimeoutExpired`."""
+        """Wait for the exit status and return it; raises `TimeoutExpired`."""
         deadline_s = time.monotonic() + (1e9 if timeout is None else timeout)
         while (status := self.poll()) is None:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise subprocess.TimeoutExpired("a forked process", timeout or 0)
-            with contextlib.suppress(ValueError):  # another thread has just read it
+            with contextlib.suppress(ValueError):  # another thread has just read the status
                 self._has_ended(left_s)
         return status
 
@@ -173,7 +173,7 @@ class Forked:
 
 
 def run(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a module to its end, as `subprocess.run` does with `capture_output`."""
+    """Run a module until it ends, like `subprocess.run` with `capture_output`."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         status = Forked(argv, stdout=out.fileno(), stderr=err.fileno()).wait()
         out.seek(0)
@@ -242,7 +242,7 @@ async def _reader(pipe: Any, limit: int = 2**16) -> asyncio.StreamReader:
 
 @functools.cache
 def _server() -> socket.socket:
-    """Return the link to the server of this process, whose end ends it; started at the first call."""
+    """Return the link to this process's server; the first call starts it, and closing the link ends it."""
     link, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     with theirs:
         command = [sys.executable, "-P", __file__, str(theirs.fileno())]
@@ -262,7 +262,7 @@ def _server() -> socket.socket:
 
 
 def serve(tests: socket.socket) -> None:
-    """Fork what is asked for, until the tests hang up."""
+    """Fork the requested processes until the tests close the link."""
     selector = selectors.DefaultSelector()
     selector.register(tests, selectors.EVENT_READ)
     while True:
@@ -280,7 +280,7 @@ def serve(tests: socket.socket) -> None:
             os.close(key.fd)
             pid, link = key.data
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            with contextlib.suppress(OSError), link:  # perhaps nobody waits for it any more
+            with contextlib.suppress(OSError), link:  # the test may no longer wait
                 link.sendall(status.to_bytes(4, signed=True))
 
 
@@ -296,14 +296,14 @@ def _fork(start: dict[str, Any], files: Sequence[int]) -> int:
 
 
 def _end_with_the_server(server: int) -> None:
-    """A test run that is killed leaves no clusters behind: their server ends with it, and they with the server."""
+    """Have the kernel end this process with its server, so that a killed test run leaves no cluster."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
         os._exit(1)
 
 
 def _enter(namespace: str, shared_memory: str) -> None:
-    """Leave the machine's network and shared memory for others, where they are named."""
+    """Enter the given network namespace and mount the given shared memory, if specified."""
     libc = ctypes.CDLL(None)
     if namespace:
         with Path(namespace).open() as file:
@@ -324,22 +324,22 @@ def _become(
     environment: Mapping[str, str],
     cwd: str | None,
 ) -> NoReturn:
-    """Be a process as one that was just executed, run a module, and end.
+    """Set up this process as if it was just executed, run a module, and exit.
 
     Args:
         argv: The module and its arguments.
-        files: What become standard input, output and error.
-        kept: Files beside these that stay open.
+        files: Descriptors that become stdin, stdout and stderr.
+        kept: Other descriptors that stay open.
     """
     status = 1
     try:
         _forget()
-        # Above those that they become: one may be another's number.
+        # Duplicate first, because the number of one may be the target of another.
         for number, file in enumerate([os.dup(file) for file in files]):
             os.dup2(file, number)
         for name in os.listdir("/proc/self/fd"):
             if (number := int(name)) > 2 and number not in kept:
-                with contextlib.suppress(OSError):  # that of the listing
+                with contextlib.suppress(OSError):  # the descriptor of the listing itself
                     os.close(number)
         os.chdir(cwd or ".")
         os.environ.clear()
@@ -360,21 +360,21 @@ def _become(
 
 
 def _forget() -> None:
-    """Drop what a process inherits from its parent and an executed one would not."""
-    gc.freeze()  # the parent's sockets are closed by number, not by who collects them
+    """Drop the inherited state that an executed process would not have."""
+    gc.freeze()  # the parent's sockets are closed by number, not by the garbage collector
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     asyncio._set_running_loop(None)
-    weakref.finalize._registry.clear()  # its end would remove the parent's temporary directories
-    pools._threads_queues.clear()  # its end would wait for the parent's threads
+    weakref.finalize._registry.clear()  # finalizers would remove the parent's temporary directories
+    pools._threads_queues.clear()  # the exit would wait for the parent's threads
     sys.setswitchinterval(0.005)
 
 
 def _read_environment(environment: Mapping[str, str]) -> None:
-    """Do what Python and libraries do with variables when they start."""
+    """Apply environment variables as Python and libraries do at their start."""
     from prometheus_client import values
 
     places = [place for place in environment.get("PYTHONPATH", "").split(":") if place]
@@ -386,7 +386,7 @@ def _run(argv: Sequence[str]) -> int:
     module, *arguments = argv
     sys.argv = [module, *arguments]
     for name in (module, f"{module}.__main__"):
-        sys.modules.pop(name, None)  # another one runs
+        sys.modules.pop(name, None)  # runpy creates a new instance
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
@@ -406,7 +406,7 @@ def _run(argv: Sequence[str]) -> int:
 
 def _is_ours(argv: Sequence[Any]) -> bool:
     words = [os.fsdecode(word) for word in argv[:4]]
-    # A conversion needs more of transformers than a server has imported, and happens once.
+    # Not forked: a conversion runs once, and needs modules of transformers that the server has not imported.
     is_conversion = words[3:] == ["tandem.node.checkpoint"]
     is_module = words[:3] == [sys.executable, "-P", "-m"] and words[3].startswith("tandem")
     return is_module and not is_conversion
@@ -431,7 +431,7 @@ def _fork_exec(
     is_leader: bool,
     *more: Any,
 ) -> int:
-    """Fork a module of ours; execute anything else. As `subprocess` calls it, in Python 3.11 to 3.13."""
+    """Fork Tandem's modules; execute anything else. The signature is that of Python 3.11 to 3.13."""
     if not _is_ours(argv):
         pipes = (stdin, p2cwrite, c2pread, stdout, errread, stderr, errpipe_read, errpipe)
         how = (executables, closes, kept, cwd, variables, *pipes, restores, is_leader)
@@ -452,7 +452,7 @@ def _fork_exec(
 async def _create(
     *argv: Any, stdin=None, stdout=None, stderr=None, limit: int = 2**16, **how: Any
 ) -> Any:
-    """Fork a module of ours, which uvloop would execute; execute anything else."""
+    """Fork Tandem's modules, which uvloop would execute; execute anything else."""
     if not _is_ours(argv):
         pipes = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
         return await _REAL_CREATE(*argv, **pipes, limit=limit, **how)
@@ -470,7 +470,7 @@ async def _create(
 
 
 def main() -> None:
-    """Import, and serve."""
+    """Import the modules, and run the server."""
     from importlib import import_module
 
     tests = socket.socket(fileno=int(sys.argv[1]))
@@ -485,7 +485,7 @@ def main() -> None:
     asyncio.create_subprocess_exec = _create
     gc.freeze()
     serve(tests)
-    os._exit(0)  # without taking every module apart
+    os._exit(0)  # skip the teardown of modules
 
 
 if __name__ == "__main__":

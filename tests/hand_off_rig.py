@@ -32,12 +32,12 @@ from tests.patience import patiently
 
 PAGE = 8
 NUM_PAGES = 60
-# Where the other end is gone, and the test would only wait.
+# For tests in which the peer is dead, and waiting has no use.
 IMPATIENT = calm_receiver(connect_s=0.5, released_s=0.5)
 
 
 class CollectedAnswers:
-    """Answers kept instead of sent."""
+    """Stores answers instead of sending them."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = defaultdict(list)
@@ -98,10 +98,10 @@ class Pair:
     """A prefill and a decode role with their engines, agents and pools.
 
     Args:
-        transport: Its name, or the transport itself.
-        pushes_layers: As soon as each is computed, or whole chunks.
-        timeouts: Of decode.
-        has_tiers: Whether each has a stack of tiers, `prefill_tiers` and `decode_tiers`.
+        transport: Name of a transport, or the transport itself.
+        pushes_layers: Whether to push each layer once it is computed, or complete chunks.
+        timeouts: Time limits of decode.
+        has_tiers: Whether both roles have a stack of tiers, `prefill_tiers` and `decode_tiers`.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class Pair:
         raise AssertionError((self.sender.statistics(), self.receiver.statistics()))
 
     def alone(self, *requests: GenerateRequest) -> dict[str, list[int]]:
-        """Return the tokens that one engine gives, by request."""
+        """Return the tokens that a single engine generates, by request."""
         for request in requests:
             self.colocated.submit(request)
         tokens = {request.request_id: [] for request in requests}
@@ -243,7 +243,7 @@ class Pair:
         return tokens
 
     def running(self) -> list[ActiveRequest]:
-        """Return what decode generates for."""
+        """Return the requests that decode is generating for."""
         halves = [half.active for half in self.decode._by_ticket.values()]
         return [active for active in halves if active.stage is Stage.RUNNING]
 
@@ -256,7 +256,7 @@ class Pair:
         return True
 
     def answer_tiers(self) -> bool:
-        """Have tiers answer all that they were asked. Returns False, so that a condition can go on."""
+        """Answer all pending calls to tiers. Returns False, for use in a polled condition."""
         self.prefill_tiers.answer_all()
         self.decode_tiers.answer_all()
         return False
@@ -265,7 +265,7 @@ class Pair:
         self.run_until(lambda: self.answer_tiers() or is_done())
 
     def start_anew(self) -> None:
-        """End what a test left, and forget what is cached and was told; tiers keep what they have."""
+        """End the requests that a test left, and clear caches and recorded answers; tiers keep their pages."""
         for role in (self.prefill, self.decode):
             for ticket in role.tickets():
                 role.cancel(ticket)

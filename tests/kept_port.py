@@ -1,4 +1,4 @@
-"""A port of loopback where nobody listens, and that no other process gets meanwhile."""
+"""A reserved loopback port on which nothing listens."""
 
 import contextlib
 import socket
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 
 def keep_port() -> tuple[socket.socket, int]:
-    """Return a socket that keeps a port while it is open, and the port; servers of the test may listen there."""
+    """Return a socket that reserves a port while open, and the port; the test's servers may listen on it."""
     sock = socket.socket()
-    # asyncio's servers share a port with one that is bound like them and does not listen.
+    # asyncio's servers set this too: they can share the port with a bound socket that does not listen.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind(("127.0.0.1", 0))
     return sock, sock.getsockname()[1]
@@ -16,7 +16,7 @@ def keep_port() -> tuple[socket.socket, int]:
 
 @contextlib.contextmanager
 def kept_port() -> Iterator[int]:
-    """Keep a port inside the block."""
+    """Reserve a port within the block."""
     sock, port = keep_port()
     with sock:
         yield port

@@ -1,7 +1,7 @@
-"""Fails a test in which one callback of an event loop computed for long: nothing else ran meanwhile.
+"""Fails a test in which one callback blocked an event loop for too long.
 
-What counts is the processor time of the loop's thread, without that of the garbage collector: a crowded
-machine decides nothing. Tasks of tests themselves may compute as they like.
+The limit applies to the CPU time of the loop's thread without garbage collection, so that a busy machine
+fails no test. Tasks of the tests themselves are exempt.
 """
 
 import asyncio
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-# A tenth of the silence after which an engine takes its edge worker for lost.
+# A tenth of the silence after which an engine considers its edge worker lost.
 MAX_CALLBACK_S = 0.2
 TESTS = str(Path(__file__).parent)
 
 
 class _Collector:
-    """The time that this thread spent in the garbage collector."""
+    """Measures the CPU time of this thread's garbage collection."""
 
     def __init__(self) -> None:
         self.seconds = self._started = 0.0
@@ -40,7 +40,7 @@ def _is_of_a_test(handle: asyncio.Handle) -> bool:
 
 @pytest.fixture(autouse=True)
 def no_callback_holds_up_the_loop(monkeypatch) -> Iterator[list[str]]:
-    """Fail at the end of a test if a callback took too long; yields what did."""
+    """Fail at the end of a test if a callback took too long; yields the list of slow callbacks."""
     collector, slow = _Collector(), list[str]()
     run = asyncio.Handle._run
 

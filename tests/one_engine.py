@@ -1,4 +1,4 @@
-"""An engine without processes and links: whose tokens those of a cluster must be."""
+"""An engine without processes and links: the reference for a cluster's tokens."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ def tokens_of_one_engine(
     num_pages: int = 256,
     **settings,
 ) -> list[list[int]]:
-    """Return the tokens of all prompts, computed together on one thread as by `--num-threads 1`."""
+    """Return the tokens of all prompts, computed together on one thread as with `--num-threads 1`."""
     with one_thread():
         config = EngineConfig(model_dir=str(path), dtype="float32", **settings)
         model, shape = load_model(config)
@@ -39,7 +39,7 @@ def tokens_of_one_engine(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Have torch compute on one thread."""
+    """Limit torch to one thread within the block."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -51,7 +51,7 @@ def one_thread() -> Iterator[None]:
 def make_engine(
     config: EngineConfig, model: PagedModel, shape: ModelShape, num_pages: int
 ) -> Engine:
-    """Return an engine with a pool of its own; several may share a model."""
+    """Return an engine with its own pool; several may share a model."""
     pool = make_pool(shape, num_pages, config.page_size, "cpu")
     runner = ModelRunner(model, pool, choose_backend(config, shape))
     return Engine(ModelLauncher(runner, shape, config.page_size), shape, config, num_pages)
@@ -67,7 +67,7 @@ def ask(
     logprobs: LogprobsWanted | None = None,
     **sampling,
 ) -> GenerateRequest:
-    """Return a request, greedy and without an end of sequence unless told otherwise."""
+    """Return a request; by default it is greedy and ignores the end of sequence."""
     return GenerateRequest(
         request_id=RequestId(name),
         prompt_ids=list(prompt),
@@ -80,7 +80,7 @@ def ask(
 
 
 def ask_remote(engine: Engine, request: GenerateRequest) -> ActiveRequest:
-    """Queue a request whose prompt another node computes, and grant it pages if there is room."""
+    """Queue a request whose prompt another node computes, and grant it pages if they fit."""
     active = engine.check(request, is_remote=True)
     engine.queue(active)
     engine.admit()
@@ -88,7 +88,7 @@ def ask_remote(engine: Engine, request: GenerateRequest) -> ActiveRequest:
 
 
 def run(engine: Engine, out: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
-    """Step until nothing is to be done; return the tokens of each request, added to `out`."""
+    """Step until the engine has no work; return the tokens of each request, added to `out`."""
     out = {} if out is None else out
     newest: dict[str, int] = {}
     while engine.has_work:
@@ -107,7 +107,7 @@ def run_together(
     sampling: Sequence[SamplingParams],
     logprobs: LogprobsWanted | None = None,
 ) -> list[list[Token]]:
-    """Return what the engine generates for all prompts, which it is given at once."""
+    """Submit all prompts at once; return the tokens that the engine generates for each."""
     names = [RequestId(str(i)) for i in range(len(prompts))]
     for name, prompt, params in zip(names, prompts, sampling, strict=True):
         engine.submit(

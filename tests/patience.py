@@ -10,13 +10,11 @@ PATIENCE_S = 50.0
 """What is well comes in a hundredth of it. Below the shortest of the limits that clients have by default,
 60 s, so that a test with a shorter one never passes by that."""
 
-_LEAST_LOOKS = (
-    1000  # where a look takes steps of an engine, one of them may take longer than all patience
-)
+_LEAST_LOOKS = 1000  # if a check runs engine steps, one step may take longer than PATIENCE_S
 
 
 def patiently() -> Iterator[None]:
-    """Yield for each look at what must come, until it is plain that it does not."""
+    """Yield before each check of a condition, until it has certainly failed."""
     deadline_s = time.monotonic() + PATIENCE_S
     num_looks = 0
     while num_looks < _LEAST_LOOKS or time.monotonic() < deadline_s:

@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test every run takes; `make test-all` takes them all."""
+"""Selects the cases of a parametrised test for every run; `make test-all` runs them all."""
 
 from collections.abc import Collection, Iterable
 from typing import Any

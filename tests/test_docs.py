@@ -1,4 +1,4 @@
-"""What the documentation names is there, and what it shows is what the program takes."""
+"""The documentation names existing things, and the program accepts the commands it shows."""
 
 import ast
 import re
@@ -60,7 +60,7 @@ def test_every_link_of_a_page_leads_to_a_page_and_a_section_of_it(page):
     for link in LINK.findall(page.read_text()):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
-        # What is not a page of the site has no address there: name such a file, link only pages.
+        # A file that is not a page of the site has no URL there: pages may name it, but not link to it.
         is_beyond = DOCS in page.parents and DOCS not in target.resolve().parents
         if not target.exists() or is_beyond or (anchor and anchor not in sections_of(target)):
             broken.append(link)
@@ -181,7 +181,7 @@ def test_flags_of_other_servers_are_taken_as_the_page_says(page, section, comman
 
 
 def taken(parser, flag, alias):
-    """Say how a parser takes a flag, in the words of the page."""
+    """Return how a parser accepts a flag, in the wording of the page."""
     action = parser._option_string_actions.get(flag)
     if action is None:
         return "not taken"
@@ -207,7 +207,7 @@ def sources():
 
 
 def topics_in(path):
-    """Yield the topics that the words, and the errors, of a file send a reader to."""
+    """Yield the documentation topics that a file's text and errors refer to."""
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
             case ast.Constant(value=str(text)):

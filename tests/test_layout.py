@@ -1,4 +1,4 @@
-"""How the folders at the top become one package."""
+"""The top-level folders form one package."""
 
 import shutil
 import subprocess

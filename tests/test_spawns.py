@@ -1,11 +1,11 @@
-"""How our programs start other processes of ours."""
+"""How Tandem's programs start other Tandem processes."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = re.compile(r'sys\.executable,\s*(?P<flags>(?:"[^"]*",\s*)*)"-m",\s*(?P<module>[\w".]+)')
-# Modules of a checkout, which nothing installs, are found in the directory that they are run from.
+# Modules that are not installed; Python finds them in the working directory, a checkout.
 OTHERS = ('"tests.', '"benchmarks.', "INTERPRETED", '"sglang_router.')
 
 
@@ -13,7 +13,7 @@ def test_no_module_of_ours_is_started_with_the_working_directory_on_its_path():
     """Python would import a user's `router.py` from there instead of our package."""
     commands = [
         (path.relative_to(ROOT), command)
-        for path in sorted(ROOT.glob("[a-z]*/**/*.py"))  # .venv is beside them
+        for path in sorted(ROOT.glob("[a-z]*/**/*.py"))  # excludes .venv
         for command in COMMAND.finditer(path.read_text())
         if not command["module"].startswith(OTHERS)
     ]

@@ -1,4 +1,4 @@
-"""A tiny random GGUF file, whose float32 numbers no smaller type has."""
+"""A tiny random GGUF file whose float32 values have no exact smaller type."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ NUM_LAYERS, HIDDEN, FEED_FORWARD, VOCAB_SIZE = 2, 64, 96, 300
 
 
 def tensors() -> dict[str, np.ndarray]:
-    """Return the tensors by their names in the file."""
+    """Return the tensors by name."""
     random = np.random.default_rng(0)
     square, wide, tall = (HIDDEN, HIDDEN), (FEED_FORWARD, HIDDEN), (HIDDEN, FEED_FORWARD)
     layer = {
@@ -31,7 +31,7 @@ def tensors() -> dict[str, np.ndarray]:
 
 
 def write_gguf(path: Path, without: str = "") -> Path:
-    """Write the file, `without` one of its tensors; return its path."""
+    """Write the file, omitting the tensor `without`; return its path."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)

@@ -34,7 +34,7 @@ CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
     "qwen2": lambda: Qwen2Config(**SIZES),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
-    # A window shorter than the prompts, so that it matters.
+    # The window is shorter than the prompts, so that it has an effect.
     "mistral": lambda: MistralConfig(**SIZES, head_dim=16, sliding_window=24),
     "gemma": lambda: GemmaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=32),
     "phi3": lambda: Phi3Config(**SIZES),
@@ -42,7 +42,7 @@ CONFIGS = {
 
 
 def make_tiny_model(kind: str, directory: Path) -> Path:
-    """Write config and seeded random float32 weights of one architecture; return the directory."""
+    """Write the config and seeded random float32 weights of an architecture; return the directory."""
     torch.manual_seed(sorted(CONFIGS).index(kind))
     AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32).save_pretrained(
         directory

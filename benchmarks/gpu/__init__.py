@@ -1,1 +1,1 @@
-"""Benchmarks that need a GPU; `python -m benchmarks.gpu.roofline` is the one command."""
+"""Benchmarks that need a GPU, such as `python -m benchmarks.gpu.roofline`."""

@@ -1,11 +1,11 @@
-"""How close `cuda_ipc` comes to a copy by the device itself.
+"""The rate of `cuda_ipc` compared with a copy by the device itself.
 
     python -m benchmarks.gpu.cuda_ipc [--size-mib 1024] [--rounds 15]
 
-Two processes, pools of twice the size, on two GPUs where there are two. *Contiguous* is one copy,
-*scattered* random blocks of 64 KiB into random places. The limit, measured in the same run and
-interleaved, is torch's copy of as many bytes between the same devices in one process; the result is
-the contiguous case. What arrived is compared with what was sent.
+Two processes have pools of twice the size, on two GPUs if the host has them. *Contiguous* is one copy;
+*scattered* copies random blocks of 64 KiB to random places. The limit is torch's copy of as many bytes
+between the same devices in one process, measured in interleaved rounds. The result line is for the
+contiguous case. The benchmark verifies that the received bytes equal the sent ones.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def far_device() -> str:
 
 
 def listen(pool_bytes: int) -> None:
-    """Be the far end until standard input ends; each line asks for the pool's hash."""
+    """Run the receiving end until stdin closes; print the pool's hash for each input line."""
     memory = torch.zeros(pool_bytes, dtype=torch.uint8, device=far_device())
     num_pages = pool_bytes // BLOCK_BYTES
     pool = Pool(DeviceRegion(memory), BLOCK_BYTES, num_pages)
@@ -53,7 +53,7 @@ def digest(memory: torch.Tensor) -> str:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Return the time of a call and of all that the devices then still do."""
+    """Return the time of a call, including the work that it leaves on the devices."""
     torch.cuda.synchronize("cuda:0")
     begin = time.perf_counter()
     call()

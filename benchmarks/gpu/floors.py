@@ -1,4 +1,4 @@
-"""The least time that a forward can take on a device: what must be read, what must be multiplied."""
+"""The lower bound of a forward's time on a device, from its memory reads and its matrix products."""
 
 import math
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """What a device was measured to do.
+    """The measured rates of a device.
 
     Attributes:
-        bytes_per_s: Read plus written by a copy.
-        flops_per_s: Of a large matrix product in the model's type.
+        bytes_per_s: Bytes read plus bytes written by a copy.
+        flops_per_s: Rate of a large matrix product in the model's dtype.
     """
 
     bytes_per_s: float
@@ -20,14 +20,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Work:
-    """What a model makes a device do.
+    """The work of a model's forward.
 
     Attributes:
-        layer_params: Weights that each row of a forward is multiplied with.
-        head_params: Those of the output layer, multiplied with rows whose logits are wanted. The
-            embedding's are looked up, and cost nothing.
+        layer_params: Number of weights that every row of a forward is multiplied with.
+        head_params: Number of weights of the output layer, used for rows that need logits. Embeddings
+            are only looked up and cost nothing.
         attention_width: Query heads times head dim, summed over layers.
-        kv_bytes_per_token: Over all layers.
+        kv_bytes_per_token: Sum over all layers.
     """
 
     layer_params: int
@@ -37,14 +37,14 @@ class Work:
     kv_bytes_per_token: int
 
     def decode_floor_s(self, device: Device, batch: int, context: int) -> float:
-        """Return the time in which one step's weights and KV are read."""
+        """Return the time to read the weights and KV of one step."""
         weights = (self.layer_params + self.head_params) * self.bytes_per_param
         return (weights + batch * context * self.kv_bytes_per_token) / device.bytes_per_s
 
     def prefill_floor_s(self, device: Device, tokens: int) -> float:
-        """Return the time in which a prompt's products are made, those of causal attention included."""
+        """Return the time of a prompt's matrix products, including causal attention."""
         products = 2 * self.layer_params * tokens + 2 * self.head_params
-        # Scores and weighted values: two products, over half the square and its diagonal.
+        # Scores and weighted values are two products, each over the lower triangle with its diagonal.
         attention = 2 * 2 * self.attention_width * tokens * (tokens + 1) // 2
         return (products + attention) / device.flops_per_s
 
@@ -54,7 +54,7 @@ class Line:
     """One measurement.
 
     Attributes:
-        is_ours: By the runner that a node takes by itself; such lines make the result.
+        is_ours: True for the runner that a node selects by default; only these lines count for the result.
     """
 
     model: str
@@ -68,7 +68,7 @@ class Line:
 
     @property
     def ratio(self) -> float:
-        """Share of the floor's rate that was reached."""
+        """The floor divided by the measured time; 1 is the limit."""
         return self.floor_s / self.took_s
 
 
@@ -89,6 +89,6 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def mean_ratio(phase: str, lines: Sequence[Line]) -> float:
-    """Return the geometric mean of our ratios in a phase; 0 when there are none."""
+    """Return the geometric mean of our ratios in a phase, or 0 if there are none."""
     ratios = [line.ratio for line in lines if line.phase == phase and line.is_ours]
     return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0

@@ -1,12 +1,12 @@
-"""How close a GPU's prefill and decode come to what its memory and its multipliers allow.
+"""Prefill and decode on a GPU, compared with the limits of its memory and its compute units.
 
     python -m benchmarks.gpu.roofline [--models llama-3-8b qwen2.5-7b]
 
-No download: seeded random bfloat16 weights of the shapes of Llama-3-8B and Qwen2.5-7B, made on the GPU.
-In the same run it measures the device (a copy, a matrix product), then our runners with every backend
-that is installed, with CUDA graphs and without. The floor of a decode step is the time to read weights and
-KV once; that of a prompt, the time of its products. Cases that do not fit into memory are left out. The last lines are those that matter: geometric
-means over all cases of the runner that a node takes by itself.
+Nothing is downloaded: seeded random bfloat16 weights in the shapes of Llama-3-8B and Qwen2.5-7B are made on the
+GPU. The run first measures the device (a copy, a matrix product), then Tandem's runners with every installed
+backend, with and without CUDA graphs. The floor of a decode step is the time to read weights and KV once. The floor
+of a prompt is the time of its matrix products. Cases that do not fit in memory are skipped. The result is in the
+last lines: geometric means over all cases of the runner that a node selects by default.
 """
 
 import gc
@@ -38,7 +38,7 @@ from tandem.engine.shape import ModelShape
 PAGE_SIZE = 16
 BATCHES, CONTEXTS = (1, 16, 64, 256), (1024, 8192)
 PROMPTS = (1024, 4096, 16384)
-# What activations, graphs and the library's workspaces may take beside weights and pool.
+# Memory reserved for activations, graphs and library workspaces, beside weights and pool.
 SPARE_BYTES = 12 << 30
 SEED = 0
 DECODE_GOAL, PREFILL_GOAL = 0.8, 0.6
@@ -69,7 +69,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True)
 class Rig:
-    """A model on the device, and the pool that all runners share."""
+    """A model on the device, with the pool that all runners share."""
 
     name: str
     model: Any
@@ -79,16 +79,16 @@ class Rig:
 
     @property
     def paged(self) -> PagedModel:
-        """The model, attending through pages."""
+        """The model with paged attention."""
         return PagedModel(self.model)
 
     @property
     def num_pages(self) -> int:
-        """Pages that sequences may use; one more is the graphs'."""
+        """Number of pages for sequences; one more page is reserved for graphs."""
         return len(self.pool) - 1
 
     def fits(self, batch: int, tokens: int) -> bool:
-        """Tell whether the pool holds so many sequences."""
+        """Return whether the pool holds `batch` sequences of `tokens` tokens."""
         return batch * -(-tokens // PAGE_SIZE) <= self.num_pages
 
 
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     lines: list[Line] = []
     for name in args.models:
-        # One model at a time: the other's memory goes back before.
+        # One model at a time: free its memory before the next.
         lines += our_lines(make_rig(name, CONFIGS[name](), "cuda", None), device)
         gc.collect()
         torch.cuda.empty_cache()
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure_device() -> Device:
-    """Measure a copy of 2 GiB and a product of 8192 cubed: large enough to leave every cache."""
+    """Measure a copy of 2 GiB and a product of 8192 cubed, both larger than every cache."""
     source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy_s = seconds(partial(target.copy_, source), "cuda")
@@ -128,7 +128,7 @@ def measure_device() -> Device:
 
 
 def seconds(call: Callable[[], object], device: str, num_calls: int = 10, rounds: int = 5) -> float:
-    """Return the median time of a call, of rounds of several without a wait between them."""
+    """Return the median time per call. Each round makes several calls without a wait in between."""
     times = []
     for _ in range(rounds + 1):
         _wait(device)
@@ -137,7 +137,7 @@ def seconds(call: Callable[[], object], device: str, num_calls: int = 10, rounds
             call()
         _wait(device)
         times.append((time.perf_counter() - begin) / num_calls)
-    return statistics.median(times[1:])  # the first warms up
+    return statistics.median(times[1:])  # the first round warms up
 
 
 def _wait(device: str) -> None:
@@ -146,10 +146,10 @@ def _wait(device: str) -> None:
 
 
 def make_rig(name: str, config: Any, device: str, num_pages: int | None) -> Rig:
-    """Make a model of random weights and a pool.
+    """Create a model with random weights, and its pool.
 
     Args:
-        num_pages: Of the pool; None takes what the GPU has, up to what the largest case needs.
+        num_pages: Pages of the pool. None: as many as fit on the GPU, up to the need of the largest case.
     """
     torch.manual_seed(SEED)
     implementation = attention.register()
@@ -185,13 +185,13 @@ def make_rig(name: str, config: Any, device: str, num_pages: int | None) -> Rig:
         page_bytes = shape.kv_bytes_per_token * PAGE_SIZE
         num_pages = min(wanted, max(0, free - SPARE_BYTES) // page_bytes)
     pool = make_pool(shape, num_pages, PAGE_SIZE, device, has_scratch_page=True)
-    # Not zeros: multipliers draw less power on zeros, and run faster.
+    # Not zeros: compute units draw less power on zeros, and run faster.
     pool.pages.normal_()
     return Rig(name, model, shape, work, pool)
 
 
 def our_lines(rig: Rig, device: Device) -> Iterator[Line]:
-    """Measure every backend, with graphs and without."""
+    """Measure every backend, with and without graphs."""
     auto = fastest(_config("auto"), rig.shape)
     installed: list[AttentionName] = ["triton"]
     if find_spec("flashinfer"):
@@ -226,7 +226,7 @@ def _config(name: AttentionName, *, is_eager: bool = False) -> EngineConfig:
 def runner_lines(
     rig: Rig, device: Device, runner: Runner, label: str, *, is_ours: bool
 ) -> Iterator[Line]:
-    """Measure one runner's decode steps and prompts."""
+    """Measure the decode steps and the prompts of one runner."""
     place = "cpu" if runner.device.type == "cpu" else "cuda"
     for context in CONTEXTS:
         for batch in (batch for batch in BATCHES if rig.fits(batch, context)):
@@ -242,7 +242,7 @@ def runner_lines(
 
 
 def decode_inputs(batch: int, context: int, num_pages: int) -> ForwardInputs:
-    """Return one step of `batch` sequences of `context` keys, their pages strewn over the pool."""
+    """Return one step of `batch` sequences of `context` keys, with randomly placed pages."""
     width = -(-context // PAGE_SIZE)
     pages = np.random.default_rng(SEED).permutation(num_pages)[: batch * width]
     return ForwardInputs(
@@ -258,7 +258,7 @@ def decode_inputs(batch: int, context: int, num_pages: int) -> ForwardInputs:
 
 
 def prompt_inputs(tokens: int, num_pages: int) -> ForwardInputs:
-    """Return one whole prompt in one forward."""
+    """Return a complete prompt as one forward."""
     width = -(-tokens // PAGE_SIZE)
     pages = np.random.default_rng(SEED).permutation(num_pages)[:width]
     return ForwardInputs(

@@ -1,17 +1,16 @@
-"""Mooncake's transfer engine: one-sided writes over RDMA where there is an adapter, else over TCP.
+"""Mooncake's transfer engine: one-sided writes over RDMA if the host has an adapter, else over TCP.
 
-What all one-sided transports share, and what is enforced against whom, is in
-`tandem.kvtransfer.transports.one_sided`. Here each end
-is an engine of its own, found by address and port (`P2PHANDSHAKE`, no metadata server).
+`tandem.kvtransfer.transports.one_sided` has the code and the guarantees that one-sided transports share.
+Here each end is a separate engine, found by address and port (`P2PHANDSHAKE`, no metadata server).
 
-**The fence is the destruction of the peer's engine.** On TCP the engine's own threads read what comes
-into the pool; its destructor closes the sockets and joins them. On RDMA it ends the queue pairs and
-deregisters the memory, which the adapter obeys. Taking the registration back is no fence: it is looked at
-when a write begins, and one that has begun goes on (120 MB of it, when tried).
+**The fence is the destruction of the peer's engine.** On TCP the engine's threads read incoming bytes into
+the pool; the destructor closes the sockets and joins the threads. On RDMA it ends the queue pairs and
+deregisters the memory, which the adapter enforces. Deregistering alone is no fence: the engine checks a
+registration when a write begins, and a running write continues (120 MB of it in a test).
 
-The destructor takes up to a second where a peer was connected, and holds the interpreter meanwhile: no
-other thread of this process runs. That is paid once for each peer that is lost, and for one at a time:
-heartbeats go out between two.
+The destructor takes up to a second if a peer was connected, and holds the GIL: no other thread of this
+process runs. Each lost peer costs this once. Engines are destroyed one at a time, so that heartbeats are
+sent in between.
 """
 
 import contextlib
@@ -47,11 +46,11 @@ Protocol = Literal["tcp", "rdma"]
 ADAPTERS = Path("/sys/class/infiniband")
 DONE, UNDER_WAY = 1, 0
 
-# One engine-side transfer a copy, and we wait for the oldest. The library's own batches are waited for
-# by spinning: half the speed on two cores, and no way to stop waiting for a peer that hangs.
+# One engine transfer per copy; the connection waits for the oldest. The library waits for its own batches
+# by spinning: that halves the speed on two cores, and a wait for a hanging peer cannot be stopped.
 PIECE_BYTES = 16 << 20
 PIECES_UNDER_WAY = 64
-# In which threads that waited for the interpreter have it: each takes half a millisecond at most.
+# Pause in which threads that waited for the GIL can run; each needs at most half a millisecond.
 BREATH_S = 0.01
 
 
@@ -62,10 +61,10 @@ class MooncakeTransport:
 
     def __init__(self, config: TransportConfig | None = None) -> None:
         self._config = config or TransportConfig()
-        self._turn = threading.Lock()  # to destroy an engine
+        self._turn = threading.Lock()  # held while an engine is destroyed
 
     def listen(self, pool: Pool) -> Listener:
-        """Begin to receive.
+        """Start receiving.
 
         Raises:
             ConfigInvalid: The pool is not in CPU memory.
@@ -84,10 +83,10 @@ class MooncakeTransport:
         )
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> OneSidedConnection:
-        """Make an engine and connect it to the offer's.
+        """Create an engine and connect it to the offer's engine.
 
         Raises:
-            TransferRefused: This offer is not understood, or nobody answers.
+            TransferRefused: The offer is invalid, or the peer does not answer.
         """
         facts = read_offer(offer, _Offer)
         return OneSidedConnection(
@@ -105,11 +104,11 @@ class _Offer(Places, frozen=True, kw_only=True):
 
 
 class _End:
-    """An engine around some memory.
+    """An engine with its registered memory.
 
     Args:
-        turn: Held while any engine of this process is destroyed. Heartbeats go out before it and after
-            it; two in a row would last longer than a peer waits for one.
+        turn: Lock held while any engine of this process is destroyed, because heartbeats stop meanwhile.
+            Two destructions in a row would exceed a peer's heartbeat timeout.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class _End:
             raise TransferRefused(f"Mooncake cannot register memory on {host}: status {status}")
 
     def close(self) -> None:
-        """Destroy the engine, or wait until another thread has."""
+        """Destroy the engine, or wait until another thread has destroyed it."""
         with self._turn:
             self._engine = None  # the last reference
             self._memory = []
@@ -174,7 +173,7 @@ class _SendingEnd(_End):
         super().__init__(host, offer.protocol, interface, memory, turn)
 
     def read(self, address: int, into: Int64s) -> int:
-        """Begin to read the token."""
+        """Start reading the token; return the transfer's id."""
         return self._begun(
             self._living.batch_transfer_async_read(
                 self._target, [into.ctypes.data], [address], [into.nbytes]
@@ -182,13 +181,13 @@ class _SendingEnd(_End):
         )
 
     def writes(self, plan: CopyPlan) -> Iterator[int]:
-        """Begin one copy after another."""
+        """Start the copies one by one; yield the id of each transfer."""
         for piece in plan.batches(PIECE_BYTES, max_copies=PIECES_UNDER_WAY):
             for begin, to, size in piece.copies():
                 yield self._begun(self._living.transfer_submit_write(self._target, begin, to, size))
 
     def is_done(self, transfer: int) -> bool:
-        """Look at a copy. Only transfers of a single piece may be asked about like this."""
+        """Return whether a transfer is complete. It must be a transfer of a single piece."""
         state = self._living.transfer_check_status(transfer)
         if state not in {DONE, UNDER_WAY}:
             raise PeerLost(f"Mooncake could not transfer: status {state}")

@@ -1,10 +1,10 @@
-"""A tier in a Mooncake Store: memory that nodes lend to each other, found through a master.
+"""A tier in a Mooncake Store: memory that nodes lend to each other, located by a master.
 
     --kv-tier mooncake://master-host[:50051]?segment=16GiB
 
-The library decides where a page goes and evicts by itself. Its calls cannot be stopped: one to a lender that hangs has
-been seen to wait for 50 s and more. So while one waits too long no other is made, and the tier fails at once.
-A page whose lender died is not there any more, and that is no failure of the store.
+The library decides where a page is stored, and evicts by itself. Its calls cannot be cancelled: a call to a hanging
+lender has taken over 50 s. While one call exceeds its timeout, the tier fails at once instead of making another.
+A page whose lender died is a miss, not a failure of the store.
 """
 
 import contextlib
@@ -35,17 +35,17 @@ log = get_logger("kvtier.mooncake")
 PORT = 50051
 
 TIMEOUT_S = 2.0
-# One call to the library: it has them all under way at once.
+# Bytes per call to the library, which transfers the pages of a call concurrently.
 PIECE_BYTES = 16 << 20
-# For copies that the library makes by itself; we give it memory of ours.
+# For the library's own copies; the tier passes it registered memory.
 LIBRARY_BUFFER_BYTES = 16 << 20
 FULL_PAUSE_S = 10.0
-# Pieces that the library may still read or write stay registered, and are nobody's. More than this is not lost.
+# Limit of the pieces set aside: they stay registered, because the library may still access them.
 MAX_ASIDE_BYTES = 1 << 30
-# What the library answers in place of a length or 0.
+# Error codes that the library returns in place of a length or 0.
 NO_SPACE, NOT_FOUND, TRANSFER_FAILED = -200, -704, -800
 MASTER_AWAY = frozenset({-900, -901})
-# With these no transfer is under way: none began, or it ended before the master was told.
+# After these codes no transfer runs: none began, or it ended before the report to the master.
 AT_REST = MASTER_AWAY | {NO_SPACE, NOT_FOUND}
 _OPTIONS = {
     "host": "own_host",
@@ -57,12 +57,12 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class MooncakeAddress:
-    """A store by its master.
+    """The address and options of a store.
 
     Attributes:
-        segment_bytes: Memory that this node lends, all its ranks together.
-        own_host: Where others reach this node; empty: the address from which the master is reached.
-        metadata: The library's metadata server; `P2PHANDSHAKE` is none.
+        segment_bytes: Memory that this node lends, the sum of its ranks.
+        own_host: Address at which others reach this node; empty: the local address of its connection to the master.
+        metadata: The library's metadata server; `P2PHANDSHAKE` means no server.
         devices: Names of RDMA adapters.
     """
 
@@ -76,10 +76,10 @@ class MooncakeAddress:
 
 
 def parse_url(url: str) -> MooncakeAddress:
-    """Read a URL.
+    """Parse a `mooncake://` URL.
 
     Raises:
-        ConfigInvalid: It names no master, or has an unknown option.
+        ConfigInvalid: The URL names no master, or has an unknown option.
     """
     try:
         parts = urlsplit(url)
@@ -104,12 +104,12 @@ def parse_url(url: str) -> MooncakeAddress:
 
 
 class MooncakeTier:
-    """Pages in memory that nodes lend each other. Any thread may call it, several at once.
+    """Pages in memory that nodes lend to each other. Any thread may call it, several at once.
 
     Args:
-        pages: Of the pool: how large a page is, and what memory they come into.
-        space: What all keys have in common: nodes with another find nothing of each other's.
-        timeout_s: How long a call may wait before others are not made any more.
+        pages: The pool's page size and the memory to read pages into.
+        space: The key space; nodes with different spaces never see each other's pages.
+        timeout_s: Duration of a call after which the tier makes no others until it returns.
     """
 
     lends_own_memory = False
@@ -136,7 +136,7 @@ class MooncakeTier:
         self._client: MooncakeDistributedStore | None = None
         self._setting_up = threading.Lock()
         self._lock = threading.Lock()
-        # When the calls under way began, by thread.
+        # Start times of the calls in flight, by thread.
         self._began: dict[int, float] = {}
         self._num_corrupted = 0
         self._store = ""
@@ -149,14 +149,14 @@ class MooncakeTier:
 
     @property
     def journal(self) -> PrefixJournal:
-        """Of what this node put or found here."""
+        """The journal of blocks that this node stored or found here."""
         return self._known.journal
 
     def get(self, keys: Sequence[PageKey], deadline_s: float = NEVER_S) -> Loan:
-        """Return the leading pages that are here, or as many as came in time and before the store failed.
+        """Return the leading pages that are stored, as far as they were read before the deadline or a failure.
 
         Raises:
-            TierFailed: The store could not be asked, and no page came.
+            TierFailed: The store failed before any page was read.
         """
         pieces: list[memoryview] = []
         try:
@@ -176,10 +176,10 @@ class MooncakeTier:
         return self._memory.lend(pieces, [piece[HEADER_BYTES:] for piece in pieces])
 
     def put(self, keys: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
-        """Write what is not here yet; return how much that was, which is little where the store is full.
+        """Write the pages that are missing; return the number written, which is lower if the store is full.
 
         Raises:
-            TierFailed: The store could not be asked.
+            TierFailed: The store failed.
         """
         if self._clock() < self._full_until:
             return 0
@@ -196,7 +196,7 @@ class MooncakeTier:
         return num_new
 
     def load(self) -> TierLoad:
-        """Return its state; the store does not report how much is in it."""
+        """Return the tier's state; the store does not report its usage."""
         return TierLoad(
             name=self.name,
             store=self._store,
@@ -205,7 +205,7 @@ class MooncakeTier:
         )
 
     def close(self) -> None:
-        """Leave the store, with what this node lent. A call that hangs is left alone: it would crash."""
+        """Leave the store and withdraw the lent memory, unless a call is in flight: it would crash."""
         with self._lock:
             client = None if self._began else self._client
             self._client = None
@@ -233,16 +233,16 @@ class MooncakeTier:
                 with self._lock:
                     del self._began[me]
         except TierFailed:
-            # The master may have been started anew, and knows nothing then.
+            # The master may have restarted; it then knows no pages.
             self._known.forget_all()
             raise
 
     def _joined(self) -> MooncakeDistributedStore:
-        """Return the client, after joining the store if that is not done."""
+        """Return the client; join the store first if necessary."""
         with self._setting_up:
             if self._client is not None:
                 return self._client
-            # The library takes a minute and a half to find that nobody listens.
+            # The library takes 90 s to detect that nothing listens.
             address = (self._address.host, self._address.port)
             try:
                 with socket.create_connection(address, self._timeout_s) as link:
@@ -267,7 +267,7 @@ class MooncakeTier:
             return client
 
     def _registered(self, num_bytes: int) -> memoryview:
-        """Return memory that the library may write to: it takes no two regions that share a page of the host's."""
+        """Allocate and register memory; the library rejects two regions that share a host memory page."""
         slab = self._host_memory(num_bytes)
         assert self._client is not None
         if status := self._client.register_buffer(_address_of(slab), slab.nbytes):
@@ -286,7 +286,7 @@ class MooncakeTier:
         keys: Sequence[PageKey],
         pieces: list[memoryview],
     ) -> int:
-        """Append the leading entries that are here and right; return how many."""
+        """Append the leading entries that exist and are valid; return their number."""
         names = [_name(key) for key in keys]
         with self._lent(len(keys)) as lent:
             memory = list(lent)
@@ -310,7 +310,7 @@ class MooncakeTier:
     def _write(
         self, client: MooncakeDistributedStore, entries: Sequence[tuple[PageKey, memoryview]]
     ) -> int:
-        """Write entries; return how many the store took."""
+        """Write entries; return the number that the store accepted."""
         names = [_name(key) for key, _ in entries]
         with self._lent(len(entries)) as lent:
             for piece, (key, page) in zip(lent, entries, strict=True):
@@ -329,7 +329,7 @@ class MooncakeTier:
 
     @contextlib.contextmanager
     def _lent(self, num_pieces: int) -> Iterator[list[memoryview]]:
-        """Lend pieces; what is left of the list afterwards is given back."""
+        """Lend pieces; the pieces still in the list afterwards are returned to the memory."""
         lent: list[memoryview] = []
         try:
             while len(lent) < num_pieces:
@@ -341,10 +341,10 @@ class MooncakeTier:
     def _moved(
         self, lent: list[memoryview], transfer: Callable[[list[int], list[int]], list[int]]
     ) -> list[int]:
-        """Have the library read or write pieces; return what it answers for each.
+        """Have the library read or write pieces; return its code or length for each.
 
-        It gives up on a lender that hangs, and on its transfer not: that goes on in the memory, whoever has it
-        then. Such pieces, and all of a call that raises, are taken from `lent`: nobody gets them again.
+        After a timeout the library reports failure, but the transfer may continue in that memory. Such pieces,
+        and all pieces of a call that raises, are removed from `lent` so that they are never reused.
         """
         memory, begin_s = list(lent), self._clock()
         lent.clear()
@@ -374,13 +374,13 @@ class MooncakeTier:
 
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> MooncakeTier:
-    """Return the tier; the master need not be there yet.
+    """Return the tier; the master need not run yet.
 
     Raises:
-        ConfigInvalid: The URL is none, or asks for what there is not.
+        ConfigInvalid: The URL is invalid, or names an unknown option.
     """
     address = parse_url(spec.url)
-    # What the node lends each of its ranks lends a share of.
+    # Each rank lends an equal share.
     share = replace(address, segment_bytes=address.segment_bytes // space.num_shards)
     return MooncakeTier(spec.name, share, pages, space)
 

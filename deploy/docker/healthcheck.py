@@ -1,10 +1,10 @@
 #!/opt/tandem/bin/python -I
-"""Ask the Tandem of this container whether it lives (`/live`), or for another path; exit 0 on 200, else 1.
+"""Query the Tandem server of this container at `/live` or another path; exit 0 on status 200, else 1.
 
     tandem-healthcheck [PATH]
 
-The URL is that of TANDEM_HEALTH_URL, or worked out from the command line of process 1, so that no role,
-port or certificate has to be said twice. Leaves out who may ask: both paths are open to all.
+The URL is TANDEM_HEALTH_URL, or derived from the command line of process 1, so that role, port and
+certificate need no second configuration. Requests carry no key, because health paths need none.
 """
 
 import os
@@ -20,13 +20,13 @@ from urllib.parse import urlsplit
 DEFAULT_PATH = "/live"
 DEFAULT_PORTS = {"prefill": 7000, "decode": 7001}
 DEFAULT_PORT = 8000  # lb, serve, up
-# Less than the image gives it.
+# Less than the timeout in the image's HEALTHCHECK.
 TIMEOUT_S = 4.0
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def main(path: str) -> int:
-    """Ask; return the exit status."""
+    """Query the path; return the exit status."""
     argv = Path("/proc/1/cmdline").read_bytes().decode().split("\0")
     url = url_of(argv, os.environ)
     try:
@@ -40,7 +40,7 @@ def main(path: str) -> int:
 
 
 def url_of(argv: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return where the server that was started with `argv` listens, as seen from beside it."""
+    """Return the local URL of the server that was started with `argv`."""
     if url := environment.get("TANDEM_HEALTH_URL"):
         return url.rstrip("/")
     role = next((word for word in argv if word in DEFAULT_PORTS), "")
@@ -52,7 +52,7 @@ def url_of(argv: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def given(argv: Sequence[str], flag: str) -> str:
-    """Return the value of a flag, `--flag VALUE` or `--flag=VALUE`, the last one; empty without it."""
+    """Return the last value of a flag, `--flag VALUE` or `--flag=VALUE`; empty if it is absent."""
     value = ""
     for i, word in enumerate(argv):
         if word == flag and i + 1 < len(argv):
@@ -63,7 +63,7 @@ def given(argv: Sequence[str], flag: str) -> str:
 
 
 def unchecked() -> ssl.SSLContext:
-    """Return a context for a certificate that is for another name than loopback's."""
+    """Return a TLS context without verification: the certificate is not for loopback."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -71,7 +71,7 @@ def unchecked() -> ssl.SSLContext:
 
 
 def connects(url: str) -> int:
-    """Look only whether somebody listens: an answer takes a certificate that we have not."""
+    """Check only that the port accepts connections: a request needs a client certificate. Return 0."""
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname, parts.port), timeout=TIMEOUT_S):
         return 0

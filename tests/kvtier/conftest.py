@@ -1,4 +1,4 @@
-"""Nothing is left behind for being slow."""
+"""Long time limits, so that a slow machine fails no test."""
 
 import pytest
 
@@ -8,6 +8,6 @@ from tests.patience import PATIENCE_S
 
 @pytest.fixture(autouse=True)
 def _has_patience(monkeypatch):
-    """A mount and a tier that are well get all the time they need; tests of those that hang take less."""
+    """Give healthy mounts and tiers ample time. Tests of hanging ones set shorter limits."""
     monkeypatch.setattr(disk, "START_S", PATIENCE_S)
     monkeypatch.setattr(stack, "CLOSE_S", PATIENCE_S)

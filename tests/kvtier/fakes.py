@@ -1,4 +1,4 @@
-"""A pool without a device, keys, and a tier that does what a test says."""
+"""A pool without a device, page keys, and a tier that a test controls."""
 
 import itertools
 import select
@@ -25,7 +25,7 @@ def keys(num: int, first_token: int = 0, salt: str = "") -> list[PageKey]:
 
 
 def content(key: PageKey, page_bytes: int = PAGE_BYTES) -> bytes:
-    """Return what a page of this key has in it."""
+    """Return the content of a page with this key."""
     return (key.digest * (page_bytes // len(key.digest) + 1))[:page_bytes]
 
 
@@ -58,14 +58,14 @@ class FakePool:
         return memoryview(bytearray(num_bytes))
 
     def fill(self, of: Sequence[PageKey]) -> list[int]:
-        """Put pages' content into the pool; return where."""
+        """Write the content of the keys' pages into the pool; return the page ids."""
         for page_id, key in enumerate(of):
             self.pages[page_id][:] = content(key, self.page_bytes)
         return list(range(len(of)))
 
 
 class FakeTier:
-    """A dictionary. `before` is called with each call's name, and may wait or raise."""
+    """A tier backed by a dictionary. `before` gets the name of each call, and may block or raise."""
 
     lends_own_memory = False
 
@@ -111,7 +111,7 @@ class FakeTier:
 
 
 class Hanging:
-    """Calls by these names do not return until `end`."""
+    """Makes the calls with these names block until `end`."""
 
     def __init__(self, tier: FakeTier, *names: str) -> None:
         self.begun, self._go = threading.Event(), threading.Event()
@@ -128,7 +128,7 @@ class Hanging:
 
 
 def failing(tier: FakeTier, error: BaseException | None = None) -> None:
-    """Have all calls fail from now on."""
+    """Make all further calls fail."""
 
     def fail(_: str) -> None:
         raise error or TierFailed("away")
@@ -137,7 +137,7 @@ def failing(tier: FakeTier, error: BaseException | None = None) -> None:
 
 
 class Rig:
-    """A stack, its pool, and its events."""
+    """A stack with its pool and its events."""
 
     def __init__(self, *tiers: FakeTier, timeout_s: float = PATIENCE_S, max_pages: int = 64):
         self.pool, self.waker = FakePool(), Waker()
@@ -156,7 +156,7 @@ class Rig:
         self.waker.wake()
 
     def events(self) -> list[TierEvent]:
-        """Return what was reported since the last look."""
+        """Return the events since the last call."""
         return [self._reported.popleft() for _ in range(len(self._reported))]
 
     def __enter__(self):
@@ -167,7 +167,7 @@ class Rig:
         self.waker.close()
 
     def next(self):
-        """Return the next event, as soon as the waker says there is one."""
+        """Wait on the waker for the next event, and return it."""
         while not self._reported:
             assert select.select([self.waker], [], [], PATIENCE_S)[0], "nothing was reported"
             self.waker.clear()

@@ -1,4 +1,4 @@
-"""Pages as large as a store keeps them, and their keys."""
+"""Pages of a realistic size, and their keys."""
 
 import random
 
@@ -10,7 +10,7 @@ SPACE = PageSpace("model", "float32", 128)
 
 
 class SmallPool(FakePool):
-    """A pool whose pages no store reads or writes."""
+    """A pool without pages, for stores whose pages never come from a pool."""
 
     def __init__(self) -> None:
         super().__init__(0, PAGE_BYTES)

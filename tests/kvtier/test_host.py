@@ -15,7 +15,7 @@ def tier_of(num_pages, spare_bytes=0):
 
 
 def num_kept(tier, of):
-    """Return how many leading pages are there; looking marks them as used."""
+    """Return the number of leading pages that are stored; this marks them as used."""
     loan = tier.get(of)
     loan.release()
     return len(loan.pages)

@@ -1,4 +1,4 @@
-"""Pages in a real server that many share, and all the ways in which it fails."""
+"""Pages in a real server that nodes share, and the server's failures."""
 
 import contextlib
 import random
@@ -17,7 +17,7 @@ from tests.kvtier.redis_server import RedisServer, Relay, a_folder, a_server
 from tests.patience import PATIENCE_S, patiently
 
 ENTRY_BYTES = HEADER_BYTES + PAGE_BYTES
-# For what has to fail by waiting. What is well may be as late, on a busy machine: it is asked again then.
+# Timeout of calls that must time out. On a busy machine healthy calls may exceed it too: tests retry them.
 SOON_S = 0.3
 
 
@@ -29,7 +29,7 @@ def server():
 
 @pytest.fixture
 def tier_at():
-    """Return a function that makes a tier, closed at the end."""
+    """Return a function that makes tiers; they are closed after the test."""
     made = []
 
     def make(url: str, **options) -> RedisTier:
@@ -62,7 +62,7 @@ def num_got(tier, keys) -> int:
 
 
 def answer_in_time(call):
-    """Return what a call of a tier with little time answers, as soon as it is in time."""
+    """Retry a call of a tier with a short timeout until it succeeds; return its result."""
     for _ in patiently():
         with contextlib.suppress(TierFailed):
             return call()
@@ -70,7 +70,7 @@ def answer_in_time(call):
 
 
 def num_gets_until(tier, keys, pages) -> int:
-    """Return how many gets it took to have exactly these pages; others had fewer of them, for want of time."""
+    """Return how many gets it took to get all pages; gets that timed out returned fewer."""
     for number, _ in enumerate(patiently(), 1):
         found = []
         with contextlib.suppress(TierFailed):
@@ -86,7 +86,7 @@ def told(tier) -> set[int]:
     return set(changes.added) if changes else set()
 
 
-# What it is for.
+# Storing and finding pages.
 
 
 def test_what_one_node_puts_another_gets(server, tier_at):
@@ -113,7 +113,7 @@ def test_what_is_there_is_not_written_again(server, tier_at):
     keys, pages = some_keys(8), some_pages(8)
     assert tier_at(server.url).put(keys[:5], pages[:5]) == 5
     assert tier_at(server.url).put(keys, pages) == 3
-    # One more is the store's name.
+    # One of them stored the store's identity.
     assert b"calls=9," in server.ask("INFO", "commandstats").partition(b"cmdstat_set:")[2]
 
 
@@ -166,7 +166,7 @@ def test_entries_go_when_nobody_asks_for_them_in_time(server, tier_at):
     assert server.ask("TTL", "tandem:kv:store") == b":-1"
 
 
-# Which store it is.
+# The store's identity.
 
 
 def test_nodes_that_find_nothing_of_each_others_are_told_apart(server, tier_at):
@@ -194,7 +194,7 @@ def test_a_store_that_was_emptied_is_another_and_nothing_is_known_to_be_there(se
     assert got(tier, keys) == pages
 
 
-# Wrong values.
+# Corrupted values.
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_value_of_another_length_or_kind_is_none_and_is_written_anew(server, t
     assert got(tier, keys) == pages
 
 
-# A server that takes nothing.
+# A server that rejects writes.
 
 
 def test_a_full_server_is_read_from_and_tried_again_later(tier_at):
@@ -290,7 +290,7 @@ def test_a_replica_is_the_same_store_and_only_read_from(server, tier_at):
             replica.kill()
 
 
-# A server that is away.
+# A server that is unreachable.
 
 
 def test_a_dead_server_fails_and_one_that_came_back_does_not(server, tier_at):
@@ -324,7 +324,7 @@ def test_pages_that_came_whole_are_given_when_the_rest_does_not_come(server, tie
     keys, pages = some_keys(8), some_pages(8)
     tier_at(server.url).put(keys, pages)
     with Relay(server) as relay:
-        # Of a connection that is cut it is known at once.
+        # A closed connection is detected at once.
         timeout_s = {"cut_after": PATIENCE_S, "stops_after": SOON_S}[how]
         tier = tier_at(f"redis://127.0.0.1:{relay.port}", timeout_s=timeout_s)
         setattr(relay, how, 3 * ENTRY_BYTES + ENTRY_BYTES // 2)
@@ -357,7 +357,7 @@ def test_a_write_that_is_cut_leaves_no_part_of_a_page(server, tier_at):
 def test_a_server_that_loads_its_data_fails_until_it_has_it(server, tier_at):
     keys, draw = some_keys(1), random.Random(0)
     before = tier_at(server.url)
-    # So many that it loads them for a minute; each long enough that it looks at its clients after it.
+    # Enough values for a slow start; each is so large that the server serves clients after it.
     for number in range(600):
         server.ask("SET", f"value {number}", draw.randbytes(2048))
     server.ask("SAVE")
@@ -369,7 +369,7 @@ def test_a_server_that_loads_its_data_fails_until_it_has_it(server, tier_at):
     server.ask("CONFIG", "SET", "key-load-delay", "0")
 
 
-# Who may, and who sees.
+# Authentication, and what logs show.
 
 
 @pytest.mark.parametrize(

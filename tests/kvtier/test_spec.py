@@ -1,4 +1,4 @@
-"""What may be given as `--kv-tier`, and how wrong URLs are refused."""
+"""Values of `--kv-tier`, and the errors for invalid URLs."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""The stack on real threads: what happens, and what a tier's faults do to it."""
+"""The stack on real threads, with healthy and with faulty tiers."""
 
 import random
 import threading
@@ -27,12 +27,12 @@ from tests.kvtier.fakes import (
 )
 from tests.patience import PATIENCE_S, patiently
 
-# For what has to end by waiting.
+# Timeout of calls that must time out.
 SOON_S = 0.2
 
 
 def wait_for(is_so) -> None:
-    """Return when a thread has come so far; it rings nothing."""
+    """Poll until a condition of another thread holds; there is no event to wait for."""
     for _ in patiently():
         if is_so():
             return
@@ -116,7 +116,7 @@ def test_pages_are_read_off_the_pool_once_and_put_into_every_tier():
 
 @pytest.fixture
 def is_not_probed(monkeypatch):
-    """Have a tier that failed not asked again during a test that counts its calls and loans."""
+    """Disable probes of failed tiers, for tests that count calls and loans."""
     monkeypatch.setattr(guard, "BREAKER_FIRST_S", PATIENCE_S)
 
 
@@ -135,7 +135,7 @@ def test_a_tier_that_hangs_delays_a_fetch_to_its_time_limit_and_what_was_there_c
         assert rig.next() == Placed(1, True)
         assert rig.stack.loads()[1].state == "backing_off"
         assert rig.stack.loads()[1].num_failures == 1
-        # The late answer is nobody's, and its memory is free only now.
+        # The late answer has no request, and its memory is freed only now.
         assert rig.stack._fetch_budget.num_used == 2
         hanging.end()
         wait_for(lambda: not rig.stack._fetch_budget.num_used)
@@ -161,7 +161,7 @@ def test_a_tier_that_hangs_in_a_long_fetch_leaves_memory_for_the_others(monkeypa
 
 
 class SlowTier(FakeTier):
-    """Has brought the first page when the time is up."""
+    """A tier that has read one page when the timeout expires."""
 
     def get(self, of, deadline_s=NEVER_S):
         time.sleep(max(0.0, deadline_s - time.monotonic()))
@@ -184,7 +184,7 @@ def test_a_tier_whose_threads_all_hang_delays_one_more_request(monkeypatch):
     monkeypatch.setattr(guard, "NUM_READERS", 2)
     fast, tier = FakeTier("fast"), FakeTier("tier")
     hanging = Hanging(tier, "get")
-    # What is left of these requests' time is too short to know that the tier hangs.
+    # The remaining time of these requests is too short to detect that the tier hangs.
     fast.before = lambda call: time.sleep(0.7 * SOON_S)
     with Rig(fast, tier, timeout_s=SOON_S) as rig:
         for number in range(guard.NUM_READERS):
@@ -192,7 +192,7 @@ def test_a_tier_whose_threads_all_hang_delays_one_more_request(monkeypatch):
         fast.before = lambda call: None
         rig.fetch(keys(1), 8)
         assert rig.stack.loads()[1].state == "backing_off"
-        # It is not waited for, and so does not fail once more.
+        # The stack does not wait for the tier again, so there is no second failure.
         assert rig.fetch(keys(1), 9) == Fetched(9, 0, {})
         assert rig.stack.loads()[1].num_failures == 1
         hanging.end()
@@ -208,7 +208,7 @@ def test_whatever_a_tier_raises_the_next_one_is_asked(error):
     with Rig(bad, good) as rig:
         assert rig.fetch(of) == Fetched(1, 2, {"good": 2})
         assert rig.fetch(of, 2) == Fetched(2, 2, {"good": 2})
-        assert bad.num_calls["get"] == 1  # it is not asked again until its wait is over
+        assert bad.num_calls["get"] == 1  # no further call until its pause is over
 
 
 def test_a_tier_that_comes_back_is_found_without_a_request():
@@ -327,7 +327,7 @@ def test_fetches_for_which_there_is_no_memory_wait_in_line():
         assert rig.fetch(of, 1).num_pages == 8
         rig.stack.fetch(2, of[:5])
         rig.stack.fetch(3, of[:1])
-        time.sleep(0.05)  # long enough to get what there is no memory for
+        time.sleep(0.05)  # long enough for a get, if there were memory
         assert not rig.has_more()
         rig.stack.abandon(1)
         assert rig.next() == Fetched(2, 5, {"tier": 5})
@@ -352,7 +352,7 @@ def test_close_leaves_a_tier_that_hangs_behind(monkeypatch):
         assert hanging.begun.wait(PATIENCE_S)
         of = keys(1, first_token=5)
         rig.stack.save(2, of, rig.pool.fill(of))
-    wait_for(lambda: tier.is_closed and good.is_closed)  # each in a thread of its own
+    wait_for(lambda: tier.is_closed and good.is_closed)  # each on its own thread
     before = [bytes(page) for page in rig.pool.pages]
     hanging.end()
     assert not rig.events()
@@ -390,7 +390,7 @@ def test_pages_that_left_the_pool_come_back_from_memory_and_after_a_restart_from
 
 
 class FaultyTier(FakeTier):
-    """Raises, hangs, or lends pages of a wrong length, as drawn."""
+    """A tier that raises, hangs or lends pages of a wrong length, as drawn at random."""
 
     def __init__(self, name, seed):
         super().__init__(name)
@@ -466,9 +466,9 @@ def test_each_ask_is_told_of_once_and_all_memory_goes_back_whatever_tiers_do(see
         wait_for(lambda: not rig.stack._fetch_budget.num_used)
         wait_for(lambda: not rig.stack._save_budget.num_used)
         assert not rig.stack._memory.num_lent
-        # A tier that failed is asked now and then, beside all requests, until it answers.
+        # A failed tier is probed periodically, independently of requests, until it answers.
         wait_for(lambda: not any(tier.num_open for tier in tiers))
-        # Only what was put under a key is ever in the pool.
+        # The pool contains only content that was stored under its key.
         assert all(
             bytes(rig.pool.pages[20 + i]) in {content(of[i]), bytes(PAGE_BYTES)} for i in range(12)
         )

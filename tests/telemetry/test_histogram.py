@@ -1,4 +1,4 @@
-"""Counting values by bucket."""
+"""Tests of counting values by bucket."""
 
 import pytest
 

@@ -1,22 +1,22 @@
-"""What lies in a shared directory, and how one batch gets into a file and out of it again.
+"""The layout of the shared directory, and the file format of a batch.
 
 ```
- DIR/tandem-<owner>/               one listener's life; mode 0700: both ends run as one user
-     beat                          a counter, written anew all the time while the listener lives
-     <peer>/nonce                  16 bytes: who finds them looks at the same directory
-     <peer>/<number>.part          a batch under way
-     <peer>/<number>.batch         complete; its listener renames it to
-     <peer>/<number>.landed        or, where nothing of it was copied, to
-     <peer>/<number>.refused       and its writer removes it
+ DIR/tandem-<owner>/               one listener process; mode 0700: both ends run as one user
+     beat                          a counter, rewritten every `BEAT_S` while the listener is alive
+     <peer>/nonce                  16 bytes: prove that both ends mounted the same directory
+     <peer>/<number>.part          a batch being written
+     <peer>/<number>.batch         complete; the listener renames it to
+     <peer>/<number>.landed        or, if nothing was copied, to
+     <peer>/<number>.refused       and the writer removes it
 
  a batch:  room int64, number of copies int64, then for each copy int64 offset and int64 size,
-           then the bytes themselves, copy after copy,
+           then the bytes of each copy,
            then 16 bytes: xxh3-128 of the nonce, the number and all of the above
 ```
 
-Names are random and no clock of another host is read, so skew between hosts does not matter: an
-owner is alive as long as its beat changes. Each end looks by listing a directory and by opening files,
-which are what NFS asks its server about; a bare stat may be answered from a cache for seconds.
+Owner and peer names are random. Clock skew between hosts does not matter: an owner is alive as long as
+its beat changes. Both ends poll by listing directories and opening files, because NFS then queries the
+server; a bare stat may be answered from a cache for seconds.
 """
 
 import itertools
@@ -37,44 +37,44 @@ from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.transports.tcp_stream import COPY_BYTES, HEADER, plan_of, table_of
 from tandem.wire.errors import PeerLost, TransferRefused
 
-# With what `remove` adds: whoever removed it may have died meanwhile.
+# `.gone` is the suffix from `remove`, which may have been interrupted.
 OWNER_NAME = re.compile(r"tandem-[0-9a-f]{16}(\.gone)*")
 BATCH_NAME = re.compile(r"[0-9a-f]{16}\.batch")
 
-# As in tcp: hides the round trip, and a table that no honest sender passes.
+# As in the tcp transport: large enough to hide the round trip; MAX_COPIES limits a hostile table.
 BATCH_BYTES = 16 << 20
 MAX_COPIES = 8192
 DIGEST_BYTES = 16
-# A plan's batches hold at most twice what was asked for.
+# `CopyPlan.batches` may exceed the requested size, at most twofold.
 MAX_FILE_BYTES = HEADER.size + MAX_COPIES * COPY_BYTES + 2 * BATCH_BYTES + DIGEST_BYTES
 
 BEAT_S = 0.25
-# Eight beats, and as long as a link waits for a silent peer.
+# Eight beats; the same timeout as a link's for a silent peer.
 SILENT_AFTER_S = 2.0
-# The most that one look counts for, however late it comes: it may be the one who looks who was slow.
+# Limit of the silence counted per check: a late check may mean that this process was slow.
 MOST_OF_A_LOOK_S = 2 * BEAT_S
-# An idle link asks the file server 50 times a second; a busy one at most 2,000 times.
+# An idle link polls the file server 50 times a second; a busy link at most 2,000 times.
 MIN_POLL_S, MAX_POLL_S = 0.0005, 0.02
 
 
 class Pace:
-    """How long to wait before looking again: the longer nothing happens, the longer."""
+    """The poll interval: it grows while nothing happens."""
 
     def __init__(self) -> None:
         self._wait_s = MIN_POLL_S
 
     def reset(self) -> None:
-        """Something happened."""
+        """Return to the shortest interval after an event."""
         self._wait_s = MIN_POLL_S
 
     def next_s(self) -> float:
-        """Return the next wait."""
+        """Return the next interval in seconds, and lengthen the one after it."""
         wait_s, self._wait_s = self._wait_s, min(MAX_POLL_S, self._wait_s * 1.5)
         return wait_s
 
 
 class Pulse:
-    """Watches the beat of an owner, by its changes alone."""
+    """Detects a dead owner by a beat that stops changing."""
 
     def __init__(self, beat: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._beat, self._clock = beat, clock
@@ -82,10 +82,10 @@ class Pulse:
         self._silent_s, self._looked_s = 0.0, clock()
 
     def check(self) -> None:
-        """Look, if a beat is due.
+        """Read the beat, at most once per `BEAT_S`.
 
         Raises:
-            PeerLost: It has not changed for `SILENT_AFTER_S` of looking.
+            PeerLost: The beat has not changed for more than `SILENT_AFTER_S`.
         """
         now_s = self._clock()
         if now_s - self._looked_s < BEAT_S:
@@ -102,10 +102,10 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch that arrived as it was written. What it asks for may still be a lie.
+    """A batch whose checksum matches. Its room and plan are not yet validated.
 
     Attributes:
-        plan: Where its bytes go; the source offsets mean nothing.
+        plan: Destinations and sizes; the source offsets are unused.
     """
 
     room: int
@@ -116,10 +116,10 @@ class Batch:
 def write_batch(
     path: Path, nonce: bytes, room: int, plan: CopyPlan, views: Iterable[memoryview]
 ) -> None:
-    """Write a whole batch and wait until it is on the file server.
+    """Write a complete batch and sync it to the file server.
 
     Raises:
-        OSError: It is not.
+        OSError: Writing or syncing failed.
     """
     digest = _hasher(path, nonce)
     with path.open("xb") as file:
@@ -132,11 +132,11 @@ def write_batch(
 
 
 def read_batch(path: Path, nonce: bytes) -> Batch:
-    """Read a batch into memory of its own.
+    """Read a batch into newly allocated memory.
 
     Raises:
-        TransferRefused: It is torn, too large, or was written under another name.
-        OSError: It cannot be read.
+        TransferRefused: The batch is torn, too large, or was written under another name.
+        OSError: The file cannot be read.
     """
     content = _content(path)
     body = content[:-DIGEST_BYTES]
@@ -153,7 +153,7 @@ def read_batch(path: Path, nonce: bytes) -> Batch:
 
 
 def batches_in(directory: Path) -> Sequence[Path]:
-    """Return the complete batches, oldest first; none where the directory cannot be read."""
+    """Return the complete batches, oldest first; none if the directory cannot be read."""
     try:
         names = os.listdir(directory)
     except OSError:
@@ -162,7 +162,7 @@ def batches_in(directory: Path) -> Sequence[Path]:
 
 
 def beats(directory: Path) -> dict[Path, bytes]:
-    """Return every owner's directory, with what its beat says now."""
+    """Return every owner's directory with its current beat; empty if the beat cannot be read."""
     found = {}
     for owner in directory.glob("tandem-*"):
         if OWNER_NAME.fullmatch(owner.name):
@@ -173,15 +173,15 @@ def beats(directory: Path) -> dict[Path, bytes]:
 
 
 def sweep(directory: Path, seen: dict[Path, bytes]) -> None:
-    """Remove the directories of owners whose beat is what it was when `seen` was made."""
+    """Remove the directories of owners whose beat has not changed since `seen`."""
     for owner, beat in beats(directory).items():
         if seen.get(owner) == beat:
             remove(owner)
 
 
 def remove(directory: Path) -> None:
-    """Take a directory away at once, then empty it at leisure."""
-    # Renamed first: emptying takes time, and NFS keeps a directory in which a file is still open.
+    """Rename a directory away at once, then delete it."""
+    # Renamed first: deletion takes time, and NFS keeps a directory that contains an open file.
     gone = directory.with_name(f"{directory.name}.gone")
     with suppress(OSError):
         directory.rename(gone)

@@ -1,8 +1,8 @@
 """The receiving end of the shared directory: checks every batch, then copies it into the pool.
 
-Each peer has a directory and a thread that looks into it. A batch is read into memory of its own first,
-which may hang with the file server; only the copy from there into the pool happens in the peer's turn, so
-a revocation never waits for the directory.
+Each peer has a directory and a thread that polls it. The thread first reads a batch into separate memory,
+which may hang with the file server. Only the copy from that memory into the pool holds the peer's `turn`,
+so a revocation never waits for the directory.
 """
 
 import itertools
@@ -34,13 +34,13 @@ from tandem_file.batches import (
 
 log = get_logger("tandem_file")
 
-# Half a minute of own beats: an outage of the file server stops the count along with all beats. Who
-# is silent for so long has long lost its links.
+# 30 s, counted in this listener's beats, because an outage of the file server stops all beats alike.
+# The links of an owner that is silent for so long are already lost.
 SWEEP_AFTER_BEATS = 120
 
 
 class FileOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """The descriptor. It names directories, so nothing in it may climb out of the shared one."""
+    """The descriptor. It names directories; the patterns prevent path traversal."""
 
     owner: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
     peer: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
@@ -49,7 +49,7 @@ class FileOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """One admitted peer. `turn` is held for each copy into the pool, and none begins once `gone`."""
+    """One admitted peer. `turn` is held for each copy into the pool; no copy begins once `gone` is set."""
 
     path: Path
     permits: Permits
@@ -60,10 +60,10 @@ class _Peer:
 
 
 class FileListener:
-    """Keeps one directory for each peer, and a thread that looks into it.
+    """Keeps one directory for each peer, and a thread that polls it.
 
     Attributes:
-        num_violations: Batches refused because of what they held.
+        num_violations: Batches rejected because of their content.
     """
 
     def __init__(self, pool: Pool, directory: Path) -> None:
@@ -80,7 +80,7 @@ class FileListener:
         self._heart.start()
 
     def admit(self, toward_host: str) -> Admission:
-        """Make a directory for one more peer."""
+        """Create a directory for one more peer."""
         del toward_host
         key = new_peer_key()
         peer = _Peer(self._root / key, Permits(self._pool))
@@ -103,13 +103,13 @@ class FileListener:
             known.permits.permit(room, page_ids)
 
     def revoke(self, peer: PeerKey, room: Room) -> None:
-        """Accept none any more. Waits for one copy in memory at most, never for the directory."""
+        """Stop accepting batches of `room`. Waits for at most one copy in memory, never for the directory."""
         if known := self._peers.get(peer):
             with known.turn:
                 known.permits.revoke(room)
 
     def fence(self, peer: PeerKey) -> None:
-        """Let no copy begin, wait for the one under way, then remove the peer's directory."""
+        """Prevent further copies, wait for the one in progress, then remove the peer's directory."""
         if (known := self._peers.get(peer)) is None:
             return
         known.gone.set()
@@ -118,7 +118,7 @@ class FileListener:
         remove(known.path)
 
     def close(self) -> None:
-        """Fence everybody and remove the own directory."""
+        """Fence all peers and remove this listener's directory."""
         self._closing.set()
         self._heart.join()
         for peer in list(self._peers):
@@ -133,12 +133,12 @@ class FileListener:
                     pace.reset()
 
     def _take(self, peer: _Peer, path: Path) -> bool:
-        """Land a batch or refuse it; return whether its writer was told."""
+        """Land a batch or reject it; return whether the writer can see the result."""
         answer = ".landed"
         try:
             self._land(peer, path.name, read_batch(path, peer.nonce))
         except (FileNotFoundError, PeerLost):
-            return False  # its writer has given it up, or was fenced
+            return False  # the writer abandoned the batch, or was fenced
         except (TransferRefused, OSError) as error:
             self.num_violations += 1
             log.warning("kv_batch.refused", reason=str(error))
@@ -174,6 +174,6 @@ class FileListener:
                 sweep(self._directory, others)
 
     def _beat(self, count: int) -> None:
-        # Made anew if somebody took us for dead; the links of then are lost, later ones work.
+        # Recreated if another owner swept it: existing links are lost, later links work.
         self._root.mkdir(mode=0o700, exist_ok=True)
         (self._root / "beat").write_bytes(count.to_bytes(8, "little"))

@@ -1,11 +1,11 @@
 """A shared directory (NFS, Ceph, a local disk): prefill writes files, decode reads them into its pool.
 
-No bytes of KV go from one end to the other by themselves, so the pools need no network between them.
-This file has the transport and the sending end; `listener` receives, `batches` has what lies where. The listener copies, so it alone decides what lands: a batch is read into memory of its own,
-compared with its checksum, and copied only while its room has a live grant. A write returns when the
-listener has renamed its files, and fails when the listener's beat stops.
+KV passes only through the directory, so the pools need no network between them. This file has the transport
+and the sending end; `listener` receives; `batches` defines the layout. The listener alone decides what lands:
+it reads a batch into separate memory, verifies its checksum, and copies it only while its room has a live grant.
+A write returns when the listener has renamed its files, and fails when the listener's beat stops.
 
-A writer keeps no heartbeat here: its link has one, and a lost link is fenced.
+A writer has no heartbeat here: its link has one, and a lost link is fenced.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from tandem.wire.hand_off import TransportOffer
 from tandem_file.batches import BATCH_BYTES, MAX_COPIES, Pace, Pulse, write_batch
 from tandem_file.listener import FileListener, FileOffer
 
-# One batch is written, one is read, one is copied. What a link takes of the disk is three batches.
+# One batch is written, one read, one copied: a link uses the disk space of three batches.
 MAX_SENT = 3
 
 
@@ -35,7 +35,7 @@ class FileTransport:
     """Files in `TransportConfig.directory`, which may have another path on each host.
 
     Raises:
-        ConfigInvalid: There is no such directory, or nothing can be written into it.
+        ConfigInvalid: The directory is missing or not writable.
     """
 
     name = "file"
@@ -55,25 +55,25 @@ class FileTransport:
         self._directory = Path(directory)
 
     def listen(self, pool: Pool) -> FileListener:
-        """Begin to receive.
+        """Start receiving.
 
         Raises:
-            ConfigInvalid: The pool is not the CPU's.
+            ConfigInvalid: The pool is not in CPU memory.
         """
         need_cpu_memory(self.name, pool)
         return FileListener(pool, self._directory)
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> "FileConnection":
-        """Find the directory that `offer` names.
+        """Connect to the directory that `offer` names.
 
         Raises:
-            TransferRefused: It is not in the shared directory of this host.
+            TransferRefused: The directory does not exist in this host's shared directory, or its nonce differs.
         """
         return FileConnection(offer, region, self._directory)
 
 
 class FileConnection:
-    """Writes batches into the directory that one listener made for it."""
+    """Writes batches into the directory that a listener created for this peer."""
 
     def __init__(self, offer: TransportOffer, region: MemoryRegion, directory: Path) -> None:
         self._view = region.buffer
@@ -87,12 +87,12 @@ class FileConnection:
         if self._nonce.hex() != facts.nonce:
             raise TransferRefused(f"{directory} is not the directory of the other end")
         self._numbers = itertools.count(1)
-        self._sent: deque[Path] = deque()  # batches not yet answered, without suffix
+        self._sent: deque[Path] = deque()  # unacknowledged batches, without suffix
         self._writing = threading.Lock()
         self._closing = threading.Event()
 
     def write(self, room: Room, plan: CopyPlan) -> None:
-        """Write a few batches ahead, and wait for the listener's answer to each."""
+        """Write up to `MAX_SENT` batches ahead, and wait until the listener has acknowledged all."""
         check_bounds(len(self._view), plan.source_offset, plan.size_bytes)
         with self._writing:
             if self._closing.is_set():
@@ -104,7 +104,7 @@ class FileConnection:
                     self._await(pulse, MAX_SENT - 1)
                 self._await(pulse, 0)
             except OSError as error:
-                # Fenced, as a rule; a full disk ends this write too, but not the connection.
+                # Usually this peer was fenced. A full disk also ends this write, but not the connection.
                 raise PeerLost(f"the shared directory failed: {error}") from error
             finally:
                 self._take_back()
@@ -118,7 +118,7 @@ class FileConnection:
         part.rename(path.with_suffix(".batch"))
 
     def _await(self, pulse: Pulse, num_left: int) -> None:
-        """Wait until at most `num_left` batches are unanswered."""
+        """Wait until at most `num_left` batches are unacknowledged."""
         pace = Pace()
         while len(self._sent) > num_left:
             names = os.listdir(self._path)
@@ -134,7 +134,7 @@ class FileConnection:
                 raise PeerLost("the connection was closed in the middle of a write")
 
     def _take_back(self) -> None:
-        """Remove what is left of a write that failed. What lands of it meanwhile is still granted."""
+        """Remove the files of a failed write. A batch that lands meanwhile is still covered by its grant."""
         while self._sent:
             path = self._sent.popleft()
             for suffix in (".part", ".batch", ".landed", ".refused"):
@@ -142,5 +142,5 @@ class FileConnection:
                     path.with_suffix(suffix).unlink()
 
     def close(self) -> None:
-        """End a write under way. The directory is the listener's to remove."""
+        """Abort a write in progress. The listener removes the directory."""
         self._closing.set()

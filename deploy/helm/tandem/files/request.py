@@ -1,4 +1,4 @@
-"""Asks the router one question, as a client would, and checks what comes back. Standard library only."""
+"""Sends one chat request to the router and checks the response. Uses only the standard library."""
 
 import json
 import os
@@ -12,7 +12,7 @@ KEYS = Path("/etc/tandem/keys/api-keys")
 
 
 def headers() -> dict[str, str]:
-    """Return what goes with each request: the first API key, where clients need one."""
+    """Return the headers of each request, with the first API key if clients need one."""
     found = {"Content-Type": "application/json"}
     lines = [line.strip() for line in KEYS.read_text().splitlines()] if KEYS.exists() else []
     if keys := [line for line in lines if line and not line.startswith("#")]:
@@ -21,7 +21,7 @@ def headers() -> dict[str, str]:
 
 
 def ask(url: str, body: dict[str, object] | None, timeout_s: float) -> dict[str, object]:
-    """Return the answer to a GET, or to a POST of `body`."""
+    """Return the decoded response to a GET, or to a POST of `body`."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, headers())
     with urllib.request.urlopen(request, timeout=timeout_s) as response:
@@ -29,10 +29,10 @@ def ask(url: str, body: dict[str, object] | None, timeout_s: float) -> dict[str,
 
 
 def wait_until_served(router: str, deadline: float) -> None:
-    """Return when a pair of nodes serves.
+    """Wait until a pair of nodes serves.
 
     Raises:
-        OSError: None does in time.
+        OSError: No pair serves before the deadline.
     """
     while True:
         try:
@@ -46,7 +46,7 @@ def wait_until_served(router: str, deadline: float) -> None:
 
 
 def main() -> None:
-    """Ask, and say what came back; exit with 1 and a sentence unless it is an answer."""
+    """Send the request and print the response; exit with 1 and a message if it is invalid."""
     router, prompt = os.environ["ROUTER_URL"], os.environ["PROMPT"]
     deadline = time.monotonic() + float(os.environ["TIMEOUT_S"])
     body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 32}
