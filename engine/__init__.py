@@ -1,1 +1,1 @@
-"""A model on one device group: pages, prefix cache, batches, forward, sampling. No sockets, no text."""
+"""Runs a model on one device group: pages, prefix cache, batches, forwards, sampling. No sockets, no text."""

@@ -1,4 +1,4 @@
-"""What an engine is told before it starts. Read and checked in `__main__`, passed down whole."""
+"""The engine's configuration. `__main__` reads and validates it, and passes it down whole."""
 
 from typing import Annotated, Literal
 
@@ -14,26 +14,26 @@ AttentionName = Literal["auto", "torch", "cpu", "triton", "flashinfer"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. Fields without a flag are set by the node.
+    """Configuration of one engine. The node sets the fields without a flag.
 
     Attributes:
         model_dir: A transformers directory with config.json and, unless `load_format` is dummy,
-            safetensors.
+            weights.
         tp_rank: The rank of this process; a node sets it for the processes it starts.
-        page_size: 16: vLLM's default; a page of an 8B model is then 2 MiB, large enough to move at line
-            rate.
-        kv_bytes: Size of the pool on the CPU, of all ranks together, when `max_total_tokens` is 0.
-            1 GiB: two nodes of the embedded model stay below 4 GiB.
-        mem_fraction_static: 0.85: SGLang's default is close, and leaves activations of an 8k chunk.
-        max_running_requests: 256: vLLM's default.
-        chunked_prefill_size: 512 on the CPU, where a chunk of the embedded model is then about half a
+        page_size: Default 16, like vLLM: a page of an 8B model is then 2 MiB, large enough for
+            line-rate transfers.
+        kv_bytes: Size of the pool on the CPU, all ranks together, if `max_total_tokens` is 0.
+            Default 1 GiB, so that two nodes of the embedded model stay below 4 GiB.
+        mem_fraction_static: Default 0.85, close to SGLang's; leaves memory for activations of an 8k chunk.
+        max_running_requests: Default 256, like vLLM.
+        chunked_prefill_size: Default 512 for CPUs, where a chunk of the embedded model takes about half a
             second; 8192 is usual on GPUs.
-        local_prefill_tokens: See docs/policies.md. 128: what a router leaves to a decode node by default
-            fits into one step.
-        is_overlapped: Whether a forward is prepared while the one before runs; None: on devices that
-            compute beside the host.
-        has_tiers: Whether tiers are behind the prefix cache: its pages then have keys of their content.
-        simulation: Replaces the model; None computes with it.
+        local_prefill_tokens: See docs/policies.md. With 128, the prompts that a router leaves to a decode
+            node by default fit into one step.
+        is_overlapped: Whether to prepare a forward while the previous one runs; None: only on
+            asynchronous devices.
+        has_tiers: Whether the prefix cache has tiers, so that its pages need content keys.
+        simulation: Simulates the model; None runs it.
     """
 
     model_dir: str = ""
@@ -179,6 +179,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
-    """Return the config of one rank: its number, and the device that is its own."""
+    """Return the config of one rank, with its rank number and its own device."""
     device = f"cuda:{rank}" if config.device == "cuda" else config.device
     return msgspec.structs.replace(config, tp_rank=rank, device=device)

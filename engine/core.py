@@ -1,12 +1,12 @@
-"""The engine: requests in, tokens out, one `step` at a time. No loop, no socket, no clock of its own.
+"""The engine: requests in, tokens out, one `step` at a time. It has no loop, no sockets and no clock.
 
-A role's loop queues requests, calls `step` and `cancel`, and acts on what they return. A step admits requests
-that have room, launches one forward and collects one. On a device that computes beside the host, the forward
-collected is the one before. The next is prepared and queued while it runs, and takes tokens from the device
-that the host has not read yet.
+A role's loop queues requests, calls `step` and `cancel`, and acts on the results. A step admits requests that
+fit, launches one forward and collects one. On an asynchronous device it collects the previous forward: the
+next one is prepared and queued while that runs, and reads sampled tokens on the device before the host has
+them.
 
-Every page a request holds goes back through exactly one of `_let_go` (here), `release` (prefill,
-once pushed) or `reclaim` (decode, once no write can arrive).
+Every page of a request is freed through exactly one of `_let_go` (here), `release` (prefill, once the page
+was pushed) or `reclaim` (decode, once no write can arrive).
 """
 
 import itertools
@@ -49,12 +49,12 @@ class Engine:
 
     Args:
         launcher: Computes forwards over the same pages that `num_pages` counts.
-        compiler: Of grammars; without one, requests with a grammar are refused.
-        wake: Called from another thread when a request's grammar was compiled.
+        compiler: Compiles grammars. None: requests with a grammar are rejected.
+        wake: Called on another thread when a request's grammar is compiled.
 
     Attributes:
-        num_prompt_tokens: Since the start, those found in the prefix cache (`num_cached_tokens`) included.
-        num_generated_tokens: Since the start, those that another node chose included.
+        num_prompt_tokens: Total since the start, prefix cache hits (`num_cached_tokens`) included.
+        num_generated_tokens: Total since the start, first tokens sampled by other nodes included.
     """
 
     def __init__(
@@ -90,34 +90,34 @@ class Engine:
         self._arrivals = itertools.count()
         self._reserved: Callable[[ActiveRequest], None] = lambda _active: None
         self._begin: Callable[[list[CompletePages]], Wrote] | None = None
-        # Not queued yet: their grammar is being compiled.
+        # Requests whose grammar is being compiled; not yet queued.
         self._compiling: list[ActiveRequest] = []
         self._launched: Launched | None = None
-        # Nothing could be launched: until something changes, another step would be the same.
+        # The last step launched nothing, and no change since could alter that.
         self._is_stuck = False
         self.steps = StepCounts()
         self.num_prompt_tokens = self.num_cached_tokens = self.num_generated_tokens = 0
 
-    # ── what comes in ────────────────────────────────────────────────────────────────────────────
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     @property
     def max_tokens(self) -> int:
-        """Prompt plus generated tokens of one request, at most: context or pool, the smaller."""
+        """Limit of prompt plus generated tokens of one request: the context length or the pool's size."""
         return min(self.shape.context_length, self.cache.num_pages * self.cache.page_size)
 
     def check(
         self, request: GenerateRequest, *, is_prompt_only: bool = False, is_remote: bool = False
     ) -> ActiveRequest:
-        """Return the request in this engine's terms, neither queued nor holding anything.
+        """Validate a request and return its `ActiveRequest`, which is not queued and holds no pages.
 
-        Its grammar, if it has one, begins to be compiled.
+        Starts to compile the request's grammar, if it has one.
 
         Args:
             is_prompt_only: End with the first token and keep the pages until `release`.
             is_remote: Another node computes the prompt: see `watch_reserved`.
 
         Raises:
-            InvalidRequest: It cannot be run, or asks for what this node cannot do.
+            InvalidRequest: The request is invalid, or needs a feature that this node lacks.
             OutOfPages: The prompt can never fit into the pool.
         """
         num_prompt = len(request.prompt_ids)
@@ -144,25 +144,25 @@ class Engine:
         return active
 
     def refuse_overload(self, num_elsewhere: int = 0) -> None:
-        """Raise `Overloaded` if no more may wait than are queued here, and `num_elsewhere`."""
+        """Raise `Overloaded` if the queue, with `num_elsewhere` more requests, has reached its limit."""
         num_waiting = self.num_waiting + num_elsewhere
         if num_waiting >= self._config.max_waiting_requests:
             raise Overloaded(f"{num_waiting} requests are waiting; try again later")
 
     def queue(self, active: ActiveRequest) -> None:
-        """Queue a checked request; a grammar that cannot be compiled fails it in a later step."""
+        """Queue a checked request. If its grammar does not compile, a later step reports its failure."""
         (self._scheduler.queue if active.compiling is None else self._compiling.append)(active)
         self._is_stuck = False
 
     def submit(self, request: GenerateRequest, *, is_prompt_only: bool = False) -> ActiveRequest:
-        """Check a request and queue it; raises as `check` and `refuse_overload`."""
+        """Check and queue a request; raises the errors of `check` and `refuse_overload`."""
         active = self.check(request, is_prompt_only=is_prompt_only)
         self.refuse_overload()
         self.queue(active)
         return active
 
     def admit(self) -> None:
-        """Give pages to the queue's first requests that have room. `step` does so, too."""
+        """Allocate pages to the requests at the head of the queue that fit. `step` calls this too."""
         for active in self._scheduler.admit():
             self._is_stuck = False
             if not active.is_counted:
@@ -179,16 +179,16 @@ class Engine:
         seed: int,
         first_logprobs: TokenLogprobs | None = None,
     ) -> Token:
-        """Take over a prompt whose pages all arrived; it decodes from the next step on.
+        """Take over a prompt whose pages have all arrived. It decodes from the next step on.
 
         Raises:
             EngineFailed: The first token is not in the vocabulary.
-            GrammarViolated: The first token is not one that the grammar allows.
+            GrammarViolated: The grammar does not allow the first token.
         """
         active.seed = seed
         self._scheduler.land(active)
         if not 0 <= first_token < self.shape.vocab_size:
-            # Another node chose it: in a batch it would fail every request that runs beside it.
+            # Another node sampled it. In a batch it would fail every other request too.
             raise EngineFailed(f"first token {first_token} of {self.shape.vocab_size}")
         active.is_begun, self._is_stuck = True, False
         self._count_cached(active)
@@ -199,22 +199,22 @@ class Engine:
         return Token(active, index, first_token, finish, first_logprobs)
 
     def watch_reserved(self, reserved: Callable[[ActiveRequest], None]) -> None:
-        """Have `reserved` called when pages are set aside for a prompt that another node computes.
+        """Set the callback for when pages are reserved for a prompt that another node computes.
 
-        The request then holds its cached prefix, and `granted_pages` may be written from afar until
+        The request then holds its cached prefix. A remote writer may write `granted_pages` until
         `land`, or until `quarantine` and `reclaim`.
         """
         self._reserved = reserved
 
     def watch_layers(self, begin: Callable[[list[CompletePages]], Wrote]) -> None:
-        """Have `begin` called with the pages that a forward is about to complete.
+        """Set the callback for the pages that a forward is about to complete.
 
-        What it returns is called with the number of each layer that is in these pages; perhaps from
-        another thread, perhaps not for all. `StepResult.pages` names the same pages at the end.
+        It returns a function that is called with each layer's number once that layer is written,
+        possibly on another thread and possibly not for all layers. `StepResult.pages` lists the same pages.
         """
         self._begin = begin
 
-    # ── what runs ────────────────────────────────────────────────────────────────────────────────
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def has_work(self) -> bool:
@@ -224,7 +224,7 @@ class Engine:
         return bool(not self._is_stuck and (self.num_running or self._scheduler.waiting))
 
     def step(self) -> StepResult:
-        """Admit, launch a forward, collect one, and return what came out."""
+        """Admit requests, launch a forward, collect one, and return its results."""
         result = StepResult()
         self._queue_compiled(result)
         if self._must_collect_first():
@@ -237,25 +237,25 @@ class Engine:
             self._collect_newest(result)
         return result
 
-    # ── what goes back ───────────────────────────────────────────────────────────────────────────
+    # ── cancel and release ───────────────────────────────────────────────────────────────────────
 
     def cancel(self, active: ActiveRequest) -> None:
-        """Stop a request; its pages go back now, with exceptions.
+        """Stop a request and free its pages.
 
-        Those of a prompt-only request wait for `release`, granted ones for `reclaim`, and those
-        that a forward under way writes into wait for it.
+        Some pages are freed later: a prompt-only request's on `release`, granted pages on `reclaim`,
+        and pages that a forward in flight writes when it is collected.
         """
         if active.stage is not Stage.ENDED:
             self._end(active)
 
     def release(self, active: ActiveRequest) -> None:
-        """Give back the pages of an ended prompt-only request: nobody reads them any more."""
+        """Free the pages of an ended prompt-only request, which nothing reads any more."""
         assert active.stage is Stage.ENDED, f"release of a request that is {active.stage.value}"
         active.is_released = True
         self._let_go(active)
 
     def quarantine(self, active: ActiveRequest) -> None:
-        """Withdraw a grant: the granted pages wait for `reclaim`, the others go back now."""
+        """Withdraw a grant: the granted pages wait for `reclaim`, the others are freed now."""
         self.cache.quarantine(active.granted_pages)
         self.cancel(active)
 
@@ -265,11 +265,11 @@ class Engine:
         self._is_stuck = False
 
     def note_pages(self) -> None:
-        """Cached pages came back from readers that are no requests: retry admission."""
+        """Retry admission after a reader other than a request released cached pages."""
         self._scheduler.note_pages()
         self._is_stuck = False
 
-    # ── what is seen of it ───────────────────────────────────────────────────────────────────────
+    # ── gauges ───────────────────────────────────────────────────────────────────────────────────
 
     def counts(self) -> PageCounts:
         """Count the pages in each state."""
@@ -277,22 +277,22 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Requests that take part in forwards."""
+        """Number of requests that take part in forwards."""
         return self._scheduler.num_running
 
     @property
     def num_prompts(self) -> int:
-        """Running requests whose prompt is not computed."""
+        """Number of running requests whose prompt is not fully computed."""
         return len(self._scheduler.prompts)
 
     @property
     def num_waiting(self) -> int:
-        """Requests without pages."""
+        """Number of queued requests, including those whose grammar is being compiled."""
         return len(self._scheduler.waiting) + len(self._compiling)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens to compute here: all of waiting requests, since their cached part may change."""
+        """Tokens to compute here. Waiting requests count in full, because cache hits may change."""
         waiting = (*self._scheduler.waiting, *self._compiling)
         return sum(len(active.token_ids) for active in waiting if not active.is_remote) + sum(
             active.num_uncomputed for active in self._scheduler.prompts
@@ -300,7 +300,7 @@ class Engine:
 
     @property
     def num_retracted(self) -> int:
-        """How often a running request had to give its pages back."""
+        """Number of times a running request lost its pages."""
         return self._scheduler.num_retracted
 
     # ── launching ────────────────────────────────────────────────────────────────────────────────
@@ -312,7 +312,7 @@ class Engine:
                 if not active.is_ready:
                     continue
             except Exception as error:
-                # One that stayed here would fail every step that follows.
+                # Left in the list, it would fail every later step.
                 self._end(active)
                 if not isinstance(error, TandemError):
                     log.exception("engine.grammar_failed")
@@ -323,7 +323,7 @@ class Engine:
                 self._scheduler.queue(active)
 
     def _must_collect_first(self) -> bool:
-        """Tell whether the next forward cannot be chosen before the last one's tokens are known."""
+        """Return whether the next batch depends on the tokens of the forward in flight."""
         if self._launched is None:
             return False
         is_special = self._scheduler.slots.is_special[self._launched.rows].any()
@@ -350,14 +350,14 @@ class Engine:
         return Launched(batch, pages, batch.sampled(), rows, indexes, read)
 
     def _count_cached(self, active: ActiveRequest) -> None:
-        """Count what a request found in the prefix cache at its first admission."""
+        """Count a request's prefix cache hits, once, at its first admission."""
         if not active.is_counted:
             active.is_counted = True
             self.num_cached_tokens += active.num_cached
             self.num_prompt_tokens += active.num_cached
 
     def _complete_pages(self, chunk: Chunk) -> CompletePages:
-        """Return the pages that `chunk` completes; the last one of a prompt may be partly filled."""
+        """Return the pages that `chunk` completes; a prompt's last page may be partly filled."""
         active = chunk.request
         end = (
             self.cache.num_pages_for(active.num_prompt)
@@ -375,13 +375,13 @@ class Engine:
             self._collect(launched, result)
 
     def _collect(self, launched: Launched, result: StepResult) -> None:
-        """Wait for a forward and add what it computed to `result`."""
+        """Wait for a forward and add its results to `result`."""
         participants = launched.batch.participants()
         try:
             try:
                 outcome = launched.read()
             finally:
-                # Also of a forward that failed: it writes no more, and its pages are to go back.
+                # A failed forward counts too: it writes no more, so its pages can be freed.
                 for request in participants:
                     request.num_launched -= 1
             self._collect_chunks(launched, outcome.prompt_logprobs, result)
@@ -438,7 +438,7 @@ class Engine:
             result.tokens.append(Token(request, index, token, finish, logprobs))
 
     def _accept_last(self, active: ActiveRequest, token: int) -> Finish | None:
-        """Append a token that may be a request's last here, and end the request when it is."""
+        """Append a token, and end the request if it is the last one on this node."""
         active.accept(token)
         self.num_generated_tokens += 1
         finish = active.finish_at(token, self.shape.eos_token_ids)
@@ -454,9 +454,9 @@ class Engine:
         self._let_go(active)
 
     def _let_go(self, active: ActiveRequest) -> None:
-        """Give back what an ended request has, as far as nobody reads or writes it any more."""
+        """Free an ended request's pages and slot, unless something may still read or write them."""
         if active.num_launched:
-            return  # the forward under way writes into its pages
+            return  # the forward in flight writes into its pages
         self._is_stuck = False
         if not active.is_prompt_only or active.is_released:
             self._scheduler.give_back(active)

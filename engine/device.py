@@ -1,7 +1,7 @@
-"""The device that an engine computes on: chosen here, before anything is put on it, and given up here.
+"""Selects the engine's device before anything is allocated on it, and detects its loss.
 
-After most errors of CUDA a process has to end: whatever it asks of the device fails from then on. Others,
-such as too little memory, are errors of what was asked.
+After most CUDA errors every later call fails, and the process must exit. Other errors, such as out of
+memory, concern only the call that raised them.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,10 +16,10 @@ from tandem.wire.errors import ConfigInvalid
 
 
 def use_device(config: EngineConfig, gpus: Any = torch.cuda) -> None:
-    """Have this thread compute on the device of `config`; raise ConfigInvalid if it is not there.
+    """Set this thread's device to that of `config`; raise ConfigInvalid if it does not exist.
 
-    Kernels of Triton, streams and events go to the thread's current device, whatever device their tensors
-    are on. A thread that makes such things beside the engine's names the device itself.
+    Triton kernels, streams and events use the thread's current device, not that of their tensors. Threads
+    other than the engine's must specify the device themselves.
     """
     device = torch.device(config.device)
     if device.type != "cuda":
@@ -37,7 +37,7 @@ def use_device(config: EngineConfig, gpus: Any = torch.cuda) -> None:
 def device_errors(
     device: torch.device, wait: Callable[[torch.device], None] = torch.cuda.synchronize
 ) -> Iterator[None]:
-    """Raise `DeviceLost` for an error inside after which the device cannot be used: `wait` fails then."""
+    """Raise `DeviceLost` for an error in the block that leaves the device unusable, so that `wait` fails too."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Errors of the engine's own. Apart from `step`, which `grammar` must not import: requests have grammars."""
+"""The engine's own errors. Separate from `step`, because `grammar` importing `step` would be an import cycle."""
 
 from tandem.wire.errors import EngineFailed
 
@@ -12,7 +12,7 @@ class GrammarViolated(EngineFailed, code="grammar_violated", is_retryable=False)
 
 
 class DeviceLost(BaseException):
-    """The device computes nothing any more for this process: only another process may use it.
+    """The device is unusable for the rest of this process; only a new process can use it.
 
-    Not an `Exception`: code that catches those to fail one request and go on must not catch this.
+    Not an `Exception`, so that handlers which fail one request and continue do not catch it.
     """

@@ -1,6 +1,6 @@
-"""One forward: the requests in it, their numbers by slot, and the arrays that a rank computes from.
+"""One forward: its requests, their parameters by slot, and the input arrays of a rank.
 
-The arrays (`ForwardInputs`) know nothing of requests.
+The arrays (`ForwardInputs`) do not refer to requests.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ Wrote = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens of one prompt, from `begin` on.
+    """Consecutive tokens of one prompt, starting at `begin`.
 
     Attributes:
-        is_last: Whether the request's next token can be sampled after it.
-        told: Prompt positions whose log-probabilities its logits give: the logits at position p are of
-            the token at p + 1.
+        is_last: Whether the request's next token is sampled after this chunk.
+        told: Prompt positions whose log-probabilities this chunk's logits give. The logits at position p
+            are for the token at p + 1.
     """
 
     request: ActiveRequest
@@ -37,7 +37,7 @@ class Chunk:
 
     @classmethod
     def next_of(cls, request: ActiveRequest, num_tokens: int) -> "Chunk":
-        """Return the next tokens of a prompt that are not computed."""
+        """Return a chunk of the next `num_tokens` uncomputed tokens."""
         begin, wanted, told = request.num_computed, request.request.logprobs, range(0)
         if wanted is not None and wanted.prompt_start >= 0:
             first = max(begin + 1, wanted.prompt_start, request.told_until)
@@ -46,7 +46,7 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """Tokens of the request whose KV is computed after it."""
+        """Number of the request's tokens whose KV is computed after this chunk."""
         return self.begin + self.num_tokens
 
 
@@ -55,8 +55,8 @@ class Batch:
     """The requests of one forward.
 
     Attributes:
-        decodes: One token each.
-        rows: Their slots. Shape (len(decodes),).
+        decodes: Requests that compute one token each.
+        rows: Slots of `decodes`. Shape (len(decodes),).
         chunks: Parts of prompts.
     """
 
@@ -68,11 +68,11 @@ class Batch:
         return bool(self.decodes or self.chunks)
 
     def participants(self) -> list[ActiveRequest]:
-        """Return every request with a row in it, once."""
+        """Return every request of the batch, once."""
         return self.decodes + [chunk.request for chunk in self.chunks]
 
     def sampled(self) -> list[ActiveRequest]:
-        """Return the requests whose next token the forward chooses, in order."""
+        """Return the requests whose next token the forward samples, in order."""
         return self.decodes + [chunk.request for chunk in self.chunks if chunk.is_last]
 
     def sampled_rows(self) -> Ints:
@@ -82,23 +82,23 @@ class Batch:
 
 
 class Slots:
-    """Requests with pages as columns of numbers, so that a step is a few array operations.
+    """Parameters of requests with pages, in columns, so that a step is a few array operations.
 
-    A slot is one row of every column. What changes with each token is here and not in `ActiveRequest`.
+    A slot is one row of every column. State that changes with each token is here, not in `ActiveRequest`.
 
     Attributes:
-        page_ids: Pages in order, padded with stale numbers. Shape (num_slots, max_pages).
-        num_pages: Shape (num_slots,), as are all that follow.
-        num_tokens: Tokens that are known or sampled and not yet read.
+        page_ids: Pages in order, padded with stale page ids. Shape (num_slots, max_pages).
+        num_pages: Shape (num_slots,), like all columns below.
+        num_tokens: Known tokens, plus those sampled but not yet read.
         max_tokens: Length at which generation ends; 0 in a free slot.
-        last_token: Valid where `num_pending` is 0.
+        last_token: Valid if `num_pending` is 0.
         num_pending: Sampled tokens not yet read.
-        source: Row of the newest forward's sampled ids, where `num_pending` is not 0.
+        source: Row in the newest forward's sampled ids; valid if `num_pending` is not 0.
         next_index: Index of the token that the next forward samples.
-        stops_at_eos: Whether an end-of-sequence token ends it.
-        is_special: Whether its logits are changed before a token is chosen: the token before must be
-            known on the host.
-        ends_specially: Whether it has stop ids of its own.
+        stops_at_eos: Whether an end-of-sequence token ends the request.
+        is_special: Whether its logits are changed before sampling, which needs the previous token on
+            the host.
+        ends_specially: Whether the request has stop token ids.
     """
 
     def __init__(self, num_slots: int, max_pages: int) -> None:
@@ -122,16 +122,16 @@ class Slots:
 
     @property
     def num_used(self) -> int:
-        """Requests that have a slot."""
+        """Number of slots in use."""
         return len(self.num_pages) - len(self._free)
 
     @property
     def has_free(self) -> bool:
-        """Whether one more request fits."""
+        """Whether a slot is free."""
         return bool(self._free)
 
     def take(self, active: ActiveRequest) -> None:
-        """Give a request with pages a slot, and fill its columns."""
+        """Assign a slot to a request with pages, and fill its columns."""
         active.slot = slot = self._free.pop()
         sampling = active.request.sampling
         self.num_pages[slot] = 0
@@ -157,20 +157,20 @@ class Slots:
         active.slot = -1
 
     def add_pages(self, active: ActiveRequest, page_ids: list[int]) -> None:
-        """Append pages to the request's row of the page table."""
+        """Append pages to the request's row in `page_ids`."""
         slot, start = active.slot, int(self.num_pages[active.slot])
         self.page_ids[slot, start : start + len(page_ids)] = page_ids
         self.num_pages[slot] += len(page_ids)
 
     def launched(self, rows: Ints) -> None:
-        """Count the token that a forward samples for each of these slots, in the order of its rows."""
+        """Record that a forward samples a token for each of these slots, in this order."""
         self.num_tokens[rows] += 1
         self.next_index[rows] += 1
         self.num_pending[rows] += 1
         self.source[rows] = np.arange(len(rows))
 
     def landed(self, active: ActiveRequest, first_token: int) -> None:
-        """Take over the first token and the seed that another node chose."""
+        """Record the first token and the seed that another node chose."""
         slot = active.slot
         self.seed[slot] = active.seed % 2**64
         self.num_tokens[slot] += 1
@@ -191,21 +191,21 @@ def _is_special(sampling: SamplingParams) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """The rows of one forward, sequence after sequence; host memory.
+    """The rows of one forward, grouped by sequence, in host memory.
 
-    The first `num_decodes` sequences have one row each, so rows and sequences coincide there; the
+    The first `num_decodes` sequences have one row each, so their rows and sequences coincide. The
     others are chunks of prompts.
 
     Attributes:
-        token_ids: Shape (num_rows,). Where `sources` names another place, the value is not used.
-        sources: Row of the sampled ids of the forward before, whose host copy need not be known
+        token_ids: Shape (num_rows,). Ignored where `sources` is not -1.
+        sources: Row in the sampled ids of the previous forward, which the host may not have read
             yet; -1 where `token_ids` holds the token. Shape (num_rows,).
         positions: Shape (num_rows,).
-        query_starts: First row of each sequence, and the number of rows. Shape (num_seqs + 1,).
-        kv_lens: Keys of each sequence, those of this forward included. Shape (num_seqs,).
-        page_table: Pages of each sequence in order, padded with page 0; at least as wide as the
-            longest `kv_lens` needs. Shape (num_seqs, max_pages).
-        logit_rows: Rows whose logits are wanted. Shape (num_logits,).
+        query_starts: First row of each sequence, then the number of rows. Shape (num_seqs + 1,).
+        kv_lens: Number of keys of each sequence, including this forward's. Shape (num_seqs,).
+        page_table: Pages of each sequence in order; entries beyond its length are arbitrary valid page
+            ids. Wide enough for the longest sequence. Shape (num_seqs, max_pages).
+        logit_rows: Rows whose logits are returned. Shape (num_logits,).
     """
 
     token_ids: Ints
@@ -219,7 +219,7 @@ class ForwardInputs:
 
     @property
     def num_rows(self) -> int:
-        """Tokens computed."""
+        """Number of tokens computed."""
         return len(self.token_ids)
 
     @property
@@ -228,7 +228,7 @@ class ForwardInputs:
         return self.num_decodes == len(self.kv_lens)
 
     def write_pages(self, page_size: int) -> Ints:
-        """Return the page that each row's K and V go to. Shape (num_rows,)."""
+        """Return the page into which each row's K and V are written. Shape (num_rows,)."""
         lengths = np.diff(self.query_starts)
         sequences = np.repeat(np.arange(len(lengths)), lengths)
         return self.page_table[sequences, self.positions // page_size].astype(np.int64)
@@ -237,8 +237,8 @@ class ForwardInputs:
 def forward_inputs(batch: Batch, slots: Slots, page_size: int) -> ForwardInputs:
     """Return the inputs of a forward: decoding requests first, then chunks.
 
-    The rows of logits are those whose token is sampled, in that order, then those that prompt
-    log-probabilities are read from, chunk by chunk.
+    `logit_rows` lists the rows to sample from, in the order of `Batch.sampled`, then the rows for prompt
+    log-probabilities, chunk by chunk.
     """
     rows = batch.rows
     lengths = slots.num_tokens[rows]

@@ -1,12 +1,12 @@
-"""Which token may come next: the state of each request's grammar and the masks of a batch.
+"""Decides which tokens a grammar allows next: the grammar state of each request and the masks of a batch.
 
-How a grammar combines with the other rules on ends:
+How a grammar interacts with the other stopping rules:
 
-- End-of-sequence ids are allowed exactly where the text may end. One ends the grammar; after it only
-  they are allowed, so that `ignore_eos` adds nothing but them until the length runs out.
-- `stop_token_ids` outside of the grammar are never chosen; inside they end the generation early.
-- The grammar overrides `min_new_tokens`: the text may end where the grammar lets it.
-- A state that no token of the vocabulary continues counts as the grammar's end.
+- End-of-sequence ids are allowed exactly where the text may end. One of them terminates the grammar. Only
+  such ids are allowed after it, so `ignore_eos` generates nothing else up to the length limit.
+- `stop_token_ids` that the grammar does not allow are never sampled; the others end generation early.
+- The grammar overrides `min_new_tokens`: the text may end wherever the grammar allows it.
+- A state in which no token of the vocabulary is allowed counts as the grammar's end.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,10 +20,10 @@ from tandem.engine.errors import GrammarViolated
 
 
 class GrammarState:
-    """How far one request's text is in its grammar, which any number of states may share.
+    """The position of one request's text in its grammar. Any number of states may share a compiled grammar.
 
     Args:
-        sent: Token ids already generated, by whichever node and attempt.
+        sent: Token ids generated so far, on any node and in any attempt.
 
     Attributes:
         is_terminated: Whether an end of sequence was accepted.
@@ -43,7 +43,7 @@ class GrammarState:
             self.accept(token)
 
     def accept(self, token_id: int) -> None:
-        """Go on by one token. Not while masks that began with this state are being filled.
+        """Advance by one token. Must not be called while a mask of this state is being filled.
 
         Raises:
             GrammarViolated: The token is not allowed here.
@@ -59,21 +59,21 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text so far may be the whole."""
+        """Whether the text may end here."""
         if not self._is_dead_end and not self.matcher.is_completed():
-            # In a replay nobody has asked for the mask, which finds a dead end.
+            # Filling the mask detects a dead end; during a replay no mask has been filled yet.
             self.fill(xgrammar.allocate_token_bitmask(1, self._vocab_size), 0)
         return self._is_dead_end or self.matcher.is_completed()
 
     def fill(self, masks: torch.Tensor, row: int) -> None:
-        """Write which tokens are allowed next into one row of `masks`, int32 on the CPU."""
+        """Write the mask of the allowed tokens into one row of `masks`, int32 on the CPU."""
         if not self.is_terminated:
             self.matcher.fill_next_token_bitmask(masks, row)
         _clear_tail(masks[row : row + 1], self._vocab_size)
         self.settle(masks[row])
 
     def settle(self, mask: torch.Tensor) -> None:
-        """Let a row, as the matcher filled it, allow only ends where nothing else can be allowed."""
+        """Make a filled row allow only end-of-sequence ids if the grammar has ended or is at a dead end."""
         if not self.is_terminated:
             if mask.any():
                 return
@@ -84,22 +84,22 @@ class GrammarState:
 
 
 class GrammarMasks:
-    """Fills the masks of a batch in a thread of its own, while the forward runs."""
+    """Fills the masks of a batch on its own thread while the forward runs."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        # One call fills the whole batch in the library's threads: a call for each row would have
-        # to get the interpreter's lock back as often.
+        # One call fills the whole batch on the library's threads; one call per row would reacquire
+        # the GIL for each row.
         self._library = xgrammar.BatchGrammarMatcher()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
 
     def begin(self, states: Sequence[GrammarState | None]) -> Future[torch.Tensor] | None:
         """Start filling one row for each state; a state of None allows every token.
 
-        The states must not change before the result is there.
+        The states must not change before the result is available.
 
         Returns:
-            None when no row has a grammar. Else masks as xgrammar has them, on the CPU.
+            None if no row has a grammar; otherwise the masks in xgrammar's format, on the CPU.
         """
         if not any(state is not None for state in states):
             return None
@@ -122,6 +122,6 @@ class GrammarMasks:
 
 
 def _clear_tail(masks: torch.Tensor, vocab_size: int) -> None:
-    """Clear the bits past the vocabulary; the library leaves them as they were."""
+    """Clear the bits beyond the vocabulary, which the library does not touch."""
     if vocab_size % 32:
         masks[:, -1] &= (1 << vocab_size % 32) - 1

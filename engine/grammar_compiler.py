@@ -1,8 +1,8 @@
-"""Grammars become automata over the model's tokens, beside the engine's loop.
+"""Compiles grammars to automata over the model's tokens, on worker threads beside the engine's loop.
 
-xgrammar compiles them on its own threads and keeps them in its own cache. It releases the interpreter's
-lock while it compiles (in one compilation of 24 s, another thread never paused for over 9 ms). A thread
-cannot be ended: one that passes the time limit is left to itself, and holds its worker until it is done.
+xgrammar compiles on its own threads and has its own cache. It releases the GIL while it compiles: during
+one compilation of 24 s, another thread never paused for over 9 ms. Threads cannot be killed, so a
+compilation that exceeds the time limit occupies its worker until it is done.
 """
 
 import copy
@@ -24,42 +24,42 @@ log = get_logger(__name__)
 
 CompiledGrammar = xgrammar.CompiledGrammar
 
-# One large grammar does not make the next one wait, nor do two that pass their limit.
+# Three, so that even two compilations over their time limit do not block the next grammar.
 _NUM_WORKERS = 3
 _MAX_QUEUED = 64
 _TOO_COMPLEX = (
     "the grammar is too complex to compile in time; use fewer or smaller repetition bounds (maxLength, "
     "maxItems, {m,n}) and enums"
 )
-# The largest of a few dozen real schemas took 21 MB; a chat's tools well under 1 MB.
+# Among a few dozen real schemas the largest took 21 MB; the tools of a chat take well under 1 MB.
 _MAX_CACHED_BYTES = 256 << 20
 _MAX_TEXT_BYTES = 256 << 10
-# Brackets inside brackets. Time grows with the square: 2.5 s at 400, 49 s at 2,000.
+# Limit of nested brackets. Compile time grows quadratically: 2.5 s at 400, 49 s at 2,000.
 _MAX_DEPTH = 256
-# Of white space between two JSON tokens: four levels of four spaces. Without a bound a small model
-# can write blanks until its length runs out; each one more costs compile time.
+# Limit of white space between two JSON tokens: enough for four levels of four spaces. Without a limit
+# a small model can generate blanks up to its length limit; a higher limit costs compile time.
 _MAX_WHITESPACE = 20
-# The library's rule for one character of a string with minLength or maxLength. It lets control
-# characters through, which JSON forbids, and no escapes (mlc-ai/xgrammar#800; open in 0.2.8). The
-# rule in its place also compiles faster: ten such strings in 0.03 s instead of 24 s.
+# The library's rule for one character of a string with minLength or maxLength. It allows control
+# characters, which JSON forbids, and rejects escapes (mlc-ai/xgrammar#800; open in 0.2.8). Our
+# replacement also compiles faster: ten such strings in 0.03 s instead of 24 s.
 _BOUNDED_CHARACTER = re.compile(r'^(\w+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
 _JSON_CHARACTER = r'(([^\0-\x1f\"\\]) | ("\\" basic_escape))'
-# The library writes \xdf and reads as many digits as follow; \u00df has four. A pair of backslashes
-# is matched so that what follows it is not taken for an escape.
+# The library prints \xdf, but parses \x with any number of digits; \u00df has exactly four. A pair of
+# backslashes is matched too, so that the text after it is not taken for an escape.
 _SHORT_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|.)")
-# The place in the library's source that begins its errors.
+# Source location and failed check at the beginning of the library's error messages.
 _ORIGIN = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: |Check failed: \(.*?\) is false: ")
 
 
 class GrammarCompiler:
-    """Compiles each grammar once, and lets nobody wait for long.
+    """Compiles grammars on worker threads, each within a time limit.
 
-    Reads the model's vocabulary when it is made: with the interpreter's lock, for half a second and more.
+    The constructor reads the model's vocabulary and holds the GIL for half a second or more.
 
     Args:
         vocab_size: Width of the logits; may be larger than the tokenizer's vocabulary.
-        eos_token_ids: What may follow a finished grammar.
-        time_limit_s: A grammar may wait this long for a worker, and be compiled for as long.
+        eos_token_ids: Ids that may follow a finished grammar.
+        time_limit_s: Limit of the wait for a worker, and again of the compilation.
     """
 
     def __init__(
@@ -73,29 +73,29 @@ class GrammarCompiler:
         self._time_limit_s = time_limit_s
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="grammar-compiler")
         self._library = _make_library(model_dir, vocab_size, eos_token_ids)
-        # Guards what follows. Answers are settled under it: what they call back may call `compile`.
+        # Guards `_answers`. Reentrant: futures are resolved under it, and their callbacks may call `compile`.
         self._lock = threading.RLock()
-        # Of grammars that wait or are compiled, late ones too. Finished ones are in the library's cache.
+        # Grammars that wait or are being compiled, overdue ones included. The library caches finished ones.
         self._answers: dict[Grammar, Future[CompiledGrammar]] = {}
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """Return the compiled grammar as a future, which cannot be cancelled; never blocks.
+        """Return the compiled grammar as a future that cannot be cancelled. Does not block.
 
         Its exceptions:
-            InvalidRequest: The grammar is wrong or too complex, or the model cannot do it.
-            Overloaded: Other grammars keep every worker busy.
-            EngineFailed: A fault of this node; the log has more.
+            InvalidRequest: The grammar is invalid or too complex, or the model does not support grammars.
+            Overloaded: Other grammars occupy all workers, or too many grammars wait.
+            EngineFailed: A fault of this node; the log has details.
         """
         with self._lock:
             answer = self._answers.get(grammar)
             if answer is None:
                 answer = self._answers[grammar] = Future()
-                answer.set_running_or_notify_cancel()  # others may wait for it
+                answer.set_running_or_notify_cancel()  # several requests may share the future
                 self._queue(grammar, answer)
             return answer
 
     def close(self) -> None:
-        """Take no more grammars; those under way end in their own time."""
+        """Stop accepting grammars, without waiting for running compilations."""
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _queue(self, grammar: Grammar, answer: Future[CompiledGrammar]) -> None:
@@ -105,7 +105,7 @@ class GrammarCompiler:
         try:
             waiting = self._limit(answer, _overloaded())
             self._workers.submit(self._work, grammar, waiting)
-        except RuntimeError:  # no thread is left; an older one may still take the grammar
+        except RuntimeError:  # no thread can start; an existing worker may still take the grammar
             self._end(grammar, _overloaded())
 
     def _limit(self, answer: Future[CompiledGrammar], refusal: TandemError) -> threading.Timer:
@@ -124,7 +124,7 @@ class GrammarCompiler:
         self, grammar: Grammar, answer: Future[CompiledGrammar]
     ) -> CompiledGrammar | TandemError:
         if isinstance(self._library, TandemError):
-            # A copy: each that raises it adds frames, and so what those hold.
+            # A copy, because each raise adds frames to the traceback and keeps their locals alive.
             return copy.copy(self._library)
         try:
             limit = self._limit(answer, InvalidRequest(_TOO_COMPLEX))
@@ -135,8 +135,8 @@ class GrammarCompiler:
         except TandemError as error:
             return error
         except Exception as error:
-            # The top of a worker, and a native library that raises what it likes: the request that waits
-            # fails, and the next grammar is compiled.
+            # The native library may raise anything. The waiting request must fail, and the worker
+            # must go on.
             log.exception("grammar.failed", kind=grammar.kind)
             return EngineFailed(f"compiling the grammar failed: {type(error).__name__}")
 
@@ -150,7 +150,7 @@ class GrammarCompiler:
         self, answer: Future[CompiledGrammar], outcome: CompiledGrammar | TandemError
     ) -> None:
         with self._lock:
-            if answer.done():  # its time was over, or it was compiled just now
+            if answer.done():  # timed out before, or compiled just before the timeout
                 return
             if isinstance(outcome, TandemError):
                 answer.set_exception(outcome)
@@ -159,10 +159,10 @@ class GrammarCompiler:
 
 
 def compile_text(library: xgrammar.GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
-    """Compile one grammar in this thread.
+    """Compile one grammar on this thread.
 
     Raises:
-        InvalidRequest: It is wrong, too large, or nothing that the model can write fits it.
+        InvalidRequest: The grammar is invalid or too large, or it allows no token of the model.
     """
     if len(grammar.text.encode(errors="replace")) > _MAX_TEXT_BYTES:
         raise InvalidRequest(f"the {_name(grammar)} is larger than {_MAX_TEXT_BYTES >> 10} KiB")
@@ -204,7 +204,7 @@ def _compile_schema(library: xgrammar.GrammarCompiler, schema: str) -> CompiledG
 
 def _check_json(text: str) -> None:
     depth = deepest = 0
-    for bracket in re.findall(r"[\[{]|[\]}]", text):  # those in strings too: a bound, no parser
+    for bracket in re.findall(r"[\[{]|[\]}]", text):  # counts brackets in strings too: no parser
         depth += 1 if bracket in "[{" else -1
         deepest = max(deepest, depth)
     if deepest > _MAX_DEPTH:
@@ -234,7 +234,7 @@ def _overloaded() -> Overloaded:
 def _make_library(
     model_dir: Path, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> xgrammar.GrammarCompiler | TandemError:
-    """Return xgrammar's compiler for a model, or why there is none: only grammars need it."""
+    """Return xgrammar's compiler for a model, or the error for requests with grammars if there is none."""
     file = model_dir / "tokenizer.json"
     if not file.is_file():
         return InvalidRequest(
@@ -250,10 +250,10 @@ def _make_library(
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException:
-        # The tokenizer library raises what it likes about a wrong file; its panics are no Exception.
+        # The tokenizer library may raise anything for an invalid file; its panics are not Exceptions.
         log.exception("grammar.vocabulary_failed", file=str(file))
         return EngineFailed("structured output is out of order: tokenizer.json cannot be read")
-    # Half the cores at most: the engine may compute on them.
+    # At most half the cores, because the engine may compute on the CPU.
     threads = max(1, min(8, (os.cpu_count() or 1) // 2))
     return xgrammar.GrammarCompiler(
         vocabulary, max_threads=threads, cache_limit_bytes=_MAX_CACHED_BYTES
@@ -271,8 +271,8 @@ def _read_vocabulary(
     for token, token_id in tokenizer.get_vocab().items():
         if token_id < vocab_size:
             tokens[token_id] = token
-    # The library knows special tokens by their look and takes `<|im_start|>` for its twelve
-    # characters. Without text, no grammar allows it: the detokenizer would leave it out.
+    # The library treats special tokens such as `<|im_start|>` as ordinary text. Give them empty text, so
+    # that no grammar allows them: the detokenizer would omit them.
     for token_id, added in tokenizer.added_tokens_decoder.items():
         if added.special and token_id < vocab_size:
             tokens[token_id] = ""

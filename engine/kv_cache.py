@@ -1,4 +1,4 @@
-"""Who owns each page of one pool, and the prefix cache over it. Pure bookkeeping: no tensors, no I/O.
+"""Page ownership in one pool, and the prefix cache over it. Pure bookkeeping: no tensors, no I/O.
 
 ```
  free ──allocate──▶ held ──release, in the prefix cache──▶ cached ──match──▶ held
@@ -10,8 +10,8 @@
   └──reclaim (confirmed, or the writer is fenced)────────────────┘
 ```
 
-A page granted to a remote writer goes back only through `land` or `reclaim`: with one-sided writes a
-late write into a page that was given to another request corrupts that request silently.
+A page granted to a remote writer is freed only through `land` or `reclaim`. Otherwise a late one-sided
+write could silently corrupt another request that has been given the page.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ class PageState(Enum):
 
 
 class PageStateError(AssertionError):
-    """A page was moved along an arrow that does not exist: a bug, named with page and state."""
+    """A bug: an invalid state transition of a page. The message names the page and its state."""
 
 
 class PageCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,12 +51,12 @@ class PageCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVCache:
-    """States and reader counts of pages 0 ... num_pages-1, and the prefixes whose KV they hold.
+    """States and reader counts of pages 0 ... num_pages-1, and the prefix cache over them.
 
-    Pages of a request are one list, in order: first those matched in the prefix cache, then its own.
+    A request's pages are one ordered list: first those matched in the prefix cache, then its own.
 
     Args:
-        space: What all its pages have in common; None where no tiers are behind it.
+        space: Common part of all page keys; None without tiers.
 
     Attributes:
         journal: Changes of the prefix cache, which routers follow.
@@ -78,27 +78,27 @@ class KVCache:
         self.journal: PrefixJournal = self._prefixes.journal
         self._states = [PageState.FREE] * num_pages
         self._readers = [0] * num_pages
-        # Popped from the end, so low ids go first: neighbours are copied in one run.
+        # Popped from the end, so low ids go first: adjacent pages are copied in one run.
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_in = Counter({PageState.FREE: num_pages})
 
-    # ── who owns them ────────────────────────────────────────────────────────────────────────────
+    # ── ownership ────────────────────────────────────────────────────────────────────────────────
 
     def num_pages_for(self, num_tokens: int) -> int:
-        """Return how many pages hold `num_tokens`."""
+        """Return the number of pages needed for `num_tokens`."""
         return -(-num_tokens // self.page_size)
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` or `grant` could hand out now."""
+        """Number of pages that `allocate` or `grant` can return now."""
         return len(self._free) + self._num_in[PageState.CACHED]
 
     def allocate(self, num_pages: int) -> list[int] | None:
-        """Hold free pages with one reader, evicting cached ones; None when there are too few."""
+        """Hold free pages with one reader, evicting cached pages if needed; None if there are too few."""
         return self._take(num_pages, PageState.HELD, readers=1)
 
     def grant(self, num_pages: int) -> list[int] | None:
-        """Set pages aside for a remote writer; None when there are too few."""
+        """Reserve pages for a remote writer, evicting cached pages if needed; None if there are too few."""
         return self._take(num_pages, PageState.GRANTED, readers=0)
 
     def hold(self, page_ids: Iterable[int]) -> None:
@@ -110,12 +110,12 @@ class KVCache:
             self._readers[page] += 1
 
     def release(self, page_ids: Sequence[int]) -> None:
-        """Drop one reader of each page, which counts as a use. The last one frees it, or leaves it cached."""
+        """Drop one reader of each page and mark it recently used. Without readers it is freed, or stays cached."""
         self._prefixes.touch(page_ids)
         self._drop_reader(page_ids)
 
     def land(self, page_ids: Iterable[int]) -> None:
-        """Take over granted pages: every byte has arrived. They now have one reader."""
+        """Take over granted pages, all of whose bytes have arrived. They now have one reader."""
         for page in page_ids:
             self._require(page, PageState.GRANTED)
             self._move(page, PageState.HELD)
@@ -145,7 +145,7 @@ class KVCache:
         )
 
     def check_integrity(self) -> None:
-        """Raise `PageStateError` unless every page is in exactly one state and counted once."""
+        """Raise `PageStateError` if states, reader counts, counters and the free list disagree."""
         num_in, free = Counter(self._states), set(self._free)
         if num_in != self._num_in:
             raise PageStateError(f"counted {self._num_in}, there are {num_in}")
@@ -180,7 +180,7 @@ class KVCache:
                 self._put_back(page)
 
     def _evict(self, num_pages: int) -> int:
-        """Free cached pages without a reader, least recently used first; return how many."""
+        """Free up to `num_pages` cached pages, least recently used first; return how many."""
         evicted = self._prefixes.evict(num_pages)
         for page in evicted:
             self._require(page, PageState.CACHED)
@@ -207,10 +207,10 @@ class KVCache:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.counts()})"
 
-    # ── what is in them ──────────────────────────────────────────────────────────────────────────
+    # ── prefix cache ─────────────────────────────────────────────────────────────────────────────
 
     def match(self, token_ids: Sequence[int], salt: str = "") -> PrefixMatch:
-        """Find and hold the longest cached prefix; give it back with `release`."""
+        """Find and hold the longest cached prefix; the caller drops it with `release`."""
         if not self._is_prefix_cache_enabled:
             return PrefixMatch([], 0)
         match = self._prefixes.match(token_ids, salt)
@@ -218,28 +218,28 @@ class KVCache:
         return match
 
     def remember(self, token_ids: Sequence[int], page_ids: Sequence[int], salt: str = "") -> None:
-        """Put the full pages of a held sequence into the prefix cache."""
+        """Put the full pages of a sequence into the prefix cache; the caller must hold them."""
         if self._is_prefix_cache_enabled:
             self._prefixes.insert(token_ids, page_ids, salt)
 
     def flush(self) -> int:
-        """Free every cached page without a reader; return how many."""
+        """Free all cached pages that have no reader; return how many."""
         return self._evict(self.num_pages)
 
     def _is_unused(self, page: int) -> bool:
         return self.state(page) is PageState.CACHED
 
-    # ── for tiers behind it ──────────────────────────────────────────────────────────────────────
+    # ── interface for tiers ──────────────────────────────────────────────────────────────────────
 
     @property
     def num_unsaved(self) -> int:
-        """Cached pages that no tier has been given."""
+        """Number of cached pages that are not yet saved to a tier."""
         return self._prefixes.num_unsaved
 
     def missing(
         self, token_ids: Sequence[int], salt: str = "", at_least: int = 1
     ) -> MissingPages | None:
-        """Return which full pages of a prompt are not cached; None when they are fewer than `at_least`."""
+        """Return the full pages of a prompt that are not cached; None if there are fewer than `at_least`."""
         return self._prefixes.missing(token_ids, salt, at_least)
 
     def adopt(
@@ -251,12 +251,12 @@ class KVCache:
         *,
         is_saved: bool,
     ) -> None:
-        """Put pages that came from a tier into the prefix cache, and drop a reader of all pages named.
+        """Put pages read from a tier into the prefix cache, and drop a reader of `matched` and `placed`.
 
         Args:
-            matched: Pages of the prefix, as `match` held them.
-            placed: Full pages that follow, as `allocate` held them.
-            is_saved: Whether tiers need not be given them again.
+            matched: Pages of the cached prefix, held by `match`.
+            placed: Full pages that follow it, held by `allocate`.
+            is_saved: Whether `placed` need not be saved to tiers again.
         """
         page_ids = [*matched, *placed]
         self._prefixes.insert(token_ids, page_ids, salt)
@@ -265,15 +265,15 @@ class KVCache:
         self.release(page_ids)
 
     def begin_save(self, num_pages: int, *, only_unused: bool) -> dict[int, PageKey]:
-        """Hold cached pages that no tier has been given, until `end_save`; return their keys, parents first.
+        """Hold unsaved cached pages until `end_save`; return their keys by page id, parents first.
 
-        They keep their place in eviction. `only_unused` leaves those out that a request reads.
+        Saving does not count as a use. `only_unused` skips pages that have a reader.
         """
         taken = self._prefixes.take_unsaved(num_pages, only_unused=only_unused)
         self.hold(taken)
         return taken
 
     def end_save(self, page_ids: Sequence[int], *, is_saved: bool = True) -> None:
-        """Drop the reader that `begin_save` added; pages that are not saved are offered again."""
+        """Drop the reader that `begin_save` added; `begin_save` offers pages again if not `is_saved`."""
         self._prefixes.saved(page_ids, is_saved=is_saved)
-        self._drop_reader(page_ids)  # no use of theirs
+        self._drop_reader(page_ids)  # not `release`: saving is not a use

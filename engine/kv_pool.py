@@ -1,13 +1,13 @@
-"""The memory of a pool of pages, and each layer's view of it. No owners: those are `kv_cache`'s.
+"""The memory of a pool of pages, and each layer's views of it. Ownership is in `kv_cache`.
 
-A page is one contiguous run of memory, so that it can be pushed, hashed and kept as one piece:
+A page is contiguous in memory, so that it can be pushed, hashed and stored as one piece:
 
 ```
  page │ K of layer 0 │ V of layer 0 │ K of layer 1 │ V of layer 1 │ ...      each [head][token][element]
 ```
 
-Layers may differ in heads and sizes. A layer of latents has no V: its V is the begin of its K. A layer
-that keeps nothing reads what another layer keeps.
+Layers may differ in heads and sizes. A latent layer stores no V: its V is the first part of its K. A layer
+that stores nothing reads another layer's K and V.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ from tandem.wire.hand_off import LayerKV
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPages:
-    """One layer's part of every page: views, which writes go through.
+    """One layer's part of every page, as writable views.
 
     Attributes:
-        begin: First element of the layer in a page.
+        begin: Offset of the layer in a page, in elements.
         key: Shape (num_pages, num_kv_heads, page_size, key_dim).
         value: Shape (num_pages, num_kv_heads, page_size, value_dim).
-        joined: K and V where both have the same size, else None.
+        joined: K and V in one view; None if their sizes differ.
             Shape (num_pages, 2, num_kv_heads, page_size, head_dim).
-        is_shared: The layer keeps nothing of its own: these are another layer's pages.
+        is_shared: The layer stores nothing; these are another layer's views.
     """
 
     begin: int
@@ -41,12 +41,12 @@ class LayerPages:
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads that keep K and V."""
+        """Number of KV heads."""
         return self.key.shape[1]
 
 
 class KVPool:
-    """Pages of K and V of a model, or of a rank's shard. `pages` has shape (num_pages, elements of a page)."""
+    """Pages of K and V of a model, or of a rank's shard. `pages`: shape (num_pages, page_elements)."""
 
     def __init__(self, pages: torch.Tensor, shape: ModelShape, page_size: int) -> None:
         self.pages = pages
@@ -59,23 +59,23 @@ class KVPool:
 
     @property
     def device(self) -> torch.device:
-        """Where the memory is."""
+        """The device that holds the memory."""
         return self.pages.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of K and V."""
+        """The type of K and V."""
         return self.pages.dtype
 
     @property
     def page_elements(self) -> int:
-        """Elements of one page."""
+        """Number of elements in one page."""
         return self.pages.shape[1]
 
     def rows(self, size: int) -> torch.Tensor:
-        """Return every run of `size` elements that begins at a multiple of the page size. Shape (n, size).
+        """Return a view of all runs of `size` elements that start at multiples of the page size. Shape (n, size).
 
-        The rows overlap, and are only read. One head of one layer's K or V in a page is such a row.
+        The rows overlap, so do not write to them. One head of one layer's K or V in a page is such a row.
         """
         found = self._rows.get(size)
         if found is None:
@@ -98,12 +98,12 @@ def make_pool(
     *,
     has_scratch_page: bool = False,
 ) -> KVPool:
-    """Make a pool.
+    """Create a pool.
 
     Args:
-        memory: Bytes on `device` to use, such as a shared region's; None takes new ones.
-        has_scratch_page: Add one page behind those counted, with the number `num_pages`. Nobody owns it;
-            rows that pad a batch write there.
+        memory: Bytes on `device` to use, such as a shared region; None allocates new memory.
+        has_scratch_page: Add an extra page with the id `num_pages`. It belongs to no request; padding
+            rows of a batch write there.
     """
     num_made = num_pages + has_scratch_page
     dtype: torch.dtype = getattr(torch, shape.kv_dtype)

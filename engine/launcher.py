@@ -1,6 +1,6 @@
-"""Forwards of a model: inputs, the model, the choice of tokens, all queued on the device.
+"""Launches forwards of a model: inputs, model and sampling, all queued on the device.
 
-The host reads nothing until the engine collects. Masks of grammars are built while the model runs.
+The host reads nothing until the engine collects. Grammar masks are built while the model runs.
 """
 
 import time
@@ -29,14 +29,14 @@ from tandem.wire.generation import GenerateRequest, TokenLogprobs
 
 
 class ModelLauncher:
-    """A `Launcher` over a model, whose runner computes over the pages that the engine counts."""
+    """A `Launcher` that runs a model; its runner uses the same pages as the engine."""
 
     def __init__(self, runner: Runner, shape: ModelShape, page_size: int) -> None:
         self._runner = runner
         self._eos_token_ids = shape.eos_token_ids
         self._page_size = page_size
         self._masks = GrammarMasks(shape.vocab_size)
-        # What the newest forward chose, which the host may not know yet.
+        # Ids sampled by the newest forward, on the device; the host may not have read them yet.
         self._newest: torch.Tensor | None = None
 
     @property
@@ -50,24 +50,24 @@ class ModelLauncher:
         return drawn
 
     def warm_up(self) -> None:
-        """Run a forward with a decoding row and a chunk."""
+        """Run a forward with one decoding row and one chunk."""
         inputs = ForwardInputs(
             token_ids=np.zeros(3, np.int64),
             sources=np.full(3, -1),
             positions=np.array([0, 0, 1]) % self._page_size,
             query_starts=np.array([0, 1, 3], np.int32),
             kv_lens=np.array([1, 2], np.int32),
-            page_table=np.zeros((2, 2), np.int32),  # what it leaves in page 0 is never read
+            page_table=np.zeros((2, 2), np.int32),  # its KV in page 0 is never read
             num_decodes=1,
             logit_rows=np.zeros(1, np.int64),
         )
         self._runner.forward(inputs)
 
     def launch(self, batch: Batch, slots: Slots, wrote: Wrote | None) -> Callable[[], Outcome]:
-        """Queue a forward and the choice of its tokens.
+        """Queue a forward and the sampling of its tokens.
 
         Raises:
-            DeviceLost: The device cannot be used any more.
+            DeviceLost: The device is no longer usable.
         """
         with device_errors(self._runner.device):
             return self._launch(batch, slots, wrote)
@@ -112,14 +112,14 @@ class ModelLauncher:
         return logits
 
 
-# ── log-probabilities: of the model's own distribution, before a request's parameters change it ──
+# ── log-probabilities of the model's distribution, before sampling parameters apply ──────────────
 
 
 @torch.inference_mode()
 def _logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, num_top: list[int]
 ) -> Callable[[], list[TokenLogprobs]]:
-    """Start reading the log-probabilities of one token a row, and of the likeliest that the row wants."""
+    """Start reading, for each row, the log-probability of its token and of its `num_top` likeliest tokens."""
     scores = logits.float().log_softmax(dim=-1)
     top = scores.topk(min(max(num_top), scores.shape[1]), dim=-1)
     on_host = OnHost(scores.gather(1, tokens.unsqueeze(1)).squeeze(1), top.values, top.indices)
@@ -160,18 +160,18 @@ def _num_top(active: ActiveRequest) -> int:
     return 0 if active.request.logprobs is None else active.request.logprobs.num_top
 
 
-# ── what a forward computes, on its way from the device ──────────────────────────────────────────
+# ── copies from the device ───────────────────────────────────────────────────────────────────────
 
 
 class OnHost:
-    """Tensors on their way to the host, so that reading them waits for nothing queued later."""
+    """Starts copying tensors to the host, so that reading them does not wait for work queued later."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         self._copies = tensors
         self._device = tensors[0].device
         if tensors[0].is_cuda:
-            # Into pinned memory, or the copy would wait for the device here and now.
+            # A copy into memory that is not pinned would wait for the device here.
             self._copies = tuple(
                 torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
                 for t in tensors
@@ -180,7 +180,7 @@ class OnHost:
             self._event.record()
 
     def read(self) -> tuple[torch.Tensor, ...]:
-        """Wait until they have arrived, and return them."""
+        """Wait for the copies and return them."""
         if self._event is not None:
             with device_errors(self._device):
                 self._event.synchronize()
@@ -188,21 +188,21 @@ class OnHost:
 
 
 class _Stopwatch:
-    """Times what a device does between its creation and `stop`; the host waits for nothing."""
+    """Measures device time between its creation and `stop`, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._times_s = 0.0, 0.0
         if device.type == "cuda":
-            # Recorded on the stream that computes, where the copy to the host follows: once that was
-            # read, both events are over.
+            # Recorded on the stream that computes. The copy to the host follows on that stream: once
+            # the host has read it, both events are complete.
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             self._events = begin, end
         self._started_s, self._started_cpu_s = time.perf_counter(), time.thread_time()
 
     def stop(self) -> None:
-        """What is to be timed was queued, or on a CPU done."""
+        """Stop the measurement, after the work was queued or, on a CPU, done."""
         if self._events is not None:
             self._events[1].record()
         else:
@@ -212,7 +212,7 @@ class _Stopwatch:
             )
 
     def times_s(self) -> tuple[float, float]:
-        """Return time on the device, and of the CPU. Only once something queued after `stop` was read."""
+        """Return device time and CPU time. Call it only after reading a copy that was queued after `stop`."""
         if self._events is None:
             return self._times_s
         begin, end = self._events

@@ -1,8 +1,8 @@
-"""What a loaded model asks of attention, seen in one short forward: or why it is not served.
+"""Observes in one short forward what a loaded model needs of attention, or why it is not supported.
 
-Nothing is guessed from a model's name. Every layer must reach our attention exactly once, with arguments
-that are all understood, be of a kind that is understood, and keep nothing but K and V. What the layers
-bring decides what a page holds.
+Nothing is guessed from a model's name. Every layer must call our attention exactly once, with supported
+arguments, be of a supported kind, and cache nothing but K and V. The tensors that layers pass determine the
+layout of a page.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,21 +24,21 @@ from tandem.engine.attention_torch import empty_output, visible
 from tandem.engine.shape import AttentionFeature
 from tandem.wire.hand_off import LayerKV
 
-# Layer kinds whose attention is computed here; others keep a state, or choose keys in ways of their own.
+# Supported kinds of layers. Others keep a recurrent state, or select keys in their own way.
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 _NUM_ROWS = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observed:
-    """What the layers of a model bring to attention.
+    """What the layers of a model pass to attention.
 
     Attributes:
-        layers: What each keeps of one token.
-        sources: For each layer that keeps nothing, the layer whose K and V it reads.
-        model: The model, with what its layers need.
-        called: Names of the modules that the forward called, but for those that expand latents: their
-            weights are read.
+        layers: What each layer stores per token.
+        sources: Pairs (layer, source): each layer that stores nothing, and the layer whose K and V it reads.
+        model: The model, set up with the latents, chunks and windows of its layers.
+        called: Names of the modules that the forward called, except `kv_b_proj`, whose weights are also
+            read directly.
     """
 
     layers: tuple[LayerKV, ...]
@@ -48,7 +48,7 @@ class Observed:
     called: frozenset[str]
 
     def repeated(self, of_kind: Sequence[int]) -> "Observed":
-        """Return what a larger model's layers bring, given a layer of this one for each of them."""
+        """Return the observation of a larger model, given for each of its layers a similar layer of this one."""
         layers = tuple(self.layers[index] for index in of_kind)
         last = {like: index for index, like in enumerate(of_kind)}
         read = dict(self.sources)
@@ -56,7 +56,7 @@ class Observed:
         return replace(self, layers=layers, sources=sources)
 
     def cut(self, shares: int) -> "Observed":
-        """Return what the layers of one of so many ranks bring."""
+        """Return the observation of one rank, if `shares` ranks split the KV heads."""
         layers = tuple(
             LayerKV(each.num_kv_heads // shares, each.key_dim, each.value_dim)
             for each in self.layers
@@ -65,10 +65,10 @@ class Observed:
 
 
 def observe(module: nn.Module, text_config: Any) -> Observed:
-    """Run one short forward of a model and report what its layers ask of attention.
+    """Run one short forward of a model, and return what its layers pass to attention.
 
     Raises:
-        ConfigInvalid: The model is not served; the sentence says why.
+        ConfigInvalid: The model is not supported; the message gives the reason.
     """
     kinds = _layer_kinds(text_config)
     chunks, windows = _chunks(kinds, text_config), _windows(kinds, text_config)
@@ -82,7 +82,7 @@ def observe(module: nn.Module, text_config: Any) -> Observed:
     try:
         observer = _forward(model({}, has_past=True), text_config)
     except _ForwardFailed:
-        # Some models count on their cache as ours cannot be counted on, and do without one as well.
+        # Some models use their cache in ways that `PagedPast` does not support, but also run without one.
         has_past = False
         observer = _forward(model({}, has_past=False), text_config)
     observer.check_complete(text_config)
@@ -109,12 +109,12 @@ def observe(module: nn.Module, text_config: Any) -> Observed:
 
 @dataclass(slots=True)
 class _Observer:
-    """Takes what layers bring, and attends within the rows.
+    """Records what layers pass to attention, and attends within the rows.
 
     Attributes:
-        inputs: By layer.
-        kept: What the model gave its cache, by layer.
-        has_asked: Whether the model asked its cache where the rows stand.
+        inputs: What each layer passed to attention, by layer number.
+        kept: What each layer passed to its cache, by layer number.
+        has_asked: Whether the model queried its cache for the positions of the rows.
         called: Modules that were called.
     """
 
@@ -124,7 +124,7 @@ class _Observer:
     called: set[nn.Module] = field(default_factory=set)
 
     def attend(self, layer: LayerInputs) -> torch.Tensor:
-        """Note what a layer brings; return something of the right shape that depends on all of it."""
+        """Record a layer's inputs; return the attention over this forward's rows alone."""
         if layer.index in self.inputs:
             raise AttentionNotServed(
                 f"layer {layer.index} attends twice, which needs K and V of its own for each time"
@@ -173,12 +173,12 @@ class _Observer:
     def layers(
         self, latents: Mapping[int, Latents]
     ) -> tuple[tuple[LayerKV, ...], tuple[tuple[int, int], ...]]:
-        """Return what each layer keeps, and what those read that keep nothing."""
+        """Return what each layer stores, and the sources of layers that store nothing."""
         found: list[LayerKV] = []
         sources: list[tuple[int, int]] = []
         owners: dict[tuple[int, int], int] = {}
         for index, layer in sorted(self.inputs.items()):
-            # Tensors of all layers are alive: equal addresses are one tensor.
+            # The tensors of all layers are still alive, so equal addresses mean the same tensor.
             name = layer.key.data_ptr(), layer.value.data_ptr()
             owner = owners.setdefault(name, index)
             if owner != index:
@@ -194,7 +194,7 @@ class _Observer:
 
 
 def _layer_kinds(text_config: Any) -> list[str]:
-    """Return the kind of each layer, where the config tells."""
+    """Return the kind of each layer; empty if the config does not list them."""
     kinds = list(getattr(text_config, "layer_types", None) or [])
     unknown = sorted({kind for kind in kinds if kind not in _KINDS})
     if unknown:
@@ -208,9 +208,9 @@ def _chunks(kinds: list[str], text_config: Any) -> dict[int, int]:
 
 
 def _windows(kinds: list[str], text_config: Any) -> dict[int, int]:
-    """Return the window of layers that may leave it to their mask."""
+    """Return the window of each layer that may express it only through its mask."""
     window = getattr(text_config, "sliding_window", None)
-    if window is None or window < 1:  # some configs name 0 for none
+    if window is None or window < 1:  # some configs use 0 for no window
         return {}
     slides = [kind == "sliding_attention" for kind in kinds] or [
         True
@@ -223,7 +223,7 @@ class _ForwardFailed(AttentionNotServed):
 
 
 def _forward(model: PagedModel, text_config: Any) -> _Observer:
-    """Run the forward; return what was observed."""
+    """Run the forward and return its observer."""
     observer = _Observer()
     hooks = [
         each.register_forward_pre_hook(lambda module, _inputs: observer.called.add(module))
@@ -250,11 +250,11 @@ def _forward(model: PagedModel, text_config: Any) -> _Observer:
 
 
 def _latents(module: nn.Module, observer: _Observer) -> dict[int, Latents]:
-    """Return how layers of latent attention expand what they gave their cache, as far as that is so."""
+    """Return, for each layer of latent attention, how it expands its cached latents to K and V."""
     found = {}
     for each in module.modules():
         index, expand = getattr(each, "layer_idx", None), getattr(each, "kv_b_proj", None)
-        # Quantised ones are left alone: their weights are not the numbers that they stand for.
+        # Not for quantized layers: their stored weights are not the actual values.
         if index in observer.kept and index in observer.inputs and type(expand) is nn.Linear:
             latents = _expanding(expand, observer.inputs[index], observer.kept[index])
             if latents is not None:
@@ -263,7 +263,7 @@ def _latents(module: nn.Module, observer: _Observer) -> dict[int, Latents]:
 
 
 def _expanding(expand: nn.Linear, layer: LayerInputs, kept: Kept) -> Latents | None:
-    """Return how `expand` makes K and V of what was kept; None when it is in another way."""
+    """Return how `expand` computes K and V from `kept`; None if K and V are computed in another way."""
     compressed, rope = kept
     num_heads, rank, rope_dim = layer.key.shape[1], compressed.shape[-1], rope.shape[-1]
     nope_dim, value_dim = layer.key.shape[-1] - rope_dim, layer.value.shape[-1]

@@ -1,15 +1,14 @@
-"""Which full pages hold the KV of which prefix. Pure: knows page ids, not their bytes.
+"""The tree of cached prefixes: maps tokens to full pages. It holds page ids, not page bytes.
 
-A node of the tree is one full page, found by its parent's number and its own tokens. Chains are
-released leaf first, so eviction, which takes the least recently used from one ordered dict, meets a
-child before its parent and needs no tree walk. A child that does lose its parent (its request held a
-copy of the parent's page) is never found again, since numbers are not reused, and is evicted in turn.
+A tree node is one full page, found by its parent's number and its own tokens. Chains are released leaf
+first. Eviction takes the least recently used page of one ordered dict, so it meets a child before its
+parent and needs no tree walk. A child can lose its parent if its request held another copy of the parent's
+page. Such a child is never found again, because numbers are not reused, and is evicted in turn.
 
-Routers follow what is cached by the names of its blocks (`journal`), so that they can send a prompt to where
-the beginning of it is.
+Routers follow the names of the cached blocks (`journal`) to send a prompt to a node that caches its prefix.
 
-Where there are tiers behind it (`space` is given), each page also has the key of its content, and it is known
-which pages no tier has been given yet:
+With tiers (`space` is given), each page also has a content key, and the cache tracks which pages have been
+saved to a tier:
 
 ```
  insert ──▶ unsaved ──take_unsaved──▶ saving ──saved──▶ saved
@@ -33,10 +32,10 @@ from tandem.wire.prefixes import (
     root_name,
 )
 
-# Parent's node number (for a first page: the salt), tokens of the page.
+# Parent's node number (for a first page: the salt), and the page's tokens.
 Key = tuple[int | str, tuple[int, ...]]
 
-# How many unsaved pages are looked at for each that is taken: those in use are passed over.
+# Number of unsaved pages to inspect for each page to take, because pages in use are skipped.
 _LOOK_AT = 4
 
 
@@ -47,8 +46,8 @@ class PrefixMatch:
     Attributes:
         page_ids: Pages of the prefix in order.
         num_tokens: `len(page_ids) * page_size`.
-        frontier: Name of the first full page of the prompt that is not cached: equal for two prompts
-            exactly when they go on with the same page. None when there is no such page.
+        frontier: Key of the prompt's first full page that is not cached: equal for two prompts exactly
+            if they continue with the same page. None if there is no such page.
     """
 
     page_ids: list[int]
@@ -58,7 +57,7 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True)
 class MissingPages:
-    """The keys of a prompt's full pages from `first_page` on, which are not cached."""
+    """Keys of the full pages of a prompt that are not cached, starting with page `first_page`."""
 
     first_page: int
     keys: list[PageKey]
@@ -69,7 +68,7 @@ class _Node:
     number: int
     key: Key
     page: int
-    # Names of the blocks that end in this page, and where there are tiers the digest of all up to it.
+    # Names of the blocks that end in this page and, with tiers, the digest of the prefix up to it.
     content: PageKey
 
 
@@ -78,11 +77,11 @@ class PrefixCache:
 
     Args:
         page_size: Tokens in a page.
-        is_unused: Tells whether a page has no reader, so that eviction may take it.
-        space: Of the pool; None where no page needs the key of its content.
+        is_unused: Returns whether a page has no reader, so that eviction may take it.
+        space: The pool's page space; None if pages need no content keys.
 
     Attributes:
-        journal: What of it routers are told.
+        journal: Changes of the cached blocks, for routers.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class PrefixCache:
         self._by_key: dict[Key, _Node] = {}
         # Least recently used first.
         self._by_page: OrderedDict[int, _Node] = OrderedDict()
-        # Pages that no tier has been given, in the same order but parents first, and those being given.
+        # Unsaved pages, in the same order except parents first; then pages that are being saved.
         self._unsaved: OrderedDict[int, None] = OrderedDict()
         self._saving: set[int] = set()
         self._last_number = 0
@@ -107,9 +106,9 @@ class PrefixCache:
         return page in self._by_page
 
     def match(self, token_ids: Sequence[int], salt: str = "") -> PrefixMatch:
-        """Find the longest cached prefix, in whole pages; prefixes are shared under the same salt only.
+        """Find the longest cached prefix, in whole pages. Only prefixes with the same salt match.
 
-        The cache is not changed. Until the pages are held in the page pool, eviction may take them.
+        The cache is not changed. Until the caller holds the pages, eviction may take them.
 
         Source: RadixAttention, Zheng et al. 2024, section 3; whole pages as in vLLM.
         """
@@ -117,10 +116,10 @@ class PrefixCache:
         return PrefixMatch([node.page for node in nodes], len(nodes) * self._page_size, frontier)
 
     def insert(self, token_ids: Sequence[int], page_ids: Sequence[int], salt: str = "") -> None:
-        """Remember the full pages of a sequence, whose KV is in `page_ids`, which the caller holds.
+        """Cache the full pages of a sequence. The caller holds `page_ids`, which contain its KV.
 
-        Where another page already holds the same prefix, that one stays and the caller's page is
-        not cached (it goes free when released).
+        If another page already caches the same prefix, that page stays, and the caller's page is
+        not cached: it becomes free when released.
         """
         parent: int | str = salt
         name, digest = root_name(salt), self._root(salt)
@@ -133,7 +132,7 @@ class PrefixCache:
                 content = self._content(token_ids, start, name, digest)
                 node = _Node(self._last_number, key, page_ids[index], content)
                 orphan = self._by_page.get(node.page)
-                if orphan is not None:  # it lost its parent, and is found behind another now
+                if orphan is not None:  # it lost its parent, and now gets a new one
                     self._forget(orphan)
                 elif self._space is not None:
                     self._unsaved[node.page] = None
@@ -146,25 +145,25 @@ class PrefixCache:
                 name = node.content.blocks[-1]
 
     def touch(self, page_ids: Sequence[int]) -> None:
-        """Mark a released chain as just used, leaf first, so that parents outlive children."""
+        """Mark a chain as just used, leaf first, so that parents outlive children."""
         for page in reversed(page_ids):
             if page in self._by_page:
                 self._by_page.move_to_end(page)
-        # What is saved in part is of use from its beginning.
+        # Parents first: a partly saved chain is useful only from its beginning.
         for page in page_ids if self._unsaved else ():
             if page in self._unsaved:
                 self._unsaved.move_to_end(page)
 
     def evict(self, num_pages: int) -> list[int]:
-        """Forget up to `num_pages` pages without a reader, least recently used first."""
+        """Remove up to `num_pages` pages without a reader, least recently used first; return them."""
         taken: list[int] = []
         in_use: list[int] = []
         for page in self._by_page:
             if len(taken) == num_pages:
                 break
             (taken if self._is_unused(page) else in_use).append(page)
-        for page in in_use:  # not to be met again next time; their place is set at their release
-            if page not in self._saving:  # whose reader is none that uses them
+        for page in in_use:  # not to skip them again next time; `touch` sets their place at release
+            if page not in self._saving:  # saving is not a use
                 self._by_page.move_to_end(page)
         for page in taken:
             node = self._by_page.pop(page)
@@ -172,19 +171,19 @@ class PrefixCache:
             self._forget(node)
         return taken
 
-    # ── with tiers behind it ─────────────────────────────────────────────────────────────────────
+    # ── interface for tiers ──────────────────────────────────────────────────────────────────────
 
     @property
     def num_unsaved(self) -> int:
-        """Pages that no tier has been given."""
+        """Number of pages that are not yet saved to a tier."""
         return len(self._unsaved)
 
     def missing(
         self, token_ids: Sequence[int], salt: str = "", at_least: int = 1
     ) -> MissingPages | None:
-        """Return which full pages of a prompt are not cached; None when they are fewer than `at_least`.
+        """Return the full pages of a prompt that are not cached; None if there are fewer than `at_least`.
 
-        The cache is not changed, and what is cached of the prompt may be evicted at any time.
+        The cache is not changed, and the cached part of the prompt may be evicted at any time.
         """
         assert self._space is not None
         nodes, _ = self._walk(token_ids, salt)
@@ -200,14 +199,14 @@ class PrefixCache:
         )
 
     def take_unsaved(self, num_pages: int, *, only_unused: bool) -> dict[int, PageKey]:
-        """Return pages to be given to tiers, with their keys, parents first; `saved` ends it for each.
+        """Return the least recently used unsaved pages with their keys, parents first.
 
-        They are the least recently used; the caller holds them meanwhile.
+        The caller holds the pages until it calls `saved` for each of them.
         """
         taken: list[int] = []
         for page in list(islice(self._unsaved, _LOOK_AT * num_pages)):
             if only_unused and not self._is_unused(page):
-                self._unsaved.move_to_end(page)  # not to be met again next time
+                self._unsaved.move_to_end(page)  # the next call need not skip it again
             elif len(taken) < num_pages:
                 taken.append(page)
                 del self._unsaved[page]
@@ -216,7 +215,7 @@ class PrefixCache:
         return {page: self._by_page[page].content for page in taken}
 
     def saved(self, page_ids: Iterable[int], *, is_saved: bool = True) -> None:
-        """Note that tiers have been given these pages, or, if not `is_saved`, that they are to be."""
+        """Record that pages were saved to tiers; if not `is_saved`, put them back among the unsaved."""
         for page in page_ids:
             self._saving.discard(page)
             if is_saved:
@@ -226,7 +225,7 @@ class PrefixCache:
                 self._unsaved.move_to_end(page, last=False)
 
     def _walk(self, token_ids: Sequence[int], salt: str) -> tuple[list[_Node], Key | None]:
-        """Return the pages of the longest cached prefix, and the name of the first full one that is not."""
+        """Return the nodes of the longest cached prefix, and the key of the first full page beyond it."""
         nodes: list[_Node] = []
         parent: int | str = salt
         for start in range(0, len(token_ids) - self._page_size + 1, self._page_size):
@@ -247,14 +246,14 @@ class PrefixCache:
         return b"" if self._space is None else self._space.root(salt)
 
     def _content(self, token_ids: Sequence[int], start: int, name: int, digest: bytes) -> PageKey:
-        """Return what the page at `start` is called, given the last block's name and page's digest before it."""
+        """Return the key of the page at `start`, given the previous block's name and previous page's digest."""
         if self._space is not None:
             return PageChain(digest, name).next(token_ids, start, self._page_size)
         return PageKey(b"", _names_ending(token_ids, start, start + self._page_size, name))
 
 
 def _names_ending(token_ids: Sequence[int], start: int, end: int, name: int) -> tuple[int, ...]:
-    """Return the names of the blocks that end behind `start` and up to `end`; `name` is of the one before."""
+    """Return the names of the blocks that end after `start` and up to `end`; `name`: the previous block's."""
     names = []
     first_end = (start // BLOCK_TOKENS + 1) * BLOCK_TOKENS
     for block_end in range(first_end, end + 1, BLOCK_TOKENS):

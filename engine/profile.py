@@ -1,4 +1,4 @@
-"""How long forwards take, as a simulated engine is told, and the file that says it."""
+"""The profile of a simulated engine: how long forwards take. Also reads profile files."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,9 +7,9 @@ import msgspec
 
 from tandem.wire.errors import ConfigInvalid
 
-PROFILE = "simulation#the-profile"  # of the documentation
+PROFILE = "simulation#the-profile"  # documentation topic
 
-# Up to an hour: more is a mistake in the unit, and would never be waited for.
+# At most an hour: a larger value is surely in the wrong unit.
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=3_600_000)]
 
 PositiveCount = Annotated[int, msgspec.Meta(ge=1)]
@@ -18,18 +18,18 @@ SimKV = Literal["real", "none"]
 
 
 class _Times(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parts of a forward that are told apart; what is left out takes no time."""
+    """Base of the profile's structs: unknown fields are rejected."""
 
 
 class PrefillTimes(_Times, frozen=True, kw_only=True):
-    """A forward's part for prompts.
+    """The part of a forward's time that prompts take. Omitted fields are 0.
 
     Attributes:
-        base_ms: Once, if any prompt is in it.
-        per_token_ms: For each prompt token that it computes.
-        per_context_token_ms: For each token before these that their attention reads.
-        per_pair_ms: For each pair of a token that it computes and one that this one's attention reads:
-            what makes long prompts cost more than their length.
+        base_ms: Once per forward that computes prompt tokens.
+        per_token_ms: Per prompt token computed.
+        per_context_token_ms: Per earlier token that attention reads.
+        per_pair_ms: Per pair of a computed token and a token that its attention reads: the quadratic
+            cost of long prompts.
     """
 
     base_ms: Milliseconds = 0.0
@@ -40,7 +40,7 @@ class PrefillTimes(_Times, frozen=True, kw_only=True):
     def forward_s(
         self, num_tokens: int, num_context_tokens: int, num_pairs: float | None = None
     ) -> float:
-        """Return seconds; `num_pairs` is the sum of `attended_pairs` of all chunks, None: of one chunk."""
+        """Return seconds. `num_pairs`: sum of `attended_pairs` over all chunks; None: there is one chunk."""
         if not num_tokens:
             return 0.0
         if num_pairs is None:
@@ -50,17 +50,17 @@ class PrefillTimes(_Times, frozen=True, kw_only=True):
 
 
 def attended_pairs(num_tokens: int, num_context_tokens: int) -> float:
-    """Return how many pairs of tokens the attention of one chunk computes: each with all up to itself."""
+    """Return the number of token pairs in one chunk's attention: each token with all up to itself."""
     return num_tokens * (num_context_tokens + (num_tokens + 1) / 2)
 
 
 class DecodeTimes(_Times, frozen=True, kw_only=True):
-    """A forward's part for running answers.
+    """The part of a forward's time that decoding requests take. Omitted fields are 0.
 
     Attributes:
-        base_ms: Once, if any answer is in it; on most hardware, reading the weights.
-        per_request_ms: For each answer, which gets one token.
-        per_context_token_ms: For each token of prompt and answer that attention reads, of all requests.
+        base_ms: Once per forward with decoding requests; on most hardware, reading the weights.
+        per_request_ms: Per decoding request, which generates one token.
+        per_context_token_ms: Per token of prompt and answer that attention reads, over all requests.
     """
 
     base_ms: Milliseconds = 0.0
@@ -68,7 +68,7 @@ class DecodeTimes(_Times, frozen=True, kw_only=True):
     per_context_token_ms: Milliseconds = 0.0
 
     def forward_s(self, num_requests: int, num_context_tokens: int) -> float:
-        """Return seconds for the requests and all of their tokens."""
+        """Return seconds. `num_context_tokens`: total over all requests."""
         if not num_requests:
             return 0.0
         reading_ms = self.per_context_token_ms * num_context_tokens
@@ -76,19 +76,19 @@ class DecodeTimes(_Times, frozen=True, kw_only=True):
 
 
 class NodeFigures(_Times, frozen=True, kw_only=True):
-    """What a node with these times is besides: what a plan of a cluster counts with.
+    """Further properties of the profiled node, for `tandem plan`.
 
     Attributes:
-        model: Name of the model, for people.
-        device: Of what it computes with, for people.
-        num_devices: Which share the model.
-        num_tokens: That its pool holds.
-        kv_bytes_per_token: Over all layers and devices.
-        link_bytes_per_s: Of KV, to another node; 0: not known.
-        host_step_ms: What the engine's loop takes for a forward, besides the device.
-        is_overlapped: Whether it does so while the device has another forward.
-        prefill_error, decode_error: Of the fit, relative, the mean over all points: 0.05 is 5 %.
-        is_estimated: Worked out from figures of the hardware, and not measured.
+        model: Name of the model, informational.
+        device: Name of the device, informational.
+        num_devices: Number of devices that share the model.
+        num_tokens: Capacity of the KV pool, in tokens.
+        kv_bytes_per_token: Total over all layers and devices.
+        link_bytes_per_s: KV bandwidth to another node; 0: unknown.
+        host_step_ms: Host time of the engine's loop per forward, device time excluded.
+        is_overlapped: Whether that host time overlaps with another forward on the device.
+        prefill_error, decode_error: Mean relative error of the fit: 0.05 is 5 %.
+        is_estimated: Derived from hardware specifications, not measured.
     """
 
     model: str = ""
@@ -110,11 +110,11 @@ class NodeFigures(_Times, frozen=True, kw_only=True):
 
 
 class Profile(_Times, frozen=True, kw_only=True):
-    """How long a forward takes: the sum of its two parts.
+    """How long a forward takes: the sum of the prefill and decode parts.
 
     Attributes:
-        origin: Where the numbers come from, for people; nothing reads it.
-        node: For `tandem plan`; an engine does not read it.
+        origin: Source of the numbers, informational.
+        node: For `tandem plan`; the engine ignores it.
     """
 
     prefill: PrefillTimes = PrefillTimes()
@@ -124,10 +124,10 @@ class Profile(_Times, frozen=True, kw_only=True):
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands in for a model.
+    """Settings of a simulated model.
 
     Attributes:
-        kv: Whether pages have the bytes that the model's would have, or next to none.
+        kv: real: pages have the size of the model's; none: pages are nearly empty.
     """
 
     profile: Profile = Profile()
@@ -135,7 +135,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_profile(path: Path, flag: str = "--sim-profile") -> Profile:
-    """Read a profile file; raise ConfigInvalid, which names `flag` and the place in the file."""
+    """Read a profile file; on an error raise ConfigInvalid that names `flag` and the place in the file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as error:

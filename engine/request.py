@@ -1,4 +1,4 @@
-"""One request as an engine knows it, and the check that lets it in.
+"""The engine's record of a request, and the check at its arrival.
 
 ```
  WAITING ──admitted──▶ RUNNING ──last token, cancel──▶ ENDED          colocated
@@ -41,7 +41,7 @@ _FLOATS = (
 
 
 class Stage(Enum):
-    """Where a request is in its life: see the top of this file."""
+    """The stage of a request: see the diagram at the top of this file."""
 
     WAITING = "waiting"
     RESERVED = "reserved"
@@ -51,35 +51,35 @@ class Stage(Enum):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ActiveRequest:
-    """A request between its check and the return of its last page.
+    """A request from its check until its last page is freed.
 
     Attributes:
-        arrival: Number in the order of arrival at this engine; a retracted request keeps it.
+        arrival: Sequence number of the arrival at this engine; a retracted request keeps it.
         max_tokens: Length at which generation ends, prompt included.
         is_prompt_only: Ends with its first token; another node continues from there.
-        is_remote: Another node computes its prompt, into pages granted here; False once it landed.
+        is_remote: Another node computes its prompt into pages granted here; False once it has landed.
         token_ids: Prompt, then generated tokens.
         page_ids: In order; page i holds tokens i*page_size ... (i+1)*page_size-1.
         slot: Its row in `Slots` while it has pages; -1 otherwise.
         num_computed: Tokens whose KV is computed or being computed.
         num_collected: Tokens whose KV is in the pages: the forward that computed it was collected.
         num_cached: Prompt tokens found in the prefix cache at its first admission.
-        from_tiers: Tokens of its prompt that tiers brought into the cache for it, by tier.
-        is_counted: Whether `num_cached` was counted.
-        is_begun: Whether a forward has computed, or computes, any of it.
-        told_until: Prompt positions before this one have had their log-probabilities reported.
-        is_released: Nobody reads the pages of this prompt-only request any more.
-        num_granted: How many of the last pages a remote writer may write.
-        num_pushable: Pages at the front that launched forwards complete.
-        num_launched: Forwards under way that hold a row of it.
-        waits_for: Name of the next page of its prompt, which another request computes.
-        frontier: Name of the first page of its prompt that it computes and others may wait for.
-        blocked_at: State of the pages when they did not suffice; -1 when not tried.
-        seen: The distinct tokens of prompt and answer, with how often each occurs in the answer; None
-            when no penalty is set.
+        from_tiers: Prompt tokens that tiers brought into the cache for this request, by tier.
+        is_counted: Whether `num_cached` was added to the engine's counters.
+        is_begun: True once a forward was launched for it or its prompt has landed.
+        told_until: Log-probabilities of prompt positions before this one are computed or being computed.
+        is_released: Nothing reads the pages of this prompt-only request any more.
+        num_granted: Number of last pages that a remote writer may write.
+        num_pushable: Number of first pages that launched forwards complete.
+        num_launched: Forwards in flight that include this request.
+        waits_for: Key of its prompt's next page, which another request is computing.
+        frontier: Key of the first prompt page that it computes; other requests may wait for that page.
+        blocked_at: The scheduler's change count when pages did not suffice; -1 if not tried.
+        seen: The distinct tokens of prompt and answer, and how often each occurs in the answer; None
+            if no penalty is set.
         compiling: The compilation of its grammar, until that is done.
-        grammar: Where the answer is in its grammar; None without one, or before it is compiled.
-        owner: The role's record of the request, which holds the request; the engine never looks at it.
+        grammar: The answer's state in its grammar; None without one, or before it is compiled.
+        owner: Weak reference to the role's record of this request; the engine never uses it.
     """
 
     request: GenerateRequest
@@ -118,7 +118,7 @@ class ActiveRequest:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that are known but whose KV is not computed."""
+        """Known tokens whose KV is neither computed nor being computed."""
         return len(self.token_ids) - self.num_computed
 
     @property
@@ -138,12 +138,12 @@ class ActiveRequest:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Its place in the queue: the smallest rank goes first."""
+        """Sort key in the queue: the smallest rank goes first."""
         return (-self.request.priority, self.arrival)
 
     @property
     def is_ready(self) -> bool:
-        """Whether its grammar, if it has one, is compiled.
+        """Whether its grammar, if it has one, is compiled; creates `grammar` once it is.
 
         Raises:
             TandemError: The grammar cannot be compiled.
@@ -157,10 +157,10 @@ class ActiveRequest:
 
     @property
     def num_matchable(self) -> int:
-        """Tokens at the front whose KV may come from the prefix cache.
+        """Number of first tokens whose KV may come from the prefix cache.
 
-        The last one is always computed, since its logits give the next token; so is the token right
-        before a prompt position whose log-probability is wanted here.
+        The last token is always computed, because its logits give the next token. So is the token just
+        before the first prompt position whose log-probability is requested here.
         """
         wanted = self.request.logprobs
         if wanted is None or wanted.prompt_start < 0 or self.is_remote:
@@ -168,10 +168,10 @@ class ActiveRequest:
         return min(max(wanted.prompt_start, 1), len(self.token_ids)) - 1
 
     def accept(self, token: int) -> None:
-        """Append a sampled token; the KV of all tokens before it is computed by then.
+        """Append a sampled token. The KV of all tokens before it must be computed.
 
         Raises:
-            GrammarViolated: The grammar does not allow it here; it is not appended.
+            GrammarViolated: The grammar does not allow the token here; it is not appended.
         """
         if self.grammar is not None:
             self.grammar.accept(token)
@@ -181,7 +181,7 @@ class ActiveRequest:
             self.seen[token] = self.seen.get(token, 0) + 1
 
     def finish_at(self, token: int, eos_token_ids: frozenset[int]) -> Finish | None:
-        """Return why the generation ends with the token just accepted, if it does."""
+        """Return the finish reason if generation ends with the token just accepted, else None."""
         sampling = self.request.sampling
         if (token in eos_token_ids and not sampling.ignore_eos) or token in sampling.stop_token_ids:
             return Finish(reason="stop", matched=token)
@@ -189,7 +189,7 @@ class ActiveRequest:
 
 
 def seen_by(request: GenerateRequest) -> dict[int, int] | None:
-    """Return `ActiveRequest.seen` before the first step here."""
+    """Return the initial value of `ActiveRequest.seen`."""
     p = request.sampling
     if p.repetition_penalty == 1.0 and not p.frequency_penalty and not p.presence_penalty:
         return None
@@ -201,10 +201,10 @@ def seen_by(request: GenerateRequest) -> dict[int, int] | None:
 
 
 def check_request(request: GenerateRequest, shape: ModelShape) -> None:
-    """Check that a model of this shape can be asked for it.
+    """Check that a model of this shape can serve the request.
 
     Raises:
-        InvalidRequest: The prompt is empty, too long or has ids outside the vocabulary, or a number is
+        InvalidRequest: The prompt is empty or too long, an id is outside the vocabulary, or a number is
             out of bounds.
     """
     prompt = request.prompt_ids
@@ -224,9 +224,9 @@ def check_request(request: GenerateRequest, shape: ModelShape) -> None:
 
 
 def _out_of_bounds(request: GenerateRequest) -> str:
-    """Return which number of a request no column of numbers can hold; empty when there is none.
+    """Return an error message for the first number out of bounds; empty if there is none.
 
-    An edge worker checks what clients send it. Peers are checked here, whatever they sent.
+    Edge workers validate requests of clients; this check also covers requests of peers.
     """
     sampling, wanted = request.sampling, request.logprobs or LogprobsWanted()
     integers = [

@@ -17,11 +17,11 @@ log = get_logger(__name__)
 
 
 class Runner(Protocol):
-    """Computes logits for a batch. The engine is given one; tests and simulations give others."""
+    """Computes logits for a batch."""
 
     @property
     def device(self) -> torch.device:
-        """Where logits are."""
+        """The device that holds the logits."""
 
     def forward(
         self,
@@ -29,14 +29,14 @@ class Runner(Protocol):
         sampled: torch.Tensor | None = None,
         wrote: Wrote | None = None,
     ) -> torch.Tensor:
-        """Compute the KV of every row and the logits of the rows wanted.
+        """Compute the KV of every row and the logits of `inputs.logit_rows`.
 
-        On a GPU the work is queued and the call returns before it is done.
+        On a GPU the call queues the work and returns before it is done.
 
         Args:
-            sampled: Ids that `inputs.sources` points into, on the device. Shape (n,), int64.
-            wrote: Called with the numbers of layers, in order, as their K and V are in the pool; perhaps
-                from another thread, perhaps not for all of them.
+            sampled: Ids that `inputs.sources` refers to, on the device. Shape (n,), int64.
+            wrote: Called with each layer's number, in order, once its K and V are in the pool; possibly
+                on another thread, and possibly not for all layers.
 
         Returns:
             Logits of `inputs.logit_rows`, in order. Shape (num_logits, vocab_size).
@@ -54,7 +54,7 @@ class ModelRunner:
 
     @property
     def device(self) -> torch.device:
-        """The pool's."""
+        """The pool's device."""
         return self.pool.device
 
     @torch.inference_mode()
@@ -64,10 +64,10 @@ class ModelRunner:
         sampled: torch.Tensor | None = None,
         wrote: Wrote | None = None,
     ) -> torch.Tensor:
-        """Compute a forward as `Runner` has it."""
+        """Run a forward as described in `Runner`."""
         token_ids = to_device(inputs.token_ids, self.device)
         token_ids = with_sampled(token_ids, inputs, sampled)
-        # An empty selection is not supported everywhere; one row is computed and dropped.
+        # Not every model supports an empty selection, so one row is computed and dropped.
         rows = inputs.logit_rows if len(inputs.logit_rows) else np.zeros(1, np.int64)
         positions = to_device(inputs.positions, self.device)
         batch = self._paged(inputs, wrote)
@@ -81,7 +81,7 @@ class ModelRunner:
         logit_rows: torch.Tensor,
         batch: PagedBatch,
     ) -> torch.Tensor:
-        """Run `PagedModel.logits` on what is on the device already: what a graph records."""
+        """Run `PagedModel.logits` on tensors already on the device. CUDA graphs record this call."""
         return self._model.logits(
             token_ids,
             positions,
@@ -113,7 +113,7 @@ class ModelRunner:
 def with_sampled(
     token_ids: torch.Tensor, inputs: ForwardInputs, sampled: torch.Tensor | None
 ) -> torch.Tensor:
-    """Put the ids of the forward before, which only the device knows, where `sources` names them."""
+    """Return `token_ids` with the previous forward's ids, read on the device, wherever `sources` is not -1."""
     if sampled is None or not (inputs.sources >= 0).any():
         return token_ids
     sources = to_device(inputs.sources, token_ids.device)
@@ -121,16 +121,16 @@ def with_sampled(
 
 
 def _cuda_event() -> torch.cuda.Event:
-    # Blocking: a thread that spins would take the core from the one that queues the layers.
+    # Blocking, because a spinning thread would take CPU time from the thread that queues the layers.
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 class LayerEvents:
-    """Reports when a layer's K and V are in the pool, where the host runs ahead of the device.
+    """Reports when a layer's K and V are in the pool, on devices that run asynchronously to the host.
 
-    A forward on a GPU is only queued when attention returns. So an event is queued behind each layer, and
-    a thread of its own waits for one after another. Once a layer of a forward could not be reported, no
-    further one of it is: what `wrote` was not called for is pushed when the forward is collected.
+    On a GPU, attention only queues work. So an event is queued after each layer, and a separate thread
+    waits for the events in order. If `wrote` raises for a layer, the forward's later layers are not
+    reported either: they are pushed when the forward is collected.
     """
 
     def __init__(self, make_event: Callable[[], torch.cuda.Event] = _cuda_event) -> None:
@@ -139,7 +139,7 @@ class LayerEvents:
         threading.Thread(target=self._run, name="kv-layers", daemon=True).start()
 
     def after(self, wrote: Wrote) -> Wrote:
-        """Return what to call when a layer is queued; `wrote` is called when it is done."""
+        """Return a function to call when a layer is queued; `wrote` is called when the layer is done."""
 
         def queued(layer: int) -> None:
             event = self._make_event()
@@ -158,7 +158,7 @@ class LayerEvents:
                 event.synchronize()
                 wrote(layer)
             except Exception:
-                # The top of the thread's loop: the next forward has layers to report, too. If the device
-                # failed, the engine's own thread finds that out when it reads the forward.
+                # Catches everything, because the thread must report later forwards too. If the device
+                # failed, the engine's thread gets the error when it reads the forward.
                 log.exception("layers.not_told", layer=layer, effect="the rest is pushed later")
                 failed = wrote

@@ -1,16 +1,16 @@
-"""From logits to tokens: penalties, bias, temperature, top-k, top-p, min-p, seeded draws.
+"""Samples tokens from logits: penalties, bias, temperature, top-k, top-p, min-p, seeded draws.
 
-All rows of a batch go through the same few operations, queued on the device: nothing here waits for it.
-Reading the chosen ids is the caller's.
+All rows of a batch go through the same few operations, queued on the device. Nothing here waits for a GPU;
+the caller reads the sampled ids.
 
-A draw takes one number of noise for each token of the vocabulary, a function of (seed, index, token) alone.
-The token whose logit plus `temperature` times its Gumbel noise is the largest follows the softmax of the
-logits over the temperature. No sum over the vocabulary takes part, so a draw is the same in every batch, on
-every node and in every attempt, and logits that differ in their last bits hardly ever change it.
+A draw uses one noise value per token of the vocabulary, a function of (seed, index, token) alone. It picks
+the token with the largest logit plus `temperature` times Gumbel noise. That token is distributed as the
+softmax of logits / temperature. No sum over the vocabulary is involved, so a draw is the same in every batch,
+on every node and in every attempt, and logits that differ in their last bits rarely change it.
 
-Source: Gumbel 1954; the generator is Philox4x64-10, Salmon et al. 2011, "Parallel random numbers: as easy as
-1, 2, 3", as numpy has it, with the key (seed, 0) and the counter (block, 0, index, 0). Each 64-bit word is
-the noise of two tokens, the low half of the first.
+Source: Gumbel 1954. The generator is Philox4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as
+1, 2, 3") as in numpy, with the key (seed, 0) and the counter (block, 0, index, 0). Each 64-bit word gives
+the noise of two tokens: the low half that of the first.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ from tandem.engine.forward import Ints, Slots
 from tandem.engine.request import ActiveRequest
 
 NEG_INF = float("-inf")
-# Hotter than this every token is as likely as any other; noise multiplied by it is still finite.
+# At this temperature all tokens are equally likely, and noise multiplied by it is still finite.
 _HOTTEST = np.float32(1e30)
-# Blocks of Philox that one program makes on a GPU, with eight tokens each.
+# Philox blocks per GPU program; each block covers eight tokens.
 _NUM_BLOCKS = 128
 # The largest float32 below 1.
 _BELOW_ONE = np.float32(1 - 2**-24)
@@ -35,11 +35,11 @@ Floats = npt.NDArray[np.float32]
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, slots: Slots, rows: Ints) -> torch.Tensor:
-    """Choose a token for each row.
+    """Sample a token for each row.
 
     Args:
         logits: Shape (n, vocab_size).
-        rows: The slots with the parameters of each. Shape (n,).
+        rows: Slot of each row, which holds its parameters. Shape (n,).
 
     Returns:
         Token ids on the device of `logits`. Shape (n,).
@@ -58,12 +58,12 @@ def sample(logits: torch.Tensor, slots: Slots, rows: Ints) -> torch.Tensor:
 def _largest(logits: torch.Tensor) -> torch.Tensor:
     if logits.is_cuda:
         return logits.argmax(dim=-1)
-    # Of 32 rows of 49k bfloat16, torch takes 5.5 ms on one core and numpy 0.3.
+    # For 32 rows of 49k bfloat16 on one core, torch takes 5.5 ms and numpy 0.3 ms.
     return torch.from_numpy(logits.float().numpy().argmax(axis=-1))
 
 
 def _draw(logits: torch.Tensor, slots: Slots, rows: Ints) -> torch.Tensor:
-    """Draw one token for each row. Logits: shape (n, vocab_size); tokens: shape (n,)."""
+    """Draw one token for each row. Logits: shape (n, vocab_size). Returns shape (n,)."""
     logits = logits.float()
     vocab_size = logits.shape[1]
     has_top = (slots.top_k[rows] < vocab_size).any() or (slots.top_p[rows] < 1).any()
@@ -74,12 +74,12 @@ def _draw(logits: torch.Tensor, slots: Slots, rows: Ints) -> torch.Tensor:
 
 
 def _cut_off(logits: torch.Tensor, slots: Slots, rows: Ints, *, has_top: bool) -> torch.Tensor:
-    """Tell which tokens top-k, top-p and min-p leave out. Shape (n, vocab_size), boolean."""
+    """Return a mask of the tokens that top-k, top-p and min-p exclude. Shape (n, vocab_size), boolean."""
 
     def column(values: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(values).to(logits.device, non_blocking=True).unsqueeze(1)
 
-    # Of the largest it is 0 at any temperature, where quotients of the logits themselves would overflow.
+    # Subtracting the largest logit first avoids an overflow of the quotient at low temperatures.
     coldest = np.finfo(np.float32).tiny
     temperature = column(np.maximum(slots.temperature[rows], coldest))
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
@@ -91,10 +91,10 @@ def _cut_off(logits: torch.Tensor, slots: Slots, rows: Ints, *, has_top: bool) -
 
 
 def _least_kept(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Return the least of the `top_k` largest logits within a mass of `top_p`. Columns (n, 1).
+    """Return the smallest logit that top-k and top-p keep. All columns have shape (n, 1).
 
-    What reaches it is kept, so that equal logits are kept or cut off together, whatever order the device
-    finds them in.
+    The caller keeps every logit that is not below it, so equal logits are kept or excluded together,
+    independent of the device's sort order.
     """
     vocab_size = logits.shape[1]
     probs = logits.softmax(dim=-1)
@@ -102,7 +102,7 @@ def _least_kept(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) 
     top = logits.topk(_num_candidates(probs, top_k, top_p), dim=-1)
     rank = torch.arange(top.values.shape[1], device=logits.device)
     mass = probs.gather(1, top.indices).double().masked_fill(rank >= top_k, 0.0)
-    # Of a distribution cut to its `top_k`, the mass is counted anew.
+    # With top-k, the mass is renormalized over the kept tokens.
     whole = torch.where(has_top_k, mass.sum(dim=-1, keepdim=True), 1.0)
     mass_before = mass.cumsum(dim=-1) - mass
     is_kept = (mass_before < top_p * whole) & (rank < top_k) | (rank == 0)
@@ -110,11 +110,11 @@ def _least_kept(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) 
 
 
 def _num_candidates(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> int:
-    """Return how many of the largest can be kept, at most: sorting all takes most of a CPU's step."""
+    """Return an upper bound on the tokens kept: sorting all of them would dominate a step on the CPU."""
     vocab_size = probs.shape[1]
     if probs.is_cuda:
-        return vocab_size  # to count would be to wait for the device
-    # Tokens below this weigh less than 1 - top_p all together, so the nucleus is among the others.
+        return vocab_size  # counting would wait for the device
+    # All tokens below the floor together weigh less than 1 - top_p, so the nucleus has none of them.
     floor = (1 - top_p) / vocab_size
     in_nucleus = (probs >= floor).sum(dim=-1, keepdim=True)
     return int(torch.where(top_k < vocab_size, top_k, in_nucleus).max().clamp(min=1))
@@ -125,15 +125,15 @@ def _num_candidates(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tenso
 
 def gumbels(seed: int, index: int, vocab_size: int) -> Floats:
     """Return the noise of one draw. Shape (vocab_size,)."""
-    # As arrays: numpy reads lists of large integers as floats.
+    # Arrays, because numpy converts lists of large integers to floats.
     key, counter = np.array([seed, 0], np.uint64), np.array([0, 0, index, 0], np.uint64)
     words = np.random.Philox(key=key, counter=counter).random_raw(-(-vocab_size // 2))
     return gumbels_of(words.view(np.uint32)[:vocab_size])
 
 
 def gumbels_of(words: npt.NDArray[np.uint32]) -> Floats:
-    """Return random words as Gumbel noise, all of it finite."""
-    # Small numbers, which make large noise, keep all of their 32 bits.
+    """Convert random words to Gumbel noise; every value is finite."""
+    # Small numbers, which give large noise, keep all of their 32 bits.
     noise = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
     np.negative(np.minimum(noise, _BELOW_ONE, out=noise), out=noise)
     np.negative(np.log1p(noise, out=noise), out=noise)
@@ -147,16 +147,16 @@ def noisiest(
     seeds: npt.NDArray[np.uint64],
     indexes: Ints,
 ) -> torch.Tensor:
-    """Return for each row the token whose logit is the largest with its noise, on the logits' device.
+    """Return for each row the token with the largest logit plus noise, on the logits' device.
 
     Args:
-        temperatures: What the noise is multiplied by; 0 for none. Shape (n,).
-        seeds, indexes: Name the draws. Shape (n,).
+        temperatures: Factor of the noise; 0: no noise. Shape (n,).
+        seeds, indexes: Seed and token index of each draw. Shape (n,).
     """
     if logits.is_cuda:
         return with_noise(logits, temperatures, seeds, indexes).argmax(dim=-1)
     tokens = np.empty(len(logits), np.int64)
-    # Row by row, so that each is computed as it is alone, and its noise stays in the processor's cache.
+    # Row by row: the result does not depend on the batch, and the noise stays in the CPU's cache.
     for row, own in enumerate(logits.numpy()):
         scores = gumbels(int(seeds[row]), int(indexes[row]), len(own))
         scores *= temperatures[row]
@@ -171,8 +171,8 @@ def with_noise(
     seeds: npt.NDArray[np.uint64],
     indexes: Ints,
 ) -> torch.Tensor:
-    """Return the logits of `noisiest` with their noise, made on their device by Triton."""
-    # Where a GPU is, torch brought it.
+    """Return the logits of `noisiest` plus noise, computed on their device by a Triton kernel."""
+    # Imported here: only CUDA builds of torch bring triton.
     from tandem.engine.triton_kernels import add_noise
 
     def column(values: npt.NDArray[np.generic]) -> torch.Tensor:
@@ -196,7 +196,7 @@ def with_noise(
 
 
 class _Cells:
-    """Entries of a matrix of logits with a number for each."""
+    """Sparse entries of a matrix of logits, with a value for each."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -221,15 +221,15 @@ def adjust(
     requests: Sequence[ActiveRequest],
     eos_token_ids: frozenset[int],
 ) -> None:
-    """Do what the parameters of some requests do to their rows of logits, in place.
+    """Apply penalties, biases and `min_new_tokens` of requests to their rows of logits, in place.
 
-    Repetition penalties are a factor on all that occurs in prompt or answer, as in Keskar et al. 2019.
-    Frequency and presence penalties count the answer alone, and are summed with biases.
+    The repetition penalty scales all tokens that occur in prompt or answer, as in Keskar et al. 2019.
+    Frequency and presence penalties count the answer alone, and are added to the biases.
 
     Args:
         logits: Shape (num_rows, vocab_size), float32.
-        rows: Of the requests, in the logits.
-        eos_token_ids: Not chosen before `min_new_tokens`, unless a grammar says where the text ends.
+        rows: Row in `logits` of each request.
+        eos_token_ids: Excluded before `min_new_tokens`, unless a grammar decides where the text ends.
     """
     scales, offsets, bans = _Cells(), _Cells(), _Cells()
     for row, request in zip(rows, requests, strict=True):

@@ -1,4 +1,4 @@
-"""Which requests have pages, which wait for them, and which run in the next forward. No tensors.
+"""Decides which requests get pages, which wait, and which run in the next forward. No tensors.
 
 ```
  waiting ─┬─admit──▶ prompts ──last chunk──▶ decodes ──end──▶
@@ -6,10 +6,10 @@
     └────retract───────┴────────────────────────┘   out of pages: the lowest priority, then the youngest
 ```
 
-Admission counts the prompt and a share of what answers may still grow by. When pages run out all the
-same, one request gives its pages back and is computed again later: its tokens are known, so it goes on
-as if nothing had happened. It keeps its place by arrival, so nobody starves: the oldest of the highest
-priority is never retracted while another runs, and no newcomer of its priority passes it in the queue.
+Admission reserves pages for the prompt and for a share of the tokens that answers may still generate. If
+pages run out anyway, one request is retracted: it loses its pages and is recomputed later from its known
+tokens. It keeps its place by arrival, so no request starves: the oldest of the highest priority is never
+retracted while another runs, and no newcomer of its priority passes it in the queue.
 """
 
 from bisect import insort
@@ -23,15 +23,15 @@ from tandem.engine.kv_cache import KVCache
 from tandem.engine.prefix_cache import Key, PrefixMatch
 from tandem.engine.request import ActiveRequest, Stage
 
-# Requests that lack pages are tried again after so many forwards, too: expected growth falls with each.
+# Requests that lack pages are also retried after this many forwards, because `growth_share` decays.
 RETRY_FORWARDS = 32
 
-# Rows of a prompt whose log-probabilities are wanted each give a row of logits over the vocabulary:
-# of a vocabulary of 128k, 256 such rows are 128 MiB in float32.
+# Limit of prompt rows with log-probabilities in one chunk. Each needs a row of logits: with a
+# vocabulary of 128k, 256 rows take 128 MiB in float32.
 MAX_LOGPROB_ROWS = 256
 
-# The share of remaining tokens that pages are kept for. SGLang's schedule starts near here and falls to a
-# tenth over some hundred steps; two retractions in a row bring back nearly everything.
+# Bounds of `growth_share`. SGLang's schedule starts near 0.5 and falls to a tenth over some hundred steps;
+# two retractions in a row restore nearly all of it.
 _FIRST_SHARE, _LEAST_SHARE = 0.5, 0.1
 _DECAY_PER_STEP = 0.998
 _RISE = 0.25
@@ -42,11 +42,11 @@ class Scheduler:
 
     Attributes:
         waiting: Requests without pages, by rank.
-        prompts: Running, prompt not computed; in order of admission.
-        decodes: Running, one token a forward; in the order in which they began to decode.
-        num_retracted: Since the start.
-        growth_share: Share of the remaining tokens of all answers that pages are kept for. Most answers
-            end long before `max_new_tokens`, so it falls while all goes well; it rises when pages run out.
+        prompts: Running requests whose prompt is not fully computed, in order of admission.
+        decodes: Running requests that generate one token per forward, in the order they began to decode.
+        num_retracted: Retractions since the start.
+        growth_share: Fraction of the remaining tokens of all answers to keep pages free for. Most answers
+            end long before `max_new_tokens`, so it decays with each forward; a retraction raises it.
     """
 
     def __init__(self, cache: KVCache, config: EngineConfig, max_tokens: int) -> None:
@@ -58,28 +58,28 @@ class Scheduler:
         self.num_retracted = 0
         self.growth_share = _FIRST_SHARE
         self._config = config
-        # Names of pages that admitted requests compute; others that need one wait for it.
+        # Keys of pages that admitted requests are computing; other requests that need one wait for it.
         self._computing: set[Key] = set()
-        # Counts what may have made room, so that a request that lacked pages is not tried in vain.
+        # Counts events that may have freed pages: a request that did not fit is retried only after one.
         self._num_changes = self._num_forwards = 0
         self._rows: Ints | None = None
 
     @property
     def num_running(self) -> int:
-        """Requests that take part in forwards."""
+        """Number of requests that take part in forwards."""
         return len(self.prompts) + len(self.decodes)
 
-    # ── in ───────────────────────────────────────────────────────────────────────────────────────
+    # ── admission ────────────────────────────────────────────────────────────────────────────────
 
     def queue(self, active: ActiveRequest) -> None:
-        """Have a request wait for pages, behind those of its rank."""
+        """Insert a request into the queue by rank."""
         insort(self.waiting, active, key=lambda request: request.rank)
 
     def admit(self) -> list[ActiveRequest]:
-        """Admit the queue's first requests that have room; nobody passes one that lacks pages.
+        """Admit the queue in order until a request does not fit; skip those that wait for another's page.
 
         Returns:
-            Those admitted. They run from the next forward on, or wait for their prompt (`RESERVED`).
+            The admitted requests. They run from the next forward, or wait for their prompt (`RESERVED`).
         """
         admitted: list[ActiveRequest] = []
         for active in self.waiting.copy() if self.waiting and self.slots.has_free else ():
@@ -93,7 +93,7 @@ class Scheduler:
         return admitted
 
     def land(self, active: ActiveRequest) -> None:
-        """Take over a prompt whose pages all arrived."""
+        """Take over a prompt whose pages have all arrived."""
         self.cache.land(active.granted_pages)
         active.is_remote, active.num_granted = False, 0
         active.num_computed = active.num_collected = active.num_prompt
@@ -101,17 +101,17 @@ class Scheduler:
         self.computed(active)
         self._begin_decoding(active)
 
-    # ── runs ─────────────────────────────────────────────────────────────────────────────────────
+    # ── forwards ─────────────────────────────────────────────────────────────────────────────────
 
     @property
     def is_short_of_pages(self) -> bool:
-        """Whether the next forward needs more pages than there are."""
+        """Whether the next forward needs more pages than are available."""
         return len(self._short()) > self.cache.num_available
 
     def next_batch(self) -> Batch:
-        """Choose what the next forward computes, retracting requests until their pages suffice.
+        """Choose the next forward's batch, retracting requests until the pages suffice.
 
-        Nothing that is to be retracted may have a forward under way: see `is_short_of_pages`.
+        While `is_short_of_pages`, no forward may be in flight: a retracted request must have none.
         """
         self.growth_share = max(_LEAST_SHARE, self.growth_share * _DECAY_PER_STEP)
         self._num_forwards += 1
@@ -127,7 +127,7 @@ class Scheduler:
         rows = self._decode_rows()
         can_run = self.slots.num_tokens[rows] < self.slots.max_tokens[rows]
         decodes = self.decodes.copy()
-        if not can_run.all():  # their last token is sampled, and not read yet
+        if not can_run.all():  # the others' last token is sampled but not read yet
             decodes = [decodes[row] for row in np.flatnonzero(can_run)]
             rows = rows[can_run]
         beside_answers = self._config.local_prefill_tokens if decodes else 0
@@ -137,7 +137,7 @@ class Scheduler:
         return Batch(decodes, rows, chunks)
 
     def advance(self, batch: Batch) -> None:
-        """A forward over `batch` was launched: each request of it will have one more token."""
+        """Record that a forward over `batch` was launched."""
         for chunk in batch.chunks:
             chunk.request.num_computed += chunk.num_tokens
             if chunk.is_last:
@@ -147,14 +147,14 @@ class Scheduler:
         self.slots.launched(batch.sampled_rows())
 
     def computed(self, active: ActiveRequest) -> None:
-        """The KV of a whole prompt is in its pages: let others use it."""
+        """Put a fully computed prompt into the prefix cache for other requests."""
         self._remember(active)
         self._stop_computing(active)
 
-    # ── out ──────────────────────────────────────────────────────────────────────────────────────
+    # ── release ──────────────────────────────────────────────────────────────────────────────────
 
     def leave(self, active: ActiveRequest) -> None:
-        """A request takes no part in forwards any more; it keeps its pages."""
+        """Remove a request from the queue or from forwards; it keeps its pages."""
         is_waiting = active.stage is Stage.WAITING
         for requests in (self.waiting,) if is_waiting else (self.prompts, self.decodes):
             if active in requests:
@@ -163,7 +163,7 @@ class Scheduler:
         self._stop_computing(active)
 
     def give_back(self, active: ActiveRequest) -> None:
-        """Return the pages and the slot of a request; those granted to a writer stay with it."""
+        """Free a request's pages and slot; pages granted to a remote writer stay with the request."""
         granted = active.granted_pages
         if active.page_ids and not granted:
             self._remember(active)
@@ -180,16 +180,16 @@ class Scheduler:
         self.note_pages()
 
     def note_pages(self) -> None:
-        """Pages came back: try requests again that lack some."""
+        """Record that pages were freed, so that requests that lacked pages are retried."""
         self._num_changes += 1
 
-    # ── how ──────────────────────────────────────────────────────────────────────────────────────
+    # ── internals ────────────────────────────────────────────────────────────────────────────────
 
     def _find_pages(self, active: ActiveRequest) -> bool:
         """Give a request its cached prefix, pages for the rest of its known tokens, and a slot.
 
         Returns:
-            False when pages are short. True also when it waits for another's page (`waits_for`).
+            False if pages are short. True also if it waits for another request's page (`waits_for`).
         """
         active.waits_for = None
         if active.blocked_at == self._num_changes:
@@ -208,7 +208,7 @@ class Scheduler:
         return active.waits_for is not None
 
     def _has_room(self, active: ActiveRequest, num_pages: int) -> bool:
-        """Tell whether there are so many pages beside those kept for the growth of all answers."""
+        """Return whether `num_pages` fit beside the pages kept free for the growth of all answers."""
         available = self.cache.num_available
         if not self.slots.num_used:
             return num_pages <= available
@@ -219,7 +219,7 @@ class Scheduler:
         return num_pages + kept <= available
 
     def _settle(self, active: ActiveRequest, match: PrefixMatch, num_own: int) -> None:
-        """Hold the pages of an admitted request."""
+        """Allocate the pages and slot of an admitted request."""
         own = self.cache.grant(num_own) if active.is_remote else self.cache.allocate(num_own)
         assert own is not None
         active.page_ids = match.page_ids + own
@@ -235,7 +235,7 @@ class Scheduler:
             active.stage = Stage.RUNNING
 
     def _remember(self, active: ActiveRequest) -> None:
-        # The KV of an answer's last token never is computed, nor that of a forward that failed.
+        # Only collected tokens: the last token of an answer and those of a failed forward have no KV.
         known = active.token_ids[: active.num_collected]
         self.cache.remember(known, active.page_ids, active.request.cache_salt)
 
@@ -254,7 +254,7 @@ class Scheduler:
         return self._rows
 
     def _short(self) -> Ints:
-        """Return which of the decoding requests have no page for their next token."""
+        """Return the indexes in `decodes` of requests without a page for their next token."""
         rows = self._decode_rows()
         slots = self.slots
         held = slots.num_pages[rows] * self.cache.page_size
@@ -262,7 +262,7 @@ class Scheduler:
         return np.flatnonzero((wants > held) & (wants < slots.max_tokens[rows]))
 
     def _retract(self, active: ActiveRequest) -> None:
-        """Take a running request's pages back; it waits, with its tokens, to be computed again."""
+        """Free a running request's pages and queue it again; its tokens are kept and recomputed."""
         assert not active.num_launched, "a request with a forward under way cannot be retracted"
         self.leave(active)
         self.give_back(active)
@@ -276,13 +276,13 @@ class Scheduler:
 def next_chunks(
     prompts: Iterable[ActiveRequest], budget: int, new_budget: int | None = None
 ) -> list[Chunk]:
-    """Choose up to `budget` prompt tokens for one forward, first come first served.
+    """Choose up to `budget` prompt tokens for one forward, first come, first served.
 
-    A bound on them keeps a long prompt from making the running answers wait longer than one chunk.
+    The budget keeps a long prompt from delaying running answers by more than one chunk.
 
     Args:
-        new_budget: Tokens at most of requests without an answer yet; None: all. The client of one that
-            was retracted in its answer already waits for the next token.
+        new_budget: Limit for requests that have generated nothing yet; None: `budget`. A request that
+            was retracted during its answer is exempt, because its client already waits for the next token.
     """
     chunks = []
     new_budget = budget if new_budget is None else new_budget

@@ -1,4 +1,4 @@
-"""What an engine and its pool need to know of a model. Numbers and names: nothing is loaded for it."""
+"""The shape of a model, as an engine and its pool need it. Computed without loading the model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from tandem.wire.prefixes import PageSpace
 # latents: V is a part of K; unequal: K and V of a head differ in size.
 AttentionFeature = Literal["sinks", "chunks", "latents", "unequal"]
 
-# `--kv-cache-dtype` beside `auto`.
+# Values of `--kv-cache-dtype` other than `auto`, and their torch types.
 KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn"}
 
 GENERATION_CONFIG = "generation_config.json"
@@ -32,17 +32,17 @@ class ModelShape:
     """Geometry of a model, or of one rank's shard of it.
 
     Attributes:
-        num_kv_heads: Of this rank.
-        head_dim: Of K and of V, where layers are alike.
-        dtype: Name of the type of weights, such as bfloat16.
-        kv_dtype: Name of the type of K and V; one of `ITEM_BYTES`.
-        fingerprint: Equal on two nodes exactly when a head's KV on one is what the other would have
-            computed; begins with words that a person can compare.
-        model_kv_heads: Of the whole model; 0 means as many as this rank has.
-        layers: What each layer keeps, where they differ or K and V do; `num_kv_heads` is then 1 and
-            `head_dim` all elements of a token. Empty where all layers are alike.
-        sources: For each layer that keeps nothing, the layer whose K and V it reads.
-        attention: What the model asks of attention beyond causal softmax with a window or a softcap.
+        num_kv_heads: KV heads on this rank.
+        head_dim: Size of K and of V per head, if all layers are alike.
+        dtype: Type of the weights, such as bfloat16.
+        kv_dtype: Type of K and V; a key of `ITEM_BYTES`.
+        fingerprint: Equal on two nodes exactly if both compute the same KV. Starts with readable words
+            for comparison by eye.
+        model_kv_heads: KV heads of the whole model; 0: as many as on this rank.
+        layers: What each layer stores, if layers differ or K and V do; `num_kv_heads` is then 1, and
+            `head_dim` counts all elements of a token. Empty if all layers are alike.
+        sources: Pairs (layer, source): each layer that stores nothing, and the layer whose K and V it reads.
+        attention: Features needed beyond causal softmax with a window or a softcap.
     """
 
     num_layers: int
@@ -61,13 +61,13 @@ class ModelShape:
 
     @property
     def kv_layers(self) -> tuple[LayerKV, ...]:
-        """What each layer keeps of one token."""
+        """What each layer stores per token."""
         alike = LayerKV(self.num_kv_heads, self.head_dim, self.head_dim)
         return self.layers or (alike,) * self.num_layers
 
     @property
     def kv_sources(self) -> dict[int, int]:
-        """The layer that each layer which keeps nothing reads."""
+        """For each layer that stores nothing, the layer whose K and V it reads."""
         return dict(self.sources)
 
     @property
@@ -82,12 +82,12 @@ class ModelShape:
         return sum(sizes) * self.kv_item_bytes
 
     def page_space(self, page_size: int, tp_rank: int, tp_size: int) -> PageSpace:
-        """Return what the keys of all pages of a rank's pool have in common."""
+        """Return the common part of all page keys of a rank's pool."""
         return PageSpace(self.fingerprint, self.kv_dtype, page_size, f"{tp_rank}/{tp_size}")
 
 
 def kv_heads(text_config: Any) -> int:
-    """Return the KV heads of a whole model; its attention heads where it does not say."""
+    """Return the number of KV heads of a whole model; defaults to its attention heads."""
     own: int | None = getattr(text_config, "num_key_value_heads", None)
     return own or int(text_config.num_attention_heads)
 
@@ -99,14 +99,14 @@ def head_dim(text_config: Any) -> int:
 
 
 def context_length(asked: int, text_config: Any) -> int:
-    """Return the tokens of one request at most: what was asked for, or the model's own for 0.
+    """Return the context length: `asked`, or the model's own limit if that is 0.
 
-    LongRoPE has one table of frequencies for sequences up to the original length and another beyond, chosen
-    by the longest sequence of a forward. Such models end at the original length here: what a request is
-    answered must not depend on what it is computed with.
+    LongRoPE has one frequency table for sequences up to the original length and another beyond it. The longest
+    sequence of a forward selects the table. Such models are limited to the original length here, because an
+    answer must not depend on the other requests in its batch.
 
     Raises:
-        ConfigInvalid: The model has fewer, or does not tell.
+        ConfigInvalid: `asked` exceeds the model's limit, or it is 0 and the model specifies no limit.
     """
     own = longest_context(text_config)
     if own is None and not asked:
@@ -123,7 +123,7 @@ def context_length(asked: int, text_config: Any) -> int:
 
 
 def longest_context(text_config: Any) -> int | None:
-    """Return the tokens of one request that a model is served with at most; None: it does not tell."""
+    """Return the model's limit on the tokens of one request; None: its config does not specify one."""
     own = getattr(text_config, "max_position_embeddings", None)
     if not isinstance(own, int) or own < 1:
         return None
@@ -131,7 +131,7 @@ def longest_context(text_config: Any) -> int | None:
 
 
 def _original_length(text_config: Any) -> int | None:
-    """Return up to which length a model with LongRoPE uses its first table; None for other models."""
+    """Return the length up to which a LongRoPE model uses its first table; None for other models."""
     rope = getattr(text_config, "rope_parameters", None) or getattr(
         text_config, "rope_scaling", None
     )
@@ -148,13 +148,13 @@ def _original_length(text_config: Any) -> int | None:
 
 
 def generation_config(model_dir: Path) -> dict[str, Any]:
-    """Return what a model's generation_config.json says; nothing where there is none."""
+    """Return the content of a model's generation_config.json; empty if there is no such file."""
     path = model_dir / GENERATION_CONFIG
     return read_object(path) if path.is_file() else {}
 
 
 def eos_token_ids(model_dir: Path, text_config: Any) -> frozenset[int]:
-    """Return the ids that end an answer: of generation_config.json, or else of the model's config."""
+    """Return the ids that end an answer, from generation_config.json or else from the model's config."""
     of_config = getattr(text_config, "eos_token_id", None)
     found = generation_config(model_dir).get("eos_token_id") or of_config
     if found is None:

@@ -1,8 +1,8 @@
-"""A forward that only takes time: a `Launcher` without a model.
+"""Simulates forwards by waiting: a `Launcher` without a model.
 
-Everything around it is the real thing. It is a device beside the host, as a GPU is: forwards run one
-after the other, each as long as the profile says, while the host prepares the next. So a step takes the
-modelled time or the host's own, whichever is longer, and not their sum.
+Everything around it is real. It acts as an asynchronous device, like a GPU: forwards run one after the
+other, each as long as the profile specifies, while the host prepares the next. So a step takes the longer
+of the simulated time and the host's time, not their sum.
 
 ```
  host     launch 1 ─ launch 2 ┐        ┌ hand out 1 ─ launch 3 ┐      ┌ hand out 2 ...
@@ -10,8 +10,8 @@ modelled time or the host's own, whichever is longer, and not their sum.
                               └ sleeps ┘                       └sleeps┘
 ```
 
-A token is a function of (key, index), and the key one of the prompt, and of the seed unless the request is
-greedy. So prefill, decode, another attempt and another day choose the same.
+A token is a function of (key, index). The key is a function of the prompt and, unless the request is greedy,
+of the seed. So prefill, decode and every later attempt choose the same tokens.
 """
 
 import hashlib
@@ -47,17 +47,17 @@ from tandem.wire.errors import ConfigInvalid, InvalidRequest
 from tandem.wire.generation import GenerateRequest
 from tandem.wire.hand_off import LayerKV
 
-# Beginning of each layer's K and of its V that a forward writes: enough to tell one page from another.
+# Bytes that a forward writes at the start of each slab: enough to tell pages apart.
 _MARK_BYTES = 8
-# What config.json has to say by itself; where it does not, transformers knows the architecture's defaults.
+# Fields needed from config.json. If one is missing, transformers supplies the architecture's defaults.
 _NEEDED = ("num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 
 
 class SimulatedPages:
-    """Bytes of a pool that are pushed as KV would be.
+    """The bytes of a pool, pushed like real KV.
 
-    A forward marks what it fills with numbers that come once, so that a page which went elsewhere is
-    found as one of real KV would be. Each of a page's `num_slabs`, what a layer keeps, begins with a mark.
+    A forward marks the pages it fills with unique numbers, so that checks find a misplaced page as they would
+    with real KV. A page has `num_slabs` slabs, each a layer's K or V; each slab starts with a mark.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class SimulatedPages:
     ) -> None:
         self._slabs = memory.reshape(num_pages, num_slabs, -1)
         self._page_size = page_size
-        # Not from 0: two nodes are to mark their pages differently, and no page is to stay as it was.
+        # A random start, so that two nodes mark pages differently and no mark equals initial zeros.
         self._next_mark = secrets.randbits(62)
 
     def fill(self, chunk: Chunk) -> None:
-        """Mark the pages that a chunk writes into; nobody reads them yet."""
+        """Mark the pages that a chunk writes into; nothing may read them yet."""
         first, end = chunk.begin // self._page_size, -(-chunk.end // self._page_size)
         pages = chunk.request.page_ids[first:end]
         numbers = np.arange(self._next_mark, self._next_mark + len(pages), dtype=np.int64)
@@ -81,23 +81,23 @@ class SimulatedPages:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """What passes the time; tests give another."""
+    """The time source; tests replace it."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
     def wait_until(self, due_s: float) -> None:
-        """Return when it is `due_s`, at once if it was before."""
+        """Sleep until `due_s`; return at once if that has passed."""
         if (left_s := due_s - self.now()) > 0:
             self.sleep(left_s)
 
 
 class SimulatedLauncher:
-    """Chooses tokens among `ordinary_ids` by number and lets time pass; a `Launcher`.
+    """A `Launcher` that picks tokens from `ordinary_ids` by hash, and waits.
 
     Args:
-        num_layers: How many layers are reported as written.
-        pages: Where prompts leave bytes to push; None where nobody reads them.
+        num_layers: Number of layers to report as written.
+        pages: Where prompts write bytes to push; None if nothing reads them.
     """
 
     is_beside_host = True
@@ -119,7 +119,7 @@ class SimulatedLauncher:
         self._idle_at_s = 0.0
 
     def seed(self, request: GenerateRequest, drawn: int) -> int:
-        """Return a key of the prompt, and of the seed unless the request is greedy."""
+        """Return a key derived from the prompt and, unless the request is greedy, from the seed."""
         asked = unsupported(request)
         if asked:
             raise InvalidRequest(
@@ -131,7 +131,7 @@ class SimulatedLauncher:
         )
 
     def launch(self, batch: Batch, slots: Slots, wrote: Wrote | None) -> Callable[[], Outcome]:
-        """Begin a forward when the one before ends."""
+        """Start a forward when the previous one ends."""
         rows = batch.sampled_rows()
         ids = tokens_at(slots.seed[rows], slots.next_index[rows], self._ordinary_ids)
         begin_s = max(self._idle_at_s, self._clock.now())
@@ -162,14 +162,14 @@ class SimulatedLauncher:
 
 
 def answer_key(prompt_ids: list[int], seed: int) -> int:
-    """Return what all tokens of an answer follow from, with 63 bits."""
+    """Return the 63-bit key that determines all tokens of an answer."""
     content = np.array(prompt_ids, np.int64).tobytes()
     return xxhash.xxh3_64_intdigest(content, seed=seed % 2**64) >> 1
 
 
 def tokens_at(keys: npt.NDArray[np.uint64], indexes: Ints, ordinary_ids: Ints) -> Ints:
-    """Return the tokens with these indexes of the answers with these keys. Shape (n,) all."""
-    # SplitMix64 (Steele et al. 2014): the numbers of a key are those of a generator with that seed.
+    """Return the token at each index of the answer with each key. All shapes are (n,)."""
+    # SplitMix64 (Steele et al. 2014), with the key as the generator's seed.
     bits = keys + (indexes.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -179,7 +179,7 @@ def tokens_at(keys: npt.NDArray[np.uint64], indexes: Ints, ordinary_ids: Ints) -
 
 
 def unsupported(request: GenerateRequest) -> str:
-    """Name what a request asks for that takes probabilities; empty when nothing."""
+    """Return the names of requested features that need probabilities; empty if there are none."""
     p = request.sampling
     found = {
         "structured output": p.grammar is not None,
@@ -188,13 +188,13 @@ def unsupported(request: GenerateRequest) -> str:
         "frequency_penalty": bool(p.frequency_penalty),
         "presence_penalty": bool(p.presence_penalty),
         "repetition_penalty": p.repetition_penalty != 1.0,
-        # Ends of sequence are never chosen anyway, stop ids may be.
+        # End-of-sequence ids are never chosen, but stop ids may be.
         "min_new_tokens with stop_token_ids": bool(p.min_new_tokens and p.stop_token_ids),
     }
     return ", ".join(name for name, is_asked in found.items() if is_asked)
 
 
-# ── what is known of the model: its shape and its ordinary tokens ────────────────────────────────
+# ── the model's shape and its ordinary tokens ────────────────────────────────────────────────────
 
 
 class _AddedToken(msgspec.Struct, frozen=True):
@@ -206,17 +206,17 @@ class _Vocabulary(msgspec.Struct, frozen=True):
 
 
 class _TokenizerFile(msgspec.Struct, frozen=True):
-    """Of tokenizer.json what names ids; the rest, merges above all, is passed over unread."""
+    """The fields of tokenizer.json that define ids; the rest, mainly merges, is skipped unparsed."""
 
     model: _Vocabulary = _Vocabulary()
     added_tokens: list[_AddedToken] = []
 
 
 def read_model(config: EngineConfig, kv: SimKV) -> tuple[ModelShape, Ints]:
-    """Return a model's shape, and the ids that its simulation chooses from.
+    """Return a model's shape, and the token ids that its simulation picks from.
 
     Raises:
-        ConfigInvalid: The directory does not describe a model; the sentence says why.
+        ConfigInvalid: The directory does not describe a model; the message gives the reason.
     """
     path = Path(config.model_dir)
     facts = read_object(path / "config.json")
@@ -247,13 +247,13 @@ def read_model(config: EngineConfig, kv: SimKV) -> tuple[ModelShape, Ints]:
 
 
 def _latent_layers(text: Any) -> tuple[LayerKV, ...]:
-    """Return what layers of latent attention keep: one row for all heads; empty for other models."""
+    """Return what layers of latent attention store: one row for all heads. Empty for other models."""
     rank = getattr(text, "kv_lora_rank", None)
     return (LayerKV(1, rank + text.qk_rope_head_dim, 0),) * text.num_hidden_layers if rank else ()
 
 
 def _without_kv(shape: ModelShape) -> ModelShape:
-    """Return the same model with as little KV as a page can have: two bytes a token."""
+    """Return the same shape with minimal KV: two bytes per token."""
     return replace(shape, num_layers=1, num_kv_heads=1, head_dim=1, kv_dtype="uint8", layers=())
 
 
@@ -285,7 +285,7 @@ def _dtype(config: EngineConfig, facts: dict[str, Any], text: Any) -> str:
 
 
 def _ordinary_ids(path: Path, vocab_size: int, eos: frozenset[int]) -> Ints:
-    """Return the ids that are words and parts of words, not marks; all but ends without a tokenizer."""
+    """Return the ids without added and end-of-sequence tokens; without a tokenizer, all but the latter."""
     file = path / "tokenizer.json"
     ids = set(range(vocab_size))
     if file.is_file():

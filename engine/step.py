@@ -1,4 +1,4 @@
-"""One step's seams: what is launched and by whom, what comes out of it, and what is counted of it.
+"""The interfaces of one step: the launcher, its outcome, the step's result, and its counters.
 
 ```
  Engine (core.py) ── batch ──▶ Launcher ─┬─ ModelLauncher (launcher.py)      a model on a device, a sampler
@@ -18,25 +18,25 @@ from tandem.telemetry.histogram import Histogram
 from tandem.wire.errors import TandemError
 from tandem.wire.generation import Finish, GenerateRequest, TokenLogprobs
 
-# From a small batch on a fast GPU to a long chunk on a CPU.
+# Histogram buckets, from a small batch on a fast GPU to a long chunk on a CPU.
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-# Below so many prompt tokens, reading the weights takes most of a forward.
+# With fewer prompt tokens, reading the weights dominates a forward's time.
 _MIN_PROMPT = 64
-# Weight of the newest forward in the cost of a prompt token: the last ten are two thirds of it.
+# Weight of the newest forward in `prompt_token_s`: the last ten make up two thirds of it.
 _NEWEST = 0.1
 
 
-# ── what comes out ───────────────────────────────────────────────────────────────────────────────
+# ── results ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):
     """One generated token.
 
     Attributes:
-        index: Among the generated tokens of all attempts.
-        logprobs: When wanted, and known here.
+        index: Position among the generated tokens of all attempts.
+        logprobs: None unless requested and computed here.
     """
 
     request: ActiveRequest
@@ -47,13 +47,13 @@ class Token(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens found in the prefix cache; reported with the first token only."""
+        """Prompt tokens found in the prefix cache; 0 except for the first token."""
         is_first = self.index == self.request.request.num_prior_tokens
         return self.request.num_cached if is_first else 0
 
     @property
     def cached_by_tier(self) -> dict[str, int]:
-        """Of these, those that tiers brought for this request."""
+        """The part of `cached_tokens` that tiers brought for this request, by tier."""
         left, by_tier = self.cached_tokens, {}
         for name, num_tokens in (self.request.from_tiers or {}).items() if left else ():
             by_tier[name] = min(left, num_tokens)
@@ -63,7 +63,7 @@ class Token(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class CompletePages:
-    """Pages of a prompt-only request that no later forward changes: they may be pushed."""
+    """Pages of a prompt-only request that no later forward changes, so they may be pushed."""
 
     request: ActiveRequest
     first_page: int
@@ -72,7 +72,7 @@ class CompletePages:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of a run of prompt positions; runs of a request come in order."""
+    """Log-probabilities of consecutive prompt positions; a request's runs arrive in order."""
 
     request: ActiveRequest
     first_position: int
@@ -82,7 +82,7 @@ class PromptLogprobs:
     def run(
         cls, active: ActiveRequest, start: int, entries: list[TokenLogprobs]
     ) -> "PromptLogprobs":
-        """Return a run; position 0, which has no probability, goes with the first."""
+        """Return a run. Position 0, which has no probability, is prepended to the first run."""
         wanted = active.request.logprobs
         if start == 1 and wanted is not None and wanted.prompt_start == 0:
             return cls(active, 0, [TokenLogprobs(logprob=None), *entries])
@@ -91,7 +91,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A request that ended by an error of its own; it holds nothing any more."""
+    """A request that ended with an error of its own; it holds no pages any more."""
 
     request: ActiveRequest
     error: TandemError
@@ -99,7 +99,7 @@ class Failure:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step produced, for a role to act on; `chunks` are those that were computed."""
+    """The results of one step, for a role to act on; `chunks` are the collected ones."""
 
     tokens: list[Token] = field(default_factory=list)
     pages: list[CompletePages] = field(default_factory=list)
@@ -108,19 +108,19 @@ class StepResult:
     failures: list[Failure] = field(default_factory=list)
 
 
-# ── what is launched ─────────────────────────────────────────────────────────────────────────────
+# ── launching ────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a forward computed.
+    """The results of a forward.
 
     Attributes:
-        token_ids: Tokens chosen, in the order of `Batch.sampled`. Shape (num_sampled,).
-        device_s: From its begin on the device until its tokens were chosen.
-        host_cpu_s: CPU time of the launching thread in that; 0 unless the device is the CPU.
-        token_logprobs: Of the tokens chosen where wanted, by their place in `token_ids`.
-        prompt_logprobs: Of prompt positions, `Chunk.told` of chunk after chunk.
+        token_ids: Sampled tokens, in the order of `Batch.sampled`. Shape (num_sampled,).
+        device_s: Time from the forward's start on the device until its tokens are sampled.
+        host_cpu_s: CPU time of the launching thread during `device_s`; 0 unless the device is the CPU.
+        token_logprobs: Requested log-probabilities of sampled tokens, by index in `token_ids`.
+        prompt_logprobs: Log-probabilities of prompt positions: `Chunk.told` of each chunk in turn.
     """
 
     token_ids: Ints
@@ -132,14 +132,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A forward under way.
+    """A forward in flight.
 
     Attributes:
-        pages: Pages of prompt-only requests that are complete after it.
-        sampled: Requests whose next token it chooses.
-        rows: Their slots. Shape (len(sampled),).
-        indexes: Of these tokens.
-        read: Waits for it. Called once, in the order of launches.
+        pages: Pages of prompt-only requests that it completes.
+        sampled: Requests whose next token it samples.
+        rows: Slots of `sampled`. Shape (len(sampled),).
+        indexes: Indexes of the tokens it samples, as in `Token.index`.
+        read: Waits for the forward. Called once per forward, in launch order.
     """
 
     batch: Batch
@@ -151,44 +151,44 @@ class Launched:
 
 
 class Launcher(Protocol):
-    """Computes forwards and chooses tokens. The engine is given one."""
+    """Computes forwards and samples tokens."""
 
     @property
     def is_beside_host(self) -> bool:
-        """Whether forwards run while the host does other things."""
+        """Whether forwards run asynchronously to the host."""
 
     def seed(self, request: GenerateRequest, drawn: int) -> int:
-        """Return the key of a request's draws.
+        """Return the seed that a request samples with.
 
         Args:
-            drawn: The client's seed, or one that was drawn where it gave none.
+            drawn: The client's seed, or a random one if the client specified none.
 
         Raises:
-            InvalidRequest: The launcher cannot do what the request asks for.
+            InvalidRequest: The launcher does not support a parameter of the request.
         """
 
     def launch(self, batch: Batch, slots: Slots, wrote: Wrote | None) -> Callable[[], Outcome]:
-        """Begin a forward over `batch`; it may take tokens of the one launched before.
+        """Start a forward over `batch`, which may use tokens sampled by the forward before it.
 
         Args:
-            wrote: Called with the numbers of layers, in order, as their K and V are in the pool;
-                perhaps from another thread, perhaps not for all of them.
+            wrote: Called with each layer's number, in order, once its K and V are in the pool;
+                possibly on another thread, and possibly not for all layers.
 
         Returns:
-            What waits for the forward and returns its outcome.
+            A function that waits for the forward and returns its outcome.
         """
 
 
-# ── what is counted ──────────────────────────────────────────────────────────────────────────────
+# ── counters ─────────────────────────────────────────────────────────────────────────────────────
 
 
 class StepCounts:
-    """Counts of the forwards that were collected, for operators.
+    """Metrics of the collected forwards.
 
     Attributes:
-        device_seconds, requests, tokens: Of each forward; tokens are those computed.
-        host_cpu_s: CPU time of the engine's thread in all of them; see `Outcome`.
-        prompt_token_s: Recent device time of one prompt token; 0 before any was computed.
+        device_seconds, requests, tokens: Histograms of device time, requests and computed tokens per forward.
+        host_cpu_s: Total CPU time of the engine's thread in forwards; see `Outcome`.
+        prompt_token_s: Moving average of the device time of one prompt token; 0 before the first.
     """
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class StepCounts:
         self.prompt_token_s = 0.0
 
     def collected(self, batch: Batch, outcome: Outcome) -> None:
-        """Count a forward whose tokens were read."""
+        """Count a collected forward."""
         self.num_collected += 1
         self.device_seconds.observe(outcome.device_s)
         self.host_cpu_s += outcome.host_cpu_s
@@ -208,7 +208,7 @@ class StepCounts:
         num_prompt = sum(chunk.num_tokens for chunk in batch.chunks)
         num_tokens = len(batch.decodes) + num_prompt
         self.tokens.observe(num_tokens)
-        # Dividing a forward's time by its tokens is fair to prompts only where they have most of them.
+        # Time per token reflects prompts only if they make up most of the forward's tokens.
         if num_prompt >= max(_MIN_PROMPT, len(batch.decodes)):
             weight = _NEWEST if self.prompt_token_s else 1.0
             self.prompt_token_s += weight * (outcome.device_s / num_tokens - self.prompt_token_s)

@@ -1,4 +1,4 @@
-"""One model over several processes ("ranks"): each has a shard of the weights and of every page's heads.
+"""Runs one model on several processes ("ranks"). Each has a shard of the weights and of every page's heads.
 
 ```
  rank 0      engine ─▶ ShardedRunner.forward ─┬─▶ own shard ─▶ logits, complete
@@ -6,11 +6,11 @@
  rank 1 … n  ◀─ Followers ────────────────────┴─▶ follow ─▶ own shard
 ```
 
-Rank 0 alone schedules and samples; the others repeat its forwards, in its order. Page ids are the
-same on every rank. How inputs get to the others is the caller's.
+Only rank 0 schedules and samples. The other ranks repeat its forwards in the same order. Page ids are the
+same on every rank. The caller sends the inputs to the other ranks.
 
-Ranks are processes of one host: gloo joins them on CPUs, NCCL on GPUs, where rank r has `cuda:r`
-(not part of the tests: they have no two GPUs).
+Ranks are processes on one host. They communicate by gloo on CPUs and by NCCL on GPUs, where rank r uses
+`cuda:r`. The tests do not cover NCCL, because they have no two GPUs.
 """
 
 import os
@@ -29,11 +29,11 @@ class Followers(Protocol):
     """The other ranks."""
 
     def forward(self, inputs: ForwardInputs, num_sampled: int) -> None:
-        """Have every one of them call `follow` with these, after what they were told before."""
+        """Make every other rank call `follow` with these arguments, in the order of these calls."""
         ...
 
     def abandon(self) -> None:
-        """End them: they and rank 0 no longer compute the same."""
+        """Terminate the other ranks, because they are out of step with rank 0."""
         ...
 
 
@@ -46,7 +46,7 @@ class ShardedRunner:
 
     @property
     def device(self) -> torch.device:
-        """Rank 0's."""
+        """Rank 0's device."""
         return self._own.device
 
     def forward(
@@ -57,7 +57,7 @@ class ShardedRunner:
     ) -> torch.Tensor:
         """Run a forward on every rank; `wrote` is called for the layers of rank 0's shard.
 
-        A forward that raises leaves the other ranks waiting: they are ended.
+        An exception would leave the other ranks waiting, so it terminates them.
         """
         needs_sampled = sampled is not None and bool((inputs.sources >= 0).any())
         try:
@@ -68,7 +68,7 @@ class ShardedRunner:
                 self._followers.forward(inputs, 0)
             return self._own.forward(inputs, sampled, wrote)
         except BaseException:
-            # Whatever it was, an interrupt too: the others wait in a collective that cannot end any more.
+            # Any exception, even an interrupt, leaves the other ranks in a collective that cannot complete.
             self._followers.abandon()
             raise
 
@@ -79,7 +79,7 @@ def follow(
     """Take part in one forward of rank 0.
 
     Args:
-        num_sampled: Length of the `sampled` that rank 0 broadcasts first; 0 when it has none.
+        num_sampled: Length of the `sampled` that rank 0 broadcasts first; 0 if it broadcasts none.
         wrote: Called for the layers of this rank's shard.
     """
     sampled = None
@@ -90,12 +90,12 @@ def follow(
 
 
 def join(config: EngineConfig, store: Path) -> None:
-    """Meet the other ranks; returns when all are there. Each has taken its device before.
+    """Join the process group; returns when all ranks have joined. Each rank must have set its device.
 
     Args:
-        store: A file in a directory of this node's own, which does not exist before.
+        store: Path of a file that does not exist yet, in a directory private to this node.
     """
-    os.environ["LOCAL_RANK"] = str(config.tp_rank)  # where transformers looks for it
+    os.environ["LOCAL_RANK"] = str(config.tp_rank)  # transformers reads it
     dist.init_process_group(
         "nccl" if config.device.startswith("cuda") else "gloo",
         init_method=f"file://{store}",
@@ -105,7 +105,7 @@ def join(config: EngineConfig, store: Path) -> None:
 
 
 def least(value: int, config: EngineConfig) -> int:
-    """Return the smallest value that any rank gave; every rank calls this once at a time."""
+    """Return the minimum of `value` over all ranks. Collective: every rank must call it."""
     if config.tp_size == 1:
         return value
     shared = torch.tensor([value], dtype=torch.int64, device=config.device)

@@ -1,7 +1,7 @@
-"""The files that hold a model's weights: which they are, whether they are whole, and samples of them.
+"""The files of a model's weights: finds them, checks that they are complete, and samples them.
 
-No torch and no transformers: a node looks at its files before it starts the process that loads them.
-Leaves out whether the tensors are those of the model (`checkpoint.py`).
+It imports neither torch nor transformers, because a node checks its files before it starts the process that
+loads them. `checkpoint.py` checks whether the tensors belong to the model.
 """
 
 import json
@@ -12,27 +12,27 @@ from typing import Any
 
 from tandem.wire.errors import ConfigInvalid
 
-# In the order in which transformers looks for them; an index names the files that it loads.
+# In the order in which transformers looks for them. An index lists the files to load.
 _NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-# Bytes at each end of each tensor that are the sample: enough to tell two fine-tunes apart, whichever
-# tensors were trained, without reading hundreds of gigabytes at start (a 70B model has 723 tensors: 12 MiB).
+# Bytes sampled at each end of each tensor. Enough to tell fine-tunes apart, whichever tensors were trained,
+# without reading hundreds of gigabytes at start: a 70B model has 723 tensors, so 12 MiB.
 _SAMPLE_BYTES = 8 << 10
 _DIRECTORY_BYTES = 1 << 20
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
-# Begins what git checks out in place of a file that it did not fetch.
+# Beginning of a Git LFS pointer, which git checks out in place of a file that it did not fetch.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the files of a directory that transformers loads weights from; empty where there are none.
+    """Return the files in a directory that transformers loads weights from; empty if there are none.
 
     Raises:
-        ConfigInvalid: An index is broken, or names files that are not there.
+        ConfigInvalid: An index is invalid, or lists missing files.
     """
     own = read_object(path / "config.json").get("transformers_weights")
     names = _NAMES if own is None else (str(own),)
@@ -43,7 +43,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def check_weights(path: Path) -> None:
-    """Raise ConfigInvalid unless a directory has weights, and no file of them is a pointer or cut short."""
+    """Raise ConfigInvalid if a directory has no weights, or a file of them is an LFS pointer or truncated."""
     files = weight_files(path)
     if not files:
         raise ConfigInvalid(
@@ -64,7 +64,7 @@ def check_weights(path: Path) -> None:
 
 
 def _refuse_packed(tensors: Mapping[str, Any], path: Path) -> None:
-    """Refuse numbers that mean nothing without their scales: they would be taken as they are."""
+    """Reject quantized weights without a quantization_config: they would be loaded as plain numbers."""
     packed = [
         f"{name} ({tensor['dtype']})"
         for name, tensor in tensors.items()
@@ -78,7 +78,7 @@ def _refuse_packed(tensors: Mapping[str, Any], path: Path) -> None:
 
 
 def check_no_pointers(files: list[Path]) -> None:
-    """Raise ConfigInvalid unless git has fetched these files."""
+    """Raise ConfigInvalid if one of these files is a Git LFS pointer."""
     pointers = [file.name for file in files if _is_pointer(file)]
     if pointers:
         raise ConfigInvalid(
@@ -88,7 +88,7 @@ def check_no_pointers(files: list[Path]) -> None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the object of a JSON file; raise ConfigInvalid if it holds none."""
+    """Return the object in a JSON file; raise ConfigInvalid if the file contains anything else."""
     try:
         check_no_pointers([file])
         read = json.loads(file.read_bytes())
@@ -100,7 +100,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def weight_samples(path: Path) -> Iterator[bytes]:
-    """Yield, of a directory's weights, what tells tensors from others: of large ones, both ends."""
+    """Yield samples that identify a directory's weights: file names, sizes, headers and ends of tensors."""
     for file in weight_files(path):
         yield f"{file.name} {file.stat().st_size}".encode()
         yield from _samples_of(file)
@@ -121,7 +121,7 @@ def _files_of_index(index: Path) -> list[Path]:
 
 
 def _samples_of(file: Path) -> Iterator[bytes]:
-    """Yield a file's header, which names its tensors and where they are, and both ends of each of them."""
+    """Yield a safetensors file's header and both ends of each tensor; parts or all of another file."""
     with file.open("rb") as opened:
         if file.suffix == ".safetensors":
             tensors = _tensors(file)
@@ -133,19 +133,19 @@ def _samples_of(file: Path) -> Iterator[bytes]:
                     opened.seek(begins_at + first)
                     yield opened.read(size)
             return
-        if zipfile.is_zipfile(file):  # its end has a checksum of each tensor
+        if zipfile.is_zipfile(file):  # the directory at its end has a checksum of each tensor
             opened.seek(max(0, file.stat().st_size - _DIRECTORY_BYTES))
-        while part := opened.read(_DIRECTORY_BYTES):  # one pickle: all of it
+        while part := opened.read(_DIRECTORY_BYTES):  # a plain pickle is read completely
             yield part
 
 
 def _tensors(file: Path) -> dict[str, Any]:
-    """Return a safetensors file's entries by tensor; raise ConfigInvalid if it is none, or not whole."""
+    """Return a safetensors file's header entries by tensor; raise ConfigInvalid if it is invalid or truncated."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         try:
-            # No more than there is: what is no such file may begin with any number.
+            # Bounded by the file's size: another kind of file may begin with any number.
             tensors: dict[str, Any] = json.loads(opened.read(min(length, size)))
             tensors.pop("__metadata__", None)
             ends_at = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
@@ -166,5 +166,5 @@ def _is_pointer(file: Path) -> bool:
 
 
 def some(names: list[str]) -> str:
-    """Return the first few of many names."""
+    """Return the first three names, joined, with "and others" if there are more."""
     return ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
