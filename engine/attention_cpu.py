@@ -1,7 +1,7 @@
 """Paged attention for CPUs: decoding rows read and write the pages in place, without a copy.
 
 One call of a kernel computes all decoding rows of a layer, on torch's threads. Numba compiles the kernel for
-the geometry of the model. For each sequence and KV head it writes the row's K and V into the page, then
+the geometry of the model. For each sequence and KV head it writes the row's K and V into the page. Then it
 iterates over the pages with online softmax (Milakov and Gimelshein 2018). The query heads of a group share
 each read.
 
