@@ -1,11 +1,11 @@
-"""The seam between transformers' models and paged KV: a function that models call, and backends.
+"""The interface between transformers' models and paged KV: an attention function and its backends.
 
-Registered under `NAME` with `AttentionInterface`; with `AttentionMaskInterface` on purpose not:
-transformers then makes no mask, nor waits for the GPU to tell whether it needs one. Each attention layer
-finds the forward under way by its own `paged`, since not every model passes arguments on; a backend
-(`attention_backends.py`) writes the layer's K and V into the pool and attends over the pages. A model whose
-attention asks for anything else is refused when it is loaded (`observation.py`), and here at any later
-forward: nothing is ignored.
+The function is registered under `NAME` with `AttentionInterface`, deliberately not with
+`AttentionMaskInterface`: then transformers builds no mask and does not wait for the GPU to decide whether it
+needs one. Each attention module finds the forward in flight through its `paged` attribute, because not every
+model passes arguments on. A backend (`attention_backends.py`) writes the layer's K and V into the pool and
+attends over the pages. A model that needs any other kind of attention is rejected when it is loaded
+(`observation.py`), and here in any later forward: no argument is silently ignored.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -23,8 +23,8 @@ from tandem.wire.errors import ConfigInvalid
 
 NAME = "tandem_paged"
 
-# Arguments that models pass on and that change nothing here: positions are in the rotary embedding
-# already, nothing is dropped outside of training, and only logits are asked for.
+# Arguments without effect here: positions are already in the rotary embedding, dropout applies only in
+# training, and only logits are requested.
 _HARMLESS = frozenset(
     {
         "position_ids",
@@ -43,7 +43,7 @@ class AttentionNotServed(ConfigInvalid):
 
 
 def not_served(model_type: str, reason: str) -> ConfigInvalid:
-    """Return the refusal of a model."""
+    """Return the error that rejects a model."""
     return ConfigInvalid(
         f"models of type {model_type!r} are not served: {reason}", topic="models#refused"
     )
@@ -51,13 +51,13 @@ def not_served(model_type: str, reason: str) -> ConfigInvalid:
 
 @contextmanager
 def refusing(hf_config: Any) -> Iterator[None]:
-    """Have what refuses a model's attention in the block name the type of the model."""
+    """Add the model's type to errors raised in the block that reject its attention."""
     try:
         yield
     except KeyError as error:
         if NAME not in str(error):
             raise
-        # A model that has classes of its own for each way to attend, and none for ours.
+        # The model selects an attention class by name, and has none for our name.
         reason = "its attention does not go through transformers' attention interface"
         raise not_served(hf_config.model_type, reason) from error
     except AttentionNotServed as error:
@@ -65,10 +65,10 @@ def refusing(hf_config: Any) -> Iterator[None]:
 
 
 def text_config_of(hf_config: Any) -> Any:
-    """Return the config of a model's text part, which is all of most models.
+    """Return the config of a model's text part; for most models, the whole config.
 
     Raises:
-        ConfigInvalid: It has none, or several, or it names no layers, or it reads what another part encodes.
+        ConfigInvalid: There is no text part, or several, or it has no layers, or an encoder feeds it.
     """
     if getattr(hf_config, "is_encoder_decoder", False):
         raise not_served(hf_config.model_type, "it decodes what an encoder has read")
@@ -89,13 +89,13 @@ def text_config_of(hf_config: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How one layer turns queries and keys into weights.
+    """How one layer computes attention weights from queries and keys.
 
     Attributes:
-        scale: Of the scores.
-        window: Keys a query sees, itself included; all when None.
-        softcap: Scores are bounded to ± this by tanh, as in Gemma 2; unbounded when None.
-        chunk: A query sees only keys of its own chunk of so many positions, as in Llama 4.
+        scale: Factor of the scores.
+        window: Number of keys a query sees, its own included; None: all.
+        softcap: Bounds scores to ± this by tanh, as in Gemma 2; None: unbounded.
+        chunk: A query sees only keys in its own chunk of this many positions, as in Llama 4; None: all.
     """
 
     scale: float
@@ -106,14 +106,14 @@ class Scoring:
 
 @dataclass(slots=True, eq=False)
 class LayerInputs:
-    """What one layer brings to attention.
+    """The inputs of one layer's attention.
 
     Attributes:
         query: Shape (num_rows, num_heads, key_dim), after rotary embedding; any strides.
         key: Shape (num_rows, num_kv_heads, key_dim); any strides.
         value: Shape (num_rows, num_kv_heads, value_dim); any strides. A view of `key`'s first elements
-            where the layer keeps latents.
-        sinks: A score for each head that takes weight and adds nothing, as in gpt-oss. Shape (num_heads,).
+            if the layer stores latents.
+        sinks: A score per head that takes weight but has no value, as in gpt-oss. Shape (num_heads,).
     """
 
     index: int
@@ -126,14 +126,14 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Latents:
-    """How a layer of multi-head latent attention is computed on what it keeps: one row a token.
+    """Computes multi-head latent attention on the stored latents: one row per token.
 
-    The row is the compressed K and V, and behind it the part of K that carries the position. A query is
-    brought into the space of the compressed K, so that the row serves as the one K and V of all heads.
+    A row is the compressed K and V, followed by the rotary part of K. Queries are projected into the space
+    of the compressed K, so that the row serves as K and V of all heads.
 
     Attributes:
         to_key: Expands a compressed row to K. Shape (num_heads, nope_dim, rank).
-        to_value: Expands it to V. Shape (num_heads, value_dim, rank).
+        to_value: Expands a compressed row to V. Shape (num_heads, value_dim, rank).
 
     Source: DeepSeek-V2, 2024, section 2.1.
     """
@@ -144,7 +144,7 @@ class Latents:
     def inputs(
         self, index: int, query: torch.Tensor, kept: "Kept", scoring: Scoring
     ) -> LayerInputs:
-        """Return what the layer brings, for a query (1, num_heads, num_rows, nope_dim + rope_dim)."""
+        """Return the layer's inputs, given a query of shape (1, num_heads, num_rows, nope_dim + rope_dim)."""
         _, nope_dim, rank = self.to_key.shape
         nope, rope = query[0][..., :nope_dim], query[0][..., nope_dim:]
         absorbed = torch.cat([nope @ self.to_key, rope], dim=-1)  # (heads, rows, rank + rope)
@@ -152,7 +152,7 @@ class Latents:
         return LayerInputs(index, absorbed.transpose(0, 1), row, row[..., :rank], scoring)
 
     def outputs(self, attended: torch.Tensor) -> torch.Tensor:
-        """Expand what was attended. Shape (num_rows, num_heads, rank) → (..., value_dim)."""
+        """Expand the attention's output. Shape (num_rows, num_heads, rank) → (..., value_dim)."""
         expanded = attended.transpose(0, 1) @ self.to_value.transpose(1, 2)
         return expanded.transpose(0, 1)
 
@@ -162,12 +162,12 @@ Kept = tuple[torch.Tensor, torch.Tensor]
 
 
 class PagedPast:
-    """What models take for their cache of earlier tokens: it answers where each row stands.
+    """Stands in for a model's KV cache, and reports the position of each row.
 
-    Models that keep anything but K and V ask it for what it does not have, and are refused for that.
+    A model that caches anything but K and V uses an attribute this class lacks, and is rejected for it.
 
     Args:
-        layers: Whose `kept` is wanted; None: all of them.
+        layers: Layers whose cached tensors to record in `kept`; None: all.
     """
 
     def __init__(self, positions: torch.Tensor, layers: Container[int] | None = None) -> None:
@@ -179,19 +179,19 @@ class PagedPast:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> Kept:
-        """Note what a layer would have cached; return it alone: attention finds the rest in pages."""
+        """Record a layer's new K and V, and return only these: attention reads earlier tokens from pages."""
         if self._layers is None or layer_idx in self._layers:
             self.kept[layer_idx] = key, value
         return key, value
 
     def get_seq_length(self, _layer_idx: int = 0) -> torch.Tensor:
-        """Return how many tokens came before: row by row, so that adding row numbers gives positions."""
+        """Return a length per row such that adding the row number gives the row's position."""
         self.is_asked = True
         rows = torch.arange(len(self._positions), device=self._positions.device)
         return self._positions - rows
 
     def __getattr__(self, name: str) -> Any:
-        # AttributeError: models also look whether a cache has something.
+        # AttributeError, because models also test whether a cache has an attribute.
         raise AttributeError(
             f"the model asks its cache for {name!r}, which is not K and V of tokens"
         )
@@ -204,12 +204,12 @@ class PagedBatch:
     Attributes:
         page_table: Shape (num_seqs, max_pages), int32, on the pool's device.
         kv_lens: Shape (num_seqs,), int32, on the pool's device.
-        write_pages, write_offsets: Where each row's KV goes. Shape (num_rows,), int64, likewise.
-        host_page_table, host_kv_lens, host_query_starts: The same numbers on the host.
-        wrote: Called with each layer's number when its K and V are written, or, on a device that runs
-            beside the host, queued to be.
-        is_recorded: This forward is recorded into a graph: the tensors stay, what is in them changes.
-        scratch: What the backend keeps between the layers of this forward.
+        write_pages, write_offsets: Where each row's KV is written. Shape (num_rows,), int64, same device.
+        host_page_table, host_kv_lens, host_query_starts: The numbers of this forward on the host.
+        wrote: Called with each layer's number once its K and V are written or, on an asynchronous
+            device, queued.
+        is_recorded: This forward is recorded into a graph: tensors keep their addresses, values change.
+        scratch: The backend's storage, shared by the layers of this forward.
     """
 
     backend: "AttentionBackend"
@@ -233,20 +233,20 @@ class PagedBatch:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the pool."""
+        """Type of K and V in the pool."""
         return self.pool.dtype
 
     def once(self, key: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return what `make` returned for this key first: of layers that are alike, one makes it."""
+        """Return the cached result for `key`, calling `make` the first time: layers that are alike share it."""
         found: torch.Tensor | None = self.scratch.get(key)
         if found is None:
             self.scratch[key] = found = make()
         return found
 
     def write(self, layer: LayerInputs) -> None:
-        """Put K and V of every row into the pool, in the pool's type."""
+        """Write K and V of every row into the pool, in the pool's type."""
         pages = self.pool.layers[layer.index]
-        if pages.is_shared:  # the layer that keeps them has written them
+        if pages.is_shared:  # the source layer has written them
             return
         is_eight_bit = self.dtype.itemsize == 1
         for plane, rows in ((pages.key, layer.key), (pages.value, layer.value)):
@@ -258,7 +258,7 @@ class PagedBatch:
             target[self.write_pages, :, self.write_offsets] = narrowed
 
     def _to_eight_bits(self, rows: torch.Tensor) -> torch.Tensor:
-        # e4m3 has no infinity: beyond its range torch would make NaN of what is merely large.
+        # e4m3 has no infinity: torch would convert values beyond its range to NaN.
         largest = torch.finfo(self.dtype).max
         return rows.clamp(-largest, largest).to(self.dtype).view(torch.uint8)
 
@@ -281,9 +281,9 @@ class GraphBackend(AttentionBackend, Protocol):
     """A backend whose `attend`, for decoding rows, can be recorded into a CUDA graph."""
 
     def prepare(self, batch: PagedBatch) -> None:
-        """Do what a recorded forward cannot: what depends on numbers that the host knows.
+        """Do the host work of a forward that a graph cannot record.
 
-        Called before each replay, once the batch's host numbers are those of the forward to come.
+        Called before each replay, after the batch's host arrays are set for the coming forward.
         """
 
 
@@ -291,11 +291,11 @@ class PagedModel:
     """A transformers model that attends through pages.
 
     Args:
-        module: The causal language model. Its attention modules are given this model as `paged`.
-        latents: For layers that keep latents.
-        chunks: Positions in a chunk, for layers that attend within chunks.
-        windows: For layers that do not bring their window themselves.
-        has_past: Whether the model is given `PagedPast` for its cache, or nothing.
+        module: The causal language model. This object is stored in its attention modules as `paged`.
+        latents: Latents of layers that store them, by layer number.
+        chunks: Chunk size of layers that attend within chunks, by layer number.
+        windows: Window of layers that do not pass it themselves, by layer number.
+        has_past: Whether to pass `PagedPast` to the model as its cache, or None.
     """
 
     def __init__(
@@ -331,8 +331,8 @@ class PagedModel:
         Args:
             token_ids, positions: Shape (num_rows,), int64.
             logit_rows: Shape (num_logits,), int64.
-            attend: Takes what a layer brings; returns shape (num_rows, num_heads, value_dim).
-            past: Of these positions; None makes one that keeps what latents need.
+            attend: Computes a layer's attention; returns shape (num_rows, num_heads, value_dim).
+            past: The stand-in cache, for these positions; None creates one that records latent layers.
 
         Returns:
             Shape (num_logits, vocab_size).
@@ -348,7 +348,7 @@ class PagedModel:
                 logits_to_keep=logit_rows,
             )
         finally:
-            self._forward = None  # it holds the pool, and K and V of the last layers
+            self._forward = None  # it references the pool, and K and V of the last layers
         logits: torch.Tensor = output.logits[0]
         return logits
 
@@ -359,7 +359,7 @@ class PagedModel:
         scoring: Scoring,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend for one layer of the forward under way: `tensors` as `paged_attention` has them.
+        """Attend for one layer of the forward in flight; `tensors`: query, key, value of `paged_attention`.
 
         Returns:
             Shape (num_rows, num_heads, value_dim).
@@ -379,7 +379,7 @@ class PagedModel:
 
 
 class _Forward(NamedTuple):
-    """The forward under way; see `PagedModel.logits`."""
+    """The forward in flight; see `PagedModel.logits`."""
 
     attend: Callable[[LayerInputs], torch.Tensor]
     past: PagedPast
@@ -402,15 +402,15 @@ def paged_attention(
     """Attend for one layer of a transformers model.
 
     Args:
-        module: The attention module; `layer_idx` names the layer, `paged` has the forward.
+        module: The attention module; `layer_idx` is the layer's number, `paged` its `PagedModel`.
         query, key, value: Shape (1, num_heads, num_rows, dim); after rotary embedding.
-        s_aux: As `LayerInputs.sinks`.
+        s_aux: See `LayerInputs.sinks`.
 
     Returns:
-        The output, shape (1, num_rows, num_heads, value_dim), and no weights.
+        The output, shape (1, num_rows, num_heads, value_dim), and None for the weights.
 
     Raises:
-        AttentionNotServed: The layer asks for what is not computed here.
+        AttentionNotServed: The layer needs an unsupported kind of attention.
     """
     _check_understood(module, attention_mask, others)
     paged: PagedModel | None = getattr(module, "paged", None)
@@ -436,20 +436,20 @@ def _check_understood(
 
 
 def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return the values on the device; on a CPU the memory is shared.
+    """Return the values as a tensor on the device; on a CPU the memory is shared.
 
-    To a GPU the copy is queued behind what runs, from pinned memory, so that nothing waits for it.
+    On a GPU the copy is queued from pinned memory, so that the host does not wait for it.
     """
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def register(*, is_compiled: bool = False) -> str:
-    """Make the attention known to transformers; return the name to load models with.
+    """Register the attention function with transformers; return the name to load models with.
 
     Args:
-        is_compiled: The model around it is going to be: the compiler is then to leave attention as it is,
-            for what a backend does on the host is new with every forward.
+        is_compiled: Whether the model will be compiled. The compiler must then skip attention, because a
+            backend's host work differs in every forward.
     """
     function = paged_attention
     if is_compiled:

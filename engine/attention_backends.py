@@ -1,11 +1,11 @@
-"""The table of attention backends: which run where, and which an engine uses.
+"""The attention backends: where each one runs, and which one an engine uses.
 
 | backend | for | file |
 |---|---|---|
 | `torch` | any device, type and feature; the reference | `attention_torch.py` |
-| `cpu` | float32 and bfloat16 on CPUs: decoding rows read the pages where they are | `attention_cpu.py` |
-| `flashinfer` | GPUs, 16-bit types; FlashInfer's kernels, where it is installed | `attention_flashinfer.py` |
-| `triton` | GPUs, any head dim and type; our own kernels, where FlashInfer's do not run | `attention_triton.py` |
+| `cpu` | float32 and bfloat16 on CPUs; decoding rows read the pages in place | `attention_cpu.py` |
+| `flashinfer` | GPUs, 16-bit types; FlashInfer's kernels, if installed | `attention_flashinfer.py` |
+| `triton` | GPUs, any head dim and type; our own kernels, if FlashInfer's do not apply | `attention_triton.py` |
 """
 
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ from tandem.engine.config import AttentionName, EngineConfig
 from tandem.engine.shape import ModelShape
 from tandem.wire.errors import ConfigInvalid
 
-# What a backend is imported from, and how that is installed.
+# Modules that a backend needs, and the requirement that installs each.
 _LIBRARIES = {
     "triton": {"triton": "triton>=3.5"},
     "flashinfer": {"flashinfer": "tandem-serve[flashinfer]", "triton": "triton>=3.5"},
@@ -27,10 +27,10 @@ _LIBRARIES = {
 
 
 def choose_backend(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
-    """Return the backend that was asked for, or the fastest that runs here.
+    """Return the requested backend, or for `auto` the fastest that runs here.
 
     Raises:
-        ConfigInvalid: The one asked for does not run here; the error names what does.
+        ConfigInvalid: The requested backend does not run here; the message suggests another.
     """
     name = config.attention_backend
     if name == "auto":
@@ -55,13 +55,13 @@ def choose_backend(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
 
 
 def fastest(config: EngineConfig, shape: ModelShape) -> AttentionName:
-    """Name the backend that is fastest among those that run on the device with this model."""
+    """Return the name of the fastest backend that runs on the device with this model."""
     names: tuple[AttentionName, ...] = ("cpu", "flashinfer", "triton")
     return next((name for name in names if not _refusal(name, config, shape)), "torch")
 
 
 def _refusal(name: AttentionName, config: EngineConfig, shape: ModelShape) -> str:
-    """Return why a backend does not run here with this model, and what to give; empty when it does."""
+    """Return why a backend does not run here with this model, and what to use instead; empty if it runs."""
     if name == "cpu" and (
         config.device != "cpu" or not CpuAttention.supports(getattr(torch, shape.kv_dtype))
     ):
@@ -90,7 +90,7 @@ def _refusal_of_gpu(name: AttentionName, config: EngineConfig, shape: ModelShape
             "--attention-backend flashinfer knows 16-bit types and head dims 64, 128 and 256; this "
             f"model has {shape.dtype} and {has}: give --attention-backend triton"
         )
-    # Layers that our kernels do not know go through torch, which no graph can record.
+    # Layers that our kernels do not support would fall back to torch, which no graph can record.
     if name == "triton" and shape.attention & {"latents", "unequal"}:
         return (
             "--attention-backend triton needs K and V of one size, which this model's layers do not "

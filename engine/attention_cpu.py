@@ -1,12 +1,12 @@
-"""Paged attention for CPUs: decoding rows read and write the pages where they are, without a copy.
+"""Paged attention for CPUs: decoding rows read and write the pages in place, without a copy.
 
-A kernel does all of a layer's decoding rows in one call, on torch's own threads. It is compiled by numba for
-the geometry of the model. For each sequence and KV head it puts the row's own K and V into the page, then
-walks the pages with running sums as in online softmax (Milakov and Gimelshein 2018). The heads of a group
-share what was read.
+One call of a kernel computes all decoding rows of a layer, on torch's threads. Numba compiles the kernel for
+the geometry of the model. For each sequence and KV head it writes the row's K and V into the page. Then it
+iterates over the pages with online softmax (Milakov and Gimelshein 2018). The query heads of a group share
+each read.
 
-Rows of prompts go through torch: with hundreds of rows a page, copying the keys costs nothing beside the
-arithmetic. So do layers that the kernel does not know: with sinks, chunks, latents, or K and V of two sizes.
+Rows of prompts go through torch: they compute so much per key that copying the keys is cheap in comparison.
+So do layers that the kernel does not support: sinks, chunks, latents, or K and V of different sizes.
 """
 
 import ctypes
@@ -32,9 +32,9 @@ from tandem.telemetry.log import get_logger
 log = get_logger(__name__)
 
 _NO_WINDOW = 1 << 62
-# Elements of what is only known by its address.
+# Nominal size of arrays known only by their address.
 _MOST = 1 << 62
-# Below any score; finite, because with fast-math infinities are undefined.
+# Below any score. Finite, because infinities are undefined with fast-math.
 _FAR_BELOW = np.float32(-1e30)
 _LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 
@@ -77,7 +77,7 @@ class CpuAttention:
 
     @staticmethod
     def supports(dtype: torch.dtype) -> bool:
-        """Tell whether pools of this type can be read."""
+        """Return whether the backend supports pools of this type."""
         return dtype in (torch.float32, torch.bfloat16)
 
     def attend(self, layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:
@@ -95,7 +95,7 @@ class CpuAttention:
 
 
 def _attend_decodes(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) -> None:
-    """Write K and V of the decoding rows, and fill their part of `out`."""
+    """Write K and V of the decoding rows, and write their output to `out`."""
     pages = batch.pool.layers[layer.index]
     _, num_kv_heads, page_size, head_dim = pages.key.shape
     call = batch.scratch.get("call")
@@ -122,7 +122,7 @@ def _attend_decodes(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) ->
 
 
 def _call(batch: PagedBatch) -> np.ndarray:
-    """Return what is the same for all layers of a forward. One element of type `CALL`."""
+    """Return a `CALL` with the fields that all layers of a forward share. Shape ()."""
     call = np.zeros((), CALL)
     call["pool"], call["pool_page"] = batch.pool.pages.data_ptr(), batch.pool.page_elements
     call["page_table"] = batch.host_page_table.ctypes.data
@@ -142,11 +142,11 @@ def _unit_stride(rows: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What a kernel is compiled for: with fixed sizes its inner loops become vectors.
+    """Parameters that a kernel is compiled for: constant sizes let the compiler vectorize inner loops.
 
     Attributes:
-        group: Query heads of each KV head.
-        is_bfloat16: Whether everything is bfloat16, and not float32.
+        group: Number of query heads per KV head.
+        is_bfloat16: Whether queries, pool and output are bfloat16; otherwise float32.
     """
 
     num_kv_heads: int
@@ -156,13 +156,13 @@ class Geometry:
     is_bfloat16: bool
 
 
-# Offsets into what is known by its address only are unsigned: a signed one may be negative to numba, which
-# then cannot use vectors. Slices would do as well, and take twice as long to compile.
+# Offsets into arrays known only by their address are unsigned: numba must assume that a signed one may be
+# negative, and then cannot vectorize. Slices would work too, but take twice as long to compile.
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _pointer(_typing: Any, _address: Any) -> Any:
-    """Make a pointer of an address."""
+    """Convert an address to a pointer."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
@@ -172,7 +172,7 @@ def _pointer(_typing: Any, _address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _call_int(_typing: Any, _address: Any) -> Any:
-    """Call the C function `int (*)(void)` at an address: a constant one could not be kept on disk."""
+    """Call the C function `int (*)(void)` at an address. A constant address would prevent caching on disk."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.IntType(32), [])
@@ -181,19 +181,19 @@ def _call_int(_typing: Any, _address: Any) -> Any:
     return types.int32(types.int64), generate
 
 
-# Inlined with the sizes of a `Geometry`, which are constants to the kernel that calls them.
+# Inlined, so that the sizes of the `Geometry` are compile-time constants.
 _inline = numba.njit(inline="always", fastmath=True, error_model="numpy")
 
 
 @_inline  # type: ignore[untyped-decorator]
 def _from_bfloat16(bits: Any) -> Any:
-    """A bfloat16 is the upper half of the float32 of the same value."""
+    """Convert bits of bfloat16 to float32, whose upper half they are."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 @_inline  # type: ignore[untyped-decorator]
 def _to_bfloat16(value: Any) -> Any:
-    """Round to the nearest, ties to even."""
+    """Round float32 to the nearest bfloat16, ties to even; return its bits."""
     bits = np.float32(value).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     return np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
@@ -201,7 +201,7 @@ def _to_bfloat16(value: Any) -> Any:
 
 @_inline  # type: ignore[untyped-decorator]
 def _exp(x: Any) -> Any:
-    """e^x for x <= 0, to one unit in the last place or two: vectorised, which libm's is not."""
+    """Return e^x for x <= 0, accurate to one or two units in the last place. Unlike libm's, it vectorizes."""
     x = max(x, np.float32(-87.0)) * _LOG2_E
     whole = np.floor(x + np.float32(0.5))
     f = (x - whole) * _LN_2
@@ -247,7 +247,7 @@ def _score(q: Any, keys: Any, softcap: Any, scores: Any) -> None:
 
 @_inline  # type: ignore[untyped-decorator]
 def _weigh(scores: Any, begin: int, end: int, highest: Any) -> Any:
-    """Make weights of scores, none outside of begin ... end; return the new highest and the sum."""
+    """Replace scores by weights, 0 outside begin ... end-1; return the new maximum and the sum."""
     top = highest
     for t in range(begin, end):
         top = max(top, scores[t])
@@ -271,17 +271,17 @@ def _add(weights: Any, values: Any, shrink: Any, sums: Any) -> None:
 
 @lru_cache
 def kernel_for(geometry: Geometry) -> Any:
-    """Return a kernel: its `address` is that of a C function that takes the address of a `CALL`.
+    """Return a kernel: its `address` is a C function that takes the address of a `CALL`.
 
-    It is compiled, or read from numba's cache on disk where an earlier process has compiled it.
+    The kernel is compiled, or read from numba's cache on disk if an earlier process has compiled it.
     """
     num_kv_heads, group, head_dim = geometry.num_kv_heads, geometry.group, geometry.head_dim
     page_size, is_bfloat16 = geometry.page_size, geometry.is_bfloat16
     plane = page_size * head_dim  # elements of one head's K, or V, in a page
     element = np.uint16 if is_bfloat16 else np.float32
 
-    # One function, long as it is: the arrays are made once for all units, and any part of it would take
-    # most of them.
+    # One long function, because the arrays are allocated once for all units, and any extracted part would
+    # need most of them as arguments.
     def kernel(pointer: Any) -> None:
         call = numba.carray(pointer, 1)[0]
         query = numba.carray(_pointer(call.query), (_MOST,), element)
@@ -326,8 +326,8 @@ def kernel_for(geometry: Geometry) -> Any:
                 page = int(page_table[pages + p]) * call.pool_page
                 _widen(pool, page + plane_k, is_bfloat16, flat_keys)
                 _widen(pool, page + plane_v, is_bfloat16, flat_values)
-                # What lies past `end` is another request's, or nothing, and may be no number at all:
-                # a weight of zero would not do.
+                # Values beyond `end` are stale and may be NaN, which a weight of zero would not
+                # cancel.
                 for t in range(end, page_size):
                     for d in range(head_dim):
                         values[t, d] = 0
@@ -346,8 +346,8 @@ def kernel_for(geometry: Geometry) -> Any:
 
 
 def _compiled(kernel: Callable[[Any], None], geometry: Geometry) -> Any:
-    # Numba numbers the files of one function, and two processes may give one number to two kernels.
-    # So each geometry, processor and version of numba has files of its own.
+    # Numba numbers the cache files of a function, and two processes may use one number for two kernels.
+    # So each geometry, processor and numba version gets its own files.
     host = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), numba.__version__
     digest = hashlib.sha256(repr((geometry, host)).encode()).hexdigest()[:16]
     kernel.__qualname__ = f"kernel_{digest}"
@@ -355,20 +355,20 @@ def _compiled(kernel: Callable[[Any], None], geometry: Geometry) -> Any:
     compiled = partial(numba.cfunc, signature, nopython=True, fastmath=True, error_model="numpy")
     try:
         return compiled(cache=True)(kernel)
-    except Exception as error:  # noqa: BLE001 - no place on disk, or anything in a broken file there
+    except Exception as error:  # noqa: BLE001 - no cache directory, or a corrupted file in it
         log.warning("attention.kernel_not_kept", reason=str(error), effect="each start compiles it")
         return compiled()(kernel)
 
 
 # ── torch's own threads ──────────────────────────────────────────────────────────────────────────
 #
-# On Linux they are GNU OpenMP's, and spin for a while after each operator: a pool beside them would find
-# the cores taken, while a parallel region of the same library finds its threads waiting.
+# On Linux these are GNU OpenMP's threads, which spin for a while after each operator. A separate thread pool
+# would find the cores busy, while a parallel region of the same library reuses the spinning threads.
 
 
 @lru_cache
 def _library() -> ctypes.CDLL | None:
-    """Return the OpenMP library that torch loaded; None where torch uses another."""
+    """Return the GNU OpenMP library that torch loaded; None if torch uses another library."""
     try:
         library = ctypes.CDLL("libgomp.so.1", mode=getattr(os, "RTLD_NOLOAD", 0))
         library.GOMP_parallel.argtypes = (
@@ -384,7 +384,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def thread_number() -> int:
-    """Return the address of the C function that tells which thread of `run` it is called on, or 0."""
+    """Return the address of a C function that returns the number of the calling thread in `run`, or 0."""
     library = _library()
     return (
         0
@@ -394,23 +394,23 @@ def thread_number() -> int:
 
 
 def num_threads() -> int:
-    """Return how many threads `run` uses: torch's number, or one where they cannot be shared."""
+    """Return the number of threads that `run` uses: torch's, or 1 if its threads cannot be shared."""
     return torch.get_num_threads() if _library() is not None else 1
 
 
 def run(function: int, argument: int) -> None:
-    """Call `function(argument)` on every thread at once; return when all have.
+    """Call `function(argument)` on every thread in parallel; return when all have returned.
 
     Args:
-        function: Address of a C function `void (*)(void *)`; it must take no lock of Python's.
-        argument: Address of what it is given.
+        function: Address of a C function `void (*)(void *)`, which must not acquire the GIL.
+        argument: Address that is passed to the function.
     """
     count = num_threads()
     library = _library()
     if count == 1 or library is None:
         _one_argument(function)(argument)
     else:
-        # Always all of them: another number than before makes the library end threads and start them.
+        # Always all threads, because a changed number makes the library terminate and start threads.
         library.GOMP_parallel(function, argument, count, 0)
 
 

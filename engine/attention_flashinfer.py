@@ -1,10 +1,10 @@
-"""Paged attention for GPUs in FlashInfer's kernels, where that is installed.
+"""Paged attention for GPUs with FlashInfer's kernels, if it is installed.
 
-FlashInfer plans a forward on the host and runs the plan once a layer. A plan holds for layers that score
-alike, so it is kept in the batch's scratch, one for each way of scoring; a forward that is recorded
-into a graph has wrappers of its own, planned anew before each replay.
+FlashInfer plans a forward on the host and runs the plan once per layer. Layers with the same scoring and
+heads share a plan, which is stored in the batch's scratch. A forward that is recorded into a graph has its
+own wrappers, which are planned again before each replay.
 
-Source: FlashInfer, Ye et al. 2025; the layer of our pool is its HND layout.
+Source: FlashInfer, Ye et al. 2025. A layer of our pool has its HND layout.
 """
 
 from collections.abc import Callable
@@ -17,18 +17,18 @@ import torch
 from tandem.engine.attention import LayerInputs, PagedBatch, Scoring, to_device
 from tandem.engine.forward import Ints32
 
-# FlashInfer's own advice, as its examples have it: partial results of split keys.
+# Memory for partial results of split keys, with the size of FlashInfer's examples.
 _WORKSPACE_BYTES = 128 << 20
 
 Kind = Literal["decode", "prompt"]
 
 
 def page_runs(batch: PagedBatch, sequences: slice) -> tuple[torch.Tensor, Ints32, torch.Tensor]:
-    """Return the pages of some sequences, one after the other: host memory, from the batch's host numbers.
+    """Return the pages of some sequences, concatenated, in host memory.
 
     Returns:
-        First page of each sequence, and their number, shape (num_seqs + 1,); page ids, shape
-        (num_pages,); keys in the last page of each, shape (num_seqs,).
+        Index of each sequence's first page, then the number of pages, shape (num_seqs + 1,); page ids,
+        shape (num_pages,); number of keys in each sequence's last page, shape (num_seqs,).
     """
     table, lens = batch.host_page_table[sequences], batch.host_kv_lens[sequences]
     widths = -(-lens // batch.page_size)
@@ -39,21 +39,21 @@ def page_runs(batch: PagedBatch, sequences: slice) -> tuple[torch.Tensor, Ints32
 
 
 class _Planned:
-    """A wrapper of FlashInfer's and what it is planned with."""
+    """A FlashInfer wrapper and the parameters of its plans."""
 
     def __init__(self, wrapper: Any, kind: Kind, layer: LayerInputs) -> None:
         self.wrapper = wrapper
         self.kind = kind
-        self._index = layer.index  # of a layer of this geometry
+        self._index = layer.index  # any layer with this geometry
         self._num_heads = layer.query.shape[1]
         self._dtype = layer.query.dtype
         self._scoring = layer.scoring
         self._copied: torch.cuda.Event | None = None
 
     def plan(self, batch: PagedBatch) -> None:
-        """Plan for the batch's host numbers, without waiting for what the device does now."""
+        """Plan for the batch's host arrays, without waiting for the device's current work."""
         if self._copied is not None:
-            # The plan before is copied from memory that this one overwrites.
+            # Wait for the copy of the previous plan, whose source this one overwrites.
             self._copied.synchronize()
         _, num_kv_heads, page_size, head_dim = batch.pool.layers[self._index].key.shape
         is_decode = self.kind == "decode"
@@ -82,10 +82,10 @@ class _Planned:
 
 
 class FlashInferAttention:
-    """FlashInfer's backend.
+    """The FlashInfer backend.
 
     Args:
-        write: Puts K and V of a layer into the pool.
+        write: Writes K and V of a layer into the pool.
     """
 
     name = "flashinfer"
@@ -97,11 +97,11 @@ class FlashInferAttention:
     ) -> None:
         self._write = write
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        # Those of forwards that are not recorded.
+        # Wrappers of forwards that are not recorded.
         self._wrappers: dict[tuple[Kind, Scoring, torch.Size, torch.Size], _Planned] = {}
 
     def prepare(self, batch: PagedBatch) -> None:
-        """Plan anew for a recorded forward."""
+        """Plan again for a recorded forward."""
         for planned in batch.scratch.values():
             planned.plan(batch)
 
@@ -118,7 +118,7 @@ class FlashInferAttention:
         return out
 
     def _planned(self, kind: Kind, layer: LayerInputs, batch: PagedBatch) -> Any:
-        # A plan is of layers that score alike and have the same heads.
+        # Layers share a plan if they have the same scoring and heads.
         key = kind, layer.scoring, layer.query.shape[1:], layer.key.shape[1:]
         found: _Planned | None = batch.scratch.get(key)
         if found is None:
@@ -133,8 +133,8 @@ class FlashInferAttention:
     def _make(self, kind: Kind, layer: LayerInputs, batch: PagedBatch) -> Any:
         if kind == "prompt":
             return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
-        # Tensor cores pay from groups of four on, by FlashInfer's documentation, and its other kernels
-        # know only some sizes of groups.
+        # FlashInfer's documentation recommends tensor cores for groups of four or more, and its other
+        # kernels support only some group sizes.
         group = layer.query.shape[1] // layer.key.shape[1]
         buffers: dict[str, Any] = {}
         if batch.is_recorded:

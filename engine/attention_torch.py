@@ -1,7 +1,7 @@
-"""Paged attention in plain torch, for any device, type and feature: the reference that others are held to.
+"""Paged attention in plain torch, for any device, type and feature: the reference for other backends.
 
-It gathers a sequence's pages and calls scaled_dot_product_attention. Grouped heads are never
-expanded for decoding rows.
+It gathers a sequence's pages and calls scaled_dot_product_attention. For decoding rows, grouped heads are
+never expanded.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from tandem.engine.attention import LayerInputs, PagedBatch, Scoring
 
-# Of latents at a time: 256 MiB in float32.
+# Limit of attention scores of latent layers computed at a time: 256 MiB in float32.
 _MOST_SCORES = 1 << 26
 
 
@@ -29,12 +29,12 @@ class TorchAttention:
 
 
 def empty_output(layer: LayerInputs, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return memory for (num_rows, num_heads, value_dim), in the query's type unless another is given."""
+    """Return an uninitialized tensor of shape (num_rows, num_heads, value_dim); `dtype` None: the query's."""
     return layer.query.new_empty((*layer.query.shape[:2], layer.value.shape[-1]), dtype=dtype)
 
 
 def attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) -> None:
-    """Attend with the rows of every chunk of a prompt, and fill theirs in `out`."""
+    """Attend with the rows of every chunk of a prompt, and write their output to `out`."""
     starts = batch.host_query_starts
     for sequence in range(batch.num_decodes, len(batch.host_kv_lens)):
         rows = slice(int(starts[sequence]), int(starts[sequence + 1]))
@@ -52,7 +52,7 @@ def _attend_whole(
     is_latent = not batch.pool.layers[layer.index].value.shape[-1]
     is_plain = scoring == Scoring(scoring.scale) and layer.sinks is None and not is_latent
     if num_rows == kv_len and is_plain and batch.dtype == layer.key.dtype:
-        # A whole prompt: its keys are at hand, and need not be read back from the pages.
+        # A whole prompt: all keys are in `layer`, so they need not be read from the pages.
         return functional.scaled_dot_product_attention(
             query,
             layer.key[rows].transpose(0, 1)[None],
@@ -80,15 +80,14 @@ def _attend_whole(
 def _attend_decodes(layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:
     """Attend with one row for each sequence. Shape (num_decodes, num_heads, value_dim).
 
-    A KV head is the batch, a sequence is a head and the query heads of a group are its rows: so
-    grouped KV is read once and never expanded.
+    KV heads take the place of the batch, sequences that of heads, and the query heads of a group that of
+    rows. So grouped KV is read once and never expanded.
     """
     num_decodes, (_, num_heads, key_dim) = batch.num_decodes, layer.query.shape
     width = -(-int(batch.host_kv_lens[:num_decodes].max()) // batch.page_size)
     table = batch.page_table[:num_decodes, :width]
     key, value = _gather(batch, "decode", table, layer)
-    # What lies past a sequence's end is another request's, or nothing, and may be no number at all: a
-    # weight of zero would not do.
+    # Values beyond a sequence's end are stale and may be NaN, which a weight of zero would not cancel.
     past_end = _past_end(batch, width * batch.page_size)
     key, value = key.masked_fill(past_end, 0), value.masked_fill(past_end, 0)
     grouped = layer.query[:num_decodes].reshape(num_decodes, len(key), -1, key_dim)
@@ -105,7 +104,7 @@ def _gather(
     """Copy K and V of one layer out of the pool.
 
     Args:
-        name: Of these pages in this batch: where they begin is worked out once for layers of one size.
+        name: Identifies these pages in this batch: layers of the same size share the row numbers.
         pages: Shape (..., num_pages).
 
     Returns:
@@ -132,7 +131,7 @@ def _gather_plane(
         return pages.long() * (batch.pool.page_elements // page_size) + heads * dim
 
     first = batch.once(("rows", name, num_heads, dim), first_rows)
-    # Whole rows by index_select: five times as fast as indexing the plane.
+    # Selecting whole rows is five times as fast as indexing the plane.
     rows = first.flatten() + begin // page_size
     found = _select(batch.pool.rows(page_size * dim), rows)
     return found.view(*first.shape[:-1], -1, dim)
@@ -141,7 +140,7 @@ def _gather_plane(
 def _select(runs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     if runs.dtype.itemsize > 1:
         return runs.index_select(0, rows)
-    # index_select knows no eight-bit floats.
+    # index_select does not support eight-bit floats.
     return runs.view(torch.uint8).index_select(0, rows).view(runs.dtype)
 
 
@@ -161,14 +160,14 @@ def _decode_mask(batch: PagedBatch, num_keys: int, scoring: Scoring) -> torch.Te
     def mask() -> torch.Tensor:
         keys = torch.arange(num_keys, device=batch.pool.device)
         queries = (batch.kv_lens[: batch.num_decodes].long() - 1).unsqueeze(1)
-        # Four dimensions: with three, torch leaves its fast kernel.
+        # Four dimensions, because torch does not use its fast kernel with three.
         return visible(queries, keys, scoring)[None, :, None]
 
     return batch.once(("decode", scoring.window, scoring.chunk), mask)
 
 
 def _past_end(batch: PagedBatch, num_keys: int) -> torch.Tensor:
-    """Return which keys no decoding row has. Shape (num_decodes, num_keys, 1)."""
+    """Return which keys are beyond the end of each decoding row's sequence. Shape (num_decodes, num_keys, 1)."""
 
     def past_end() -> torch.Tensor:
         keys = torch.arange(num_keys, device=batch.pool.device)
@@ -178,7 +177,7 @@ def _past_end(batch: PagedBatch, num_keys: int) -> torch.Tensor:
 
 
 def visible(queries: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Return which keys may be seen, given positions. Shape of both together."""
+    """Return which queries may see which keys, given their positions. The arguments are broadcast."""
     seen = keys <= queries
     if scoring.window is not None:
         seen = seen & (keys > queries - scoring.window)
@@ -194,7 +193,7 @@ def _attend_latents(
     mask: torch.Tensor,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attend with a prompt's rows over the one K and V of all heads, without a copy of them for each."""
+    """Attend with a prompt's rows over the K and V that all heads share, without a copy per head."""
     num_rows, kv_len = mask.shape
     outs = []
     for part in torch.split(query, max(1, _MOST_SCORES // (num_rows * kv_len)), dim=1):
@@ -217,7 +216,7 @@ def _attend(
     scoring: Scoring,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend with gathered keys. Sinks have the dimensions of scores, the last of them 1."""
+    """Attend with gathered keys. `sinks` must broadcast to the scores, with a last dimension of 1."""
     is_grouped = query.shape[1] != key.shape[1]
     if scoring.softcap is None and sinks is None:
         return functional.scaled_dot_product_attention(

@@ -1,9 +1,9 @@
-"""Paged attention for GPUs in our own Triton kernels, in `triton_kernels.py`.
+"""Paged attention for GPUs with our own Triton kernels, in `triton_kernels.py`.
 
-How large a block is and how often a decode is split depends on nothing that only the host knows of
-this forward, so a decode-only forward may be recorded into a CUDA graph.
+Block sizes and the number of splits depend only on shapes, not on values of one forward. So a decode-only
+forward can be recorded into a CUDA graph.
 
-Importing this needs triton, which torch's CUDA wheels bring.
+Importing this module needs triton, which torch's CUDA wheels include.
 """
 
 from dataclasses import dataclass
@@ -17,23 +17,23 @@ from tandem.engine.attention import LayerInputs, PagedBatch, to_device
 from tandem.engine.attention_torch import TorchAttention, empty_output
 from tandem.engine.forward import Ints32
 
-# A split has work for some microseconds, so that a merge is worth it.
+# A smaller split is too little work to be worth the merge.
 _MIN_KEYS_PER_SPLIT = 256
 # The merge kernel holds all splits of a head at once.
 _MAX_SPLITS = 64
-# The least that a tensor core multiplies.
+# The smallest number of rows that a tensor core multiplies.
 _MIN_GROUP = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What one program holds, chosen so that two stages of K and V fit into 96 KiB of shared memory.
+    """Block sizes of one program, chosen so that two stages of K and V fit into 96 KiB of shared memory.
 
     Attributes:
-        rows: Rows times heads of a tile of a prompt.
+        rows: Rows times heads in a tile of a prompt.
         keys: Keys loaded at a time.
         dim: Head dim, padded.
-        num_warps: Of a program for prompts.
+        num_warps: Warps of a program for prompts.
     """
 
     rows: int
@@ -43,14 +43,14 @@ class Blocks:
 
     @classmethod
     def of(cls, head_dim: int, dtype: torch.dtype, group: int, *, is_fp8: bool) -> "Blocks":
-        """Choose for a geometry; sizes at which the assembler spills little or nothing.
+        """Choose block sizes for a geometry, such that the assembler spills few registers or none.
 
         Args:
-            dtype: Of the queries.
+            dtype: Type of the queries.
         """
         dim = max(16, triton.next_power_of_2(head_dim))
         row_bytes = dim * dtype.itemsize
-        if dtype is torch.float32:  # without tensor cores operands are in registers
+        if dtype is torch.float32:  # no tensor cores, so operands are in registers
             rows, keys, num_warps = (32, 32, 4) if row_bytes <= 512 else (16, 16, 4)
         elif row_bytes <= 256:
             rows, keys, num_warps = 128, 32 if is_fp8 else 64, 8
@@ -65,7 +65,7 @@ class TritonAttention:
     """The backend of our own kernels.
 
     Args:
-        num_processors: Decoding rows are split until every processor of the GPU has two programs.
+        num_processors: Multiprocessors of the GPU. Decoding rows are split until each has two programs.
     """
 
     name = "triton"
@@ -75,7 +75,7 @@ class TritonAttention:
         self._reference = TorchAttention()
 
     def prepare(self, batch: PagedBatch) -> None:
-        """Decodes need nothing beyond the batch."""
+        """Do nothing: decodes need no host work."""
 
     def attend(self, layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:
         """Write K and V, then attend."""
@@ -92,9 +92,9 @@ class TritonAttention:
         return out
 
     def num_splits(self, num_decodes: int, num_kv_heads: int, max_keys: int) -> int:
-        """Return into how many parts the keys of each row are split: a power of two.
+        """Return the number of parts that the keys of each row are split into: a power of two.
 
-        Any other number would have the kernels compiled once more, for seconds, while requests wait.
+        Each new number compiles the kernels again, for seconds, while requests wait.
         """
         wanted = 2 * self._num_processors // (num_decodes * num_kv_heads)
         most = min(wanted, -(-max_keys // _MIN_KEYS_PER_SPLIT), _MAX_SPLITS)
@@ -149,7 +149,7 @@ class TritonAttention:
 
 
 def write(batch: PagedBatch, layer: LayerInputs) -> None:
-    """Do what `PagedBatch.write` does, in one launch where K and V are of one size."""
+    """Do the same as `PagedBatch.write`, in one launch if K and V have the same size."""
     view = batch.pool.layers[layer.index]
     if view.joined is None:
         return batch.write(layer)
@@ -185,7 +185,7 @@ def _attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) ->
     num_kv_heads, _, head_dim = pages.shape[2:]
     group = layer.query.shape[1] // num_kv_heads
     blocks = Blocks.of(head_dim, layer.query.dtype, group, is_fp8=_is_fp8(batch))
-    num_rows = blocks.rows // group  # of a tile: of layers of one size
+    num_rows = blocks.rows // group  # rows per tile; layers of the same size share tiles
     tiles = batch.once(
         ("tiles", num_rows), lambda: to_device(prompt_tiles(batch, num_rows), out.device)
     )
@@ -206,7 +206,7 @@ def _attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) ->
 
 
 def _strides(batch: PagedBatch, layer: LayerInputs, out: torch.Tensor) -> tuple[int | float, ...]:
-    """Return what the kernels take behind their tensors: strides, then how scores are made."""
+    """Return the kernels' arguments after the tensors: strides, then scoring parameters."""
     pages, scoring = _pages(batch, layer), layer.scoring
     return (
         *layer.query.stride()[:2],
@@ -221,7 +221,7 @@ def _strides(batch: PagedBatch, layer: LayerInputs, out: torch.Tensor) -> tuple[
 
 
 def _constants(batch: PagedBatch, layer: LayerInputs, blocks: Blocks) -> dict[str, int]:
-    """Return what both kernels are compiled for."""
+    """Return the compile-time constants of both kernels."""
     page_size, head_dim = _pages(batch, layer).shape[3:]
     return {
         "page_size": page_size,
@@ -240,11 +240,11 @@ def prompt_tiles(batch: PagedBatch, num_rows: int) -> Ints32:
     """Cut the chunks of prompts into tiles.
 
     Args:
-        num_rows: Of a tile, at most.
+        num_rows: Limit of rows in a tile.
 
     Returns:
-        For each tile its sequence, its first row, its rows, and the position of the first: those with
-        the most keys first, because they take longest. Shape (num_tiles, 4).
+        For each tile: sequence, first row, number of rows, position of the first row. Tiles of the latest
+        positions are first, because they have the most keys and take longest. Shape (num_tiles, 4).
     """
     starts, kv_lens = batch.host_query_starts, batch.host_kv_lens
     tiles = [
@@ -269,5 +269,5 @@ def _is_fp8(batch: PagedBatch) -> bool:
 
 
 def _sinks(layer: LayerInputs) -> torch.Tensor:
-    """Return the sinks, or anything where there are none: the kernel does not look."""
+    """Return the sinks, or a placeholder that the kernel does not read."""
     return layer.query if layer.sinks is None else layer.sinks

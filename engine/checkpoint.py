@@ -1,8 +1,8 @@
-"""A directory's model, with all of its weights; or a sentence on why it cannot be had.
+"""Loads a directory's model with all of its weights, or reports in one sentence why it cannot.
 
-transformers reads. Where it would warn and go on with a tensor that is missing, of another shape or not
-used, or with quantized numbers taken for plain ones, the model is refused here.
-Leaves out which files there are (`weight_files.py`) and what the engine needs to know of a model (`model.py`).
+transformers reads the files. It only warns about missing tensors, mismatched shapes, layers beyond the last,
+or quantized numbers taken for plain ones; this module rejects such models.
+`weight_files.py` finds the files, and `model.py` determines what the engine needs to know of a model.
 """
 
 import hashlib
@@ -37,12 +37,12 @@ from tandem.wire.errors import ConfigInvalid, TandemError
 
 log = get_logger(__name__)
 
-# Longer reasons of libraries are lists of all that they know.
+# Limit of characters of a library's error: longer ones list everything that the library supports.
 _MAX_REASON = 300
 
 
 def read_config(config: EngineConfig) -> Any:
-    """Return what transformers reads config.json into; raise ConfigInvalid if it knows no such model."""
+    """Return transformers' config of the model; raise ConfigInvalid if it does not support the model."""
     path = Path(config.model_dir)
     with in_one_sentence(f"cannot load the model in {path}"):
         if not (path / "config.json").is_file():
@@ -54,12 +54,12 @@ def read_config(config: EngineConfig) -> Any:
 
 
 def load_checkpoint(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
-    """Load a model onto its device, or make one of seeded random weights.
+    """Load a model onto its device, or create one with seeded random weights.
 
     With `tp_size` over 1 every rank calls this, after `tensor_parallel.join`, and gets its shard.
 
     Raises:
-        ConfigInvalid: The directory does not hold a model, or not all of it, or not for this device.
+        ConfigInvalid: The model is missing, incomplete, or not loadable on this device.
     """
     path = Path(config.model_dir)
     with in_one_sentence(f"cannot load the model in {path}"), attention.refusing(hf_config):
@@ -70,7 +70,7 @@ def load_checkpoint(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
             check_weights(path)
             quantizer = _quantizer(config, hf_config, path)
             if not _stays_packed(quantizer):
-                # What is wrong shows before minutes of reading.
+                # Finds errors before minutes of reading.
                 _from_headers(config, hf_config, path)
             place = config.device if quantizer is not None and sharding is None else None
             model = _from_files(
@@ -81,9 +81,9 @@ def load_checkpoint(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
 
 
 def outline(config: EngineConfig, hf_config: Any) -> tuple[torch.nn.Module, int]:
-    """Return a model on the meta device, and the bytes of its weights, of all ranks together.
+    """Return a model on the meta device, and the bytes of its weights over all ranks.
 
-    Where there are files of weights, their headers are checked, as `load_checkpoint` does.
+    If there are files of weights, their headers are checked as in `load_checkpoint`.
     """
     path = Path(config.model_dir)
     with in_one_sentence(f"cannot load the model in {path}"), attention.refusing(hf_config):
@@ -105,7 +105,7 @@ def outline(config: EngineConfig, hf_config: Any) -> tuple[torch.nn.Module, int]
 
 
 def fingerprint(config: EngineConfig, text_config: Any, dtype: str, kv_dtype: str) -> str:
-    """Return a name that two nodes share only if they hold the same weights in the same types."""
+    """Return a name that is equal on two nodes only if they have the same weights in the same types."""
     path = Path(config.model_dir)
     facts = read_object(path / "config.json")
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
@@ -121,20 +121,20 @@ def fingerprint(config: EngineConfig, text_config: Any, dtype: str, kv_dtype: st
 
 @contextmanager
 def in_one_sentence(what_fails: str) -> Iterator[None]:
-    """Make a ConfigInvalid of one line of whatever transformers raises inside."""
+    """Convert any error of transformers in the block to a ConfigInvalid of one line."""
     try:
         yield
     except TandemError:
         raise
     except Exception as error:
-        # What a wrong file makes transformers, torch and a model's code raise is of every kind.
+        # For an invalid file, transformers, torch and a model's code may raise anything.
         log.debug("checkpoint.refused", exc_info=True)
         raise ConfigInvalid(f"{what_fails}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
-    text = text if " " in text else repr(error)  # of a KeyError the key alone
+    text = text if " " in text else repr(error)  # the text of a KeyError is only the key
     return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} ..."
 
 
@@ -160,13 +160,13 @@ def _random(
     model: Any = AutoModelForCausalLM.from_config(hf_config, **_settings(config, hf_config))
     if sharding is None:
         return model  # type: ignore[no-any-return]
-    # Cut down to this rank's shard: every rank made the same one from the seed.
+    # Every rank created the same model from the seed; keep this rank's shard.
     _, _, meshes = model.prepare_distribute_model(sharding)
     return model.maybe_distribute_model(model, sharding, meshes)  # type: ignore[no-any-return]
 
 
 def _from_headers(config: EngineConfig, hf_config: Any, path: Path) -> torch.nn.Module:
-    """Return a model of plain weights on the meta device: of its files the headers alone are read."""
+    """Return a model of plain weights on the meta device, reading only the headers of its files."""
     model = _from_files(config, hf_config, path, device_map="meta")
     packed = [name for name, each in model.named_parameters() if each.itemsize == 1]
     if packed:
@@ -179,7 +179,7 @@ def _from_headers(config: EngineConfig, hf_config: Any, path: Path) -> torch.nn.
 def _from_files(
     config: EngineConfig, hf_config: Any, path: Path, **placement: Any
 ) -> torch.nn.Module:
-    hf_logging.disable_progress_bar()  # a bar among log lines is noise; `engine.loaded` says it
+    hf_logging.disable_progress_bar()  # noise among log lines; `engine.loaded` is logged instead
     with _load_report() as reports:
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -187,7 +187,7 @@ def _from_files(
                 config=hf_config,
                 local_files_only=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
+                ignore_mismatched_sizes=True,  # `check_complete` rejects them by name
                 **_settings(config, hf_config),
                 **placement,
             )
@@ -214,7 +214,7 @@ def _settings(config: EngineConfig, hf_config: Any) -> dict[str, Any]:
 
 @contextmanager
 def _load_report() -> Iterator[list[str]]:
-    """Keep the table in which transformers logs what it did not find: sentences tell it here."""
+    """Collect the load report of transformers instead of logging it; our errors cover its content."""
     reports: list[str] = []
 
     def keep(record: logging.LogRecord) -> bool:
@@ -231,14 +231,14 @@ def _load_report() -> Iterator[list[str]]:
         logger.removeFilter(keep)
 
 
-# ── whether the files are the model's ────────────────────────────────────────────────────────────
+# ── completeness of the weights ──────────────────────────────────────────────────────────────────
 
 
 def check_complete(model: Any, info: Mapping[str, Any], path: Path) -> None:
-    """Check what `from_pretrained` tells with `output_loading_info`: every tensor came from the files.
+    """Check the loading info of `from_pretrained`: every tensor must come from the files.
 
     Raises:
-        ConfigInvalid: One is missing or of another shape, or there are more layers than the model has.
+        ConfigInvalid: A tensor is missing or has another shape, or the files have extra layers.
     """
     missing = sorted(info["missing_keys"])
     if missing:
@@ -258,7 +258,7 @@ def check_complete(model: Any, info: Mapping[str, Any], path: Path) -> None:
             f"the files of weights in {path} have more layers than config.json says: {some(beyond)}; copy both from "
             "one model"
         )
-    if unused and model.device.type != "meta":  # of a look at the headers the load follows
+    if unused and model.device.type != "meta":  # on the meta device the load itself still follows
         log.warning(
             "checkpoint.unused_tensors",
             path=str(path),
@@ -269,7 +269,7 @@ def check_complete(model: Any, info: Mapping[str, Any], path: Path) -> None:
 
 
 def _is_beyond(model: Any, modules: Mapping[str, torch.nn.Module], name: str) -> bool:
-    """Tell whether a tensor is of a layer after the last."""
+    """Return whether a tensor belongs to a layer beyond the model's last."""
     for number in re.finditer(r"\.(\d+)\.", name):
         before = name[: number.start()]
         layers = modules.get(before, modules.get(f"{model.base_model_prefix}.{before}"))
@@ -279,13 +279,13 @@ def _is_beyond(model: Any, modules: Mapping[str, torch.nn.Module], name: str) ->
 
 
 def _check_numbers(model: torch.nn.Module, path: Path) -> None:
-    """Refuse weights that are infinite or not a number.
+    """Reject weights that are infinite or NaN.
 
-    It takes as long as reading memory once (one core of a CPU: 7 to 11 GB/s), and no memory.
+    It reads all weights once (7 to 11 GB/s on one CPU core), and allocates no memory.
     """
     for name, tensor in model.state_dict().items():
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        # What quantizers pack has types of its own, and 8-bit floats have no order that torch knows.
+        # Packed weights of quantizers have their own types, and torch cannot compare 8-bit floats.
         is_plain = type(own) is torch.Tensor and own.is_floating_point() and own.itemsize > 1
         if is_plain and own.numel() and not all(end.isfinite() for end in torch.aminmax(own)):
             raise ConfigInvalid(
@@ -298,7 +298,7 @@ def _check_numbers(model: torch.nn.Module, path: Path) -> None:
 
 
 def _quantizer(config: EngineConfig, hf_config: Any, path: Path) -> Any | None:
-    """Return what transformers reads quantized weights with; None for plain ones."""
+    """Return transformers' quantizer for the model; None for plain weights."""
     settings = getattr(hf_config, "quantization_config", None) or getattr(
         hf_config.get_text_config(decoder=True), "quantization_config", None
     )
@@ -320,7 +320,7 @@ def _quantizer(config: EngineConfig, hf_config: Any, path: Path) -> Any | None:
         quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
         quantizer.validate_environment(device_map={"": config.device})
     except Exception as error:
-        # Each quantizer raises what it likes: ImportError, RuntimeError, ValueError, TypeError ...
+        # Quantizers raise errors of many types: ImportError, RuntimeError, ValueError, TypeError ...
         raise ConfigInvalid(
             f"the weights in {path} are quantized with {method}, which cannot be loaded for --device {config.device}: "
             f"{_reason(error)}"

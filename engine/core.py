@@ -209,8 +209,8 @@ class Engine:
     def watch_layers(self, begin: Callable[[list[CompletePages]], Wrote]) -> None:
         """Set the callback for the pages that a forward is about to complete.
 
-        It returns a function that is called with each layer's number once that layer is written,
-        possibly on another thread and possibly not for all layers. `StepResult.pages` lists the same pages.
+        It returns a function that takes the number of each layer once the layer is written. Calls may come
+        from another thread and may skip layers. `StepResult.pages` lists the same pages.
         """
         self._begin = begin
 

@@ -1,14 +1,14 @@
-"""Decode-only forwards recorded once and replayed: a step is then one launch instead of a thousand.
+"""Records decode-only forwards once and replays them: a step is one launch instead of a thousand.
 
 ```
  inputs ── more than one row a sequence ──────────────────────────────────────▶ ModelRunner.forward
     └──── decodes only ── pad to the next recorded size ── copy into the buffers ── replay ──▶ logits
 ```
 
-A graph is recorded for each of a few batch sizes, over one set of buffers at fixed addresses. Rows that
-pad a batch read and write the scratch page, which nobody owns, and their logits are dropped.
+A graph is recorded for each of a few batch sizes, over one set of buffers at fixed addresses. Padding rows of
+a batch read and write the scratch page, which no request owns, and their logits are dropped.
 
-What CUDA does is behind `Capture`; all else runs, and is tested, without a GPU.
+All use of CUDA is behind `Capture`; everything else runs, and is tested, without a GPU.
 """
 
 from bisect import bisect_left
@@ -35,9 +35,9 @@ from tandem.wire.errors import ConfigInvalid
 
 log = logs.get_logger(__name__)
 
-# Computes into memory that stays: the result is that of the last call, at the same address.
+# Repeats a computation. The result is always at the same address: each call overwrites the last one.
 Replay = Callable[[], torch.Tensor]
-# Runs a computation, at least once to warm up, and returns what repeats it.
+# Runs a computation at least once to warm up, and returns a function that repeats it.
 Capture = Callable[[Callable[[], torch.Tensor]], Replay]
 
 
@@ -51,15 +51,15 @@ class _Graph:
 
 
 class GraphRunner:
-    """A runner that replays recorded forwards where it can; a `Runner`.
+    """A `Runner` that replays recorded forwards where possible.
 
     Logits of a replay stay valid until the next forward.
 
     Args:
-        runner: Its pool has the scratch page, its backend is a `GraphBackend`.
-        num_decodes: Sequences of the largest batch recorded.
+        runner: Its pool must have the scratch page, and its backend must be a `GraphBackend`.
+        num_decodes: Number of sequences in the largest batch to record.
         num_pages: Pages of the longest sequence.
-        scratch_page: As `make_pool` adds it.
+        scratch_page: Id of the page that `make_pool` adds.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GraphRunner:
         self._backend = runner.backend
         self._scratch_page = scratch_page
         device = runner.device
-        # Token ids, positions, pages and offsets to write to.
+        # Rows: token ids, positions, pages to write to, offsets to write to.
         self._numbers = torch.zeros((4, num_decodes), dtype=torch.int64, device=device)
         self._rows = torch.arange(num_decodes, device=device)
         self._kv_lens = torch.ones(num_decodes, dtype=torch.int32, device=device)
@@ -84,14 +84,14 @@ class GraphRunner:
             (num_decodes, num_pages), scratch_page, dtype=torch.int32, device=device
         )
         self._numbers[2].fill_(scratch_page)
-        # The largest first: the others then find its memory free and take no more.
+        # The largest first, so that the others reuse its memory and allocate no more.
         sizes = batch_sizes(num_decodes)
         self._graphs = [self._record(size, capture) for size in reversed(sizes)][::-1]
         log.info("engine.graphs_recorded", sizes=sizes)
 
     @property
     def device(self) -> torch.device:
-        """The runner's."""
+        """The runner's device."""
         return self._runner.device
 
     @property
@@ -106,7 +106,7 @@ class GraphRunner:
         sampled: torch.Tensor | None = None,
         wrote: Wrote | None = None,
     ) -> torch.Tensor:
-        """Replay a forward, or run it; a replay has no prompt in it, and reports no layer."""
+        """Replay a forward if it is recorded, else run it. A replay contains no prompt, so it reports no layers."""
         graph = self._graph_for(inputs)
         if graph is None:
             return self._runner.forward(inputs, sampled, wrote)
@@ -118,7 +118,7 @@ class GraphRunner:
         return logits[to_device(inputs.logit_rows, self.device)]
 
     def _graph_for(self, inputs: ForwardInputs) -> _Graph | None:
-        """Return the smallest recorded graph that holds the batch."""
+        """Return the smallest recorded graph that fits the batch, or None."""
         index = bisect_left(self._graphs, inputs.num_rows, key=lambda graph: graph.size)
         is_fitting = inputs.is_decode_only and inputs.page_table.shape[1] <= len(
             self._page_table[0]
@@ -146,7 +146,7 @@ class GraphRunner:
             inputs.page_table, ((0, padding), (0, 0)), constant_values=self._scratch_page
         )
         self._kv_lens[: graph.size].copy_(to_device(kv_lens, self.device))
-        # Past the width is what an earlier batch left: pages that exist, and no length reaches them.
+        # Beyond the width are valid page ids of earlier batches, which no sequence is long enough to use.
         self._page_table[: graph.size, :width].copy_(to_device(table, self.device))
         graph.batch.host_kv_lens, graph.batch.host_page_table = kv_lens, table
 
@@ -179,7 +179,7 @@ class GraphRunner:
                 "--max-running-requests, or give --enforce-eager"
             ) from error
         except RuntimeError as error:
-            # Some models look at numbers on the device, as those with a rope that depends on the length.
+            # Some models read values on the device, such as those whose rope depends on the length.
             raise ConfigInvalid(
                 f"this model's forward cannot be recorded ({str(error).splitlines()[0]}): give "
                 "--enforce-eager"
@@ -187,13 +187,13 @@ class GraphRunner:
 
 
 class CudaCapture:
-    """Records CUDA graphs that share one pool of memory, for they never run at the same time."""
+    """Records CUDA graphs that share one memory pool, because they never run at the same time."""
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], torch.Tensor]) -> Replay:
-        """Warm up on a stream of its own, as CUDA demands, and record."""
+        """Warm up on a separate stream, as CUDA requires, and record."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -211,13 +211,13 @@ class CudaCapture:
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """Return the sizes to record: 1, 2, 4, multiples of 8, and the largest. SGLang's choice too."""
+    """Return the batch sizes to record: 1, 2, 4, multiples of 8, and the largest, as in SGLang."""
     sizes = [1, 2, 4, *range(8, largest + 1, 8), largest]
     return sorted({size for size in sizes if size <= largest})
 
 
 def is_recording(config: EngineConfig, backend: AttentionBackend) -> bool:
-    """Tell whether `make_runner` will record graphs: the pool then needs its scratch page."""
+    """Return whether `make_runner` will record graphs, so that the pool needs a scratch page."""
     is_gpu = config.device.split(":", maxsplit=1)[0] == "cuda"
     return is_gpu and not config.is_eager and isinstance(backend, GraphBackend)
 
@@ -234,11 +234,11 @@ def make_runner(
     """Return the fastest runner for a model.
 
     Args:
-        pool: Made by `make_pool` with `has_scratch_page=is_recording(config, backend)`.
-        num_pages: As the engine counts them.
+        pool: Created by `make_pool` with `has_scratch_page=is_recording(config, backend)`.
+        num_pages: Number of pages without the scratch page.
 
     Raises:
-        ConfigInvalid: The graphs cannot be recorded; the sentence says why.
+        ConfigInvalid: The graphs cannot be recorded; the message gives the reason.
     """
     runner = ModelRunner(model, pool, backend)
     if not is_recording(config, backend):

@@ -1,9 +1,8 @@
-"""A pass over a loaded model that makes its layers faster, whatever the architecture.
+"""A pass over a loaded model of any architecture that makes its layers faster.
 
-Linear layers that are given the same input (q, k and v; gate and up) become one product; on CPUs weights are
-laid out once as the library's kernels want them, which halves the time of a small batch. The modules
-keep their names and places, so modelling code runs as it stands. Norms that are plain RMSNorm become
-the library's one call.
+Linear layers with the same input (q, k and v; gate and up) become one product. On CPUs, weights are packed
+once into the layout of oneDNN's kernels, which halves the time of a small batch. Plain RMSNorm modules become
+torch's fused one. Modules keep their names and places, so modelling code runs unchanged.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,32 +12,32 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-# Children of one module that its forward calls with the same tensor. A module that calls them
-# otherwise is still right, only not faster: see `_Part`.
+# Children of one module that its forward calls with the same tensor, in this order. Other uses give
+# correct results too, but are slower: see `_Shared`.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
-# The layout that suits this many rows is used for all: measured within 3 % of the best from 1 to 512.
+# Weights are packed for this many rows: within 3 % of the best layout from 1 to 512 rows, as measured.
 _PACKED_FOR_ROWS = 32
 
-# What torch.compile's CPU backend calls; there is no public name for it.
+# Operators of torch.compile's CPU backend, which have no public names.
 _PACK = torch.ops.mkldnn._reorder_linear_weight  # noqa: SLF001
 _LINEAR = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
 _HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001
 
 
 def fuse(model: nn.Module, called: Collection[str]) -> int:
-    """Replace layers in place; return how many products are left of the linear ones.
+    """Replace layers in place; return the number of products that replace the linear layers.
 
-    Only plain `nn.Linear` layers are touched: quantised ones have kernels of their own.
+    Only plain `nn.Linear` layers are replaced: quantized ones have their own kernels.
 
     Args:
-        called: Names of the modules that a forward calls. The weights of others may be read, and are
-            opaque afterwards: they are left alone.
+        called: Names of the modules that a forward calls. Others are not replaced, because code may read
+            their weights directly, and packed weights are opaque.
     """
-    # Tied weights are packed once for all who share them.
+    # Tied weights are packed once, for all layers that share them.
     packed: dict[int, _Product] = {}
     num_products = 0
-    # Only parents: a layer's weights go when it is replaced.
+    # The list holds only parents, so that the weights of replaced layers are freed.
     parents = [each for each in model.named_modules() if type(each[1]) is not nn.Linear]
     for path, parent in parents:
         own = {name for name, _ in parent.named_children() if f"{path}.{name}".strip(".") in called}
@@ -65,13 +64,13 @@ def fuse(model: nn.Module, called: Collection[str]) -> int:
 
 
 def _fused_norm(norm: nn.Module) -> nn.Module:
-    """Return one call that computes what `norm` does, or `norm` itself when it is of another kind."""
+    """Return an `nn.RMSNorm` that computes the same as `norm`, or `norm` itself if it is of another kind."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
     if not isinstance(weight, torch.Tensor) or not isinstance(eps, float) or weight.is_meta:
         return norm
     fused = nn.RMSNorm(weight.shape, eps)
     fused.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    # Some add one to the weight, some leave it out: see what it does instead of what it is called.
+    # Some add one to the weight, some ignore it, so compare results instead of names.
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(4, *weight.shape, generator=generator).to(weight)
     with torch.inference_mode():
@@ -102,7 +101,7 @@ class _Product(nn.Module):
     """x W^T + b. Not an `nn.Linear`: on CPUs its weight is opaque.
 
     Attributes:
-        weight: For its type and shape, which some models ask for; without numbers.
+        weight: On the meta device: some models query its type and shape.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -112,7 +111,7 @@ class _Product(nn.Module):
         weight = weight.detach()
         self.weight = weight.to("meta")
         self._is_packed = _can_pack(weight)
-        # Not a parameter: nothing but this forward can read it.
+        # Not a parameter, because only this forward can read packed weights.
         self._weight = _PACK(weight.contiguous(), _PACKED_FOR_ROWS) if self._is_packed else weight
 
     @override
@@ -125,7 +124,7 @@ class _Product(nn.Module):
 
 
 class _Shared:
-    """One product for several layers, kept from the first that asks to the last."""
+    """One product for several layers; the result is kept from the first layer's call to the last's."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.sizes = [linear.out_features for linear in linears]
@@ -136,17 +135,17 @@ class _Shared:
         self._outs: tuple[torch.Tensor, ...] = ()
 
     def take(self, rows: torch.Tensor, index: int) -> torch.Tensor:
-        """Return one layer's columns; computes unless a sibling was just given the same rows."""
+        """Return one layer's columns; compute the product unless a sibling was just called with the same rows."""
         if self._rows is not rows:
             self._rows, self._outs = rows, self.product(rows).split(self.sizes, dim=-1)
         out = self._outs[index]
-        if index == len(self.sizes) - 1:  # the last: let go of what was computed
+        if index == len(self.sizes) - 1:  # the last layer: release the result
             self._rows, self._outs = None, ()
         return out
 
 
 class _Part(nn.Module):
-    """One of the layers that a `_Shared` computes."""
+    """One of the layers that a `_Shared` product replaces."""
 
     def __init__(self, shared: _Shared, index: int) -> None:
         super().__init__()
@@ -156,5 +155,5 @@ class _Part(nn.Module):
 
     @override
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return what the layer would have returned."""
+        """Return the layer's output. Shape (..., out_features of the layer)."""
         return self._shared.take(rows, self._index)

@@ -1,4 +1,4 @@
-"""Loading a model through transformers, and what the rest needs to know of it."""
+"""Loads a model through transformers, and determines its shape."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,28 +24,28 @@ from tandem.engine.shape import KV_DTYPES, ModelShape, context_length, eos_token
 from tandem.engine.weight_files import weight_files
 from tandem.wire.errors import ConfigInvalid
 
-# Weights that take longer to load than a small copy takes to be checked.
+# Weights of more than this take longer to load than a small copy takes to check.
 _LARGE_BYTES = 1 << 30
 
-# Whose output is keys, under the names that transformers' tensor parallel plans have for it.
+# Names of key projections in transformers' tensor parallel plans.
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """What a model takes; the weights are those of all ranks together."""
+    """Memory needs of a model: its shape on one rank, and the bytes of its weights over all ranks."""
 
     shape: ModelShape
     weight_bytes: int
 
 
 def load_model(config: EngineConfig) -> tuple[PagedModel, ModelShape]:
-    """Load weights, or make seeded random ones, with attention routed to the paged pool.
+    """Load weights, or create seeded random ones, with attention routed to the paged pool.
 
     With `tp_size` over 1 every rank calls this, after `tensor_parallel.join`, and gets its shard.
 
     Raises:
-        ConfigInvalid: The directory holds no model that is served right; the sentence says why.
+        ConfigInvalid: The directory has no supported model; the message gives the reason.
     """
     hf_config = read_config(config)
     text = text_config_of(hf_config)
@@ -60,20 +60,20 @@ def load_model(config: EngineConfig) -> tuple[PagedModel, ModelShape]:
         shape = _shape(config, module, text, observed)
         check.before(module)
         if config.is_compiled and not config.is_eager:
-            compile_layers(module, config.device)  # which cannot look into packed weights
+            compile_layers(module, config.device)  # it cannot compile the packed weights of `fuse`
         elif config.tp_size == 1:
             fuse(module, observed.called)
         check.after(observed.model, shape)
     if config.device != "cpu":
-        torch.cuda.empty_cache()  # of what was replaced: the pool takes what is free
+        torch.cuda.empty_cache()  # frees replaced weights, because the pool takes all free memory
     return observed.model, shape
 
 
 def model_needs(config: EngineConfig) -> ModelNeeds:
-    """Return what a model takes: of its files the headers are read, and no weight is made.
+    """Return a model's memory needs. It reads only the headers of the files, and loads no weights.
 
     Raises:
-        ConfigInvalid: The directory holds no model that is served right; the sentence says why.
+        ConfigInvalid: The directory has no supported model; the message gives the reason.
     """
     hf_config = read_config(config)
     text = text_config_of(hf_config)
@@ -92,13 +92,13 @@ def _stored_bytes(config: EngineConfig) -> int:
 
 
 def compile_layers(model: torch.nn.Module, device: str) -> None:
-    """Have torch.compile replace the model's decoder layers, at their first forward.
+    """Make torch.compile compile the model's decoder layers at their first forward.
 
-    They are where the time goes, and all alike: one compilation serves every layer, and, with its sizes
-    symbolic, every batch. Attention stays outside; see `attention.register`.
+    Decoder layers take most of the time and are all alike, so one compilation serves every layer. With
+    symbolic sizes it serves every batch, too. Attention is not compiled; see `attention.register`.
 
     Raises:
-        ConfigInvalid: The machine lacks what torch.compile makes code with.
+        ConfigInvalid: The compiler that torch.compile needs is not installed.
     """
     compiler = "triton" if device != "cpu" else "a C++ compiler"
     is_there = find_spec("triton") if device != "cpu" else which("g++") or which("clang++")
@@ -147,10 +147,10 @@ def _shape(
 
 
 def _head_shares(config: EngineConfig, model: Any, text: Any) -> int:
-    """Return into how many shares ranks cut the KV heads; 1 where each rank has all of them.
+    """Return the number of shares that ranks split the KV heads into; 1 if each rank has all of them.
 
     Raises:
-        ConfigInvalid: The shares would not be equal.
+        ConfigInvalid: The heads cannot be split evenly.
     """
     if config.tp_size == 1:
         return 1

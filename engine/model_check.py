@@ -1,10 +1,10 @@
-"""Whether the engine computes what transformers computes, asked at every start.
+"""Checks at every start that the engine computes the same logits as transformers.
 
-Two seeded sequences go through plain transformers, one at a time, and through the engine's forwards: one
-prompt whole, then both together, cut into chunks and with a decoding row, over pages that are shuffled.
-All logits are compared. A model that is small enough is checked with its own weights; of others, and of
-those in 16 bits, a copy with few layers and random float32 weights, small windows included, which tells
-whether each kind of layer is understood.
+Two seeded sequences go through plain transformers, one at a time, and through the engine's forwards: first
+one whole prompt, then both sequences in chunks, with a decoding row, over shuffled pages. All logits are
+compared. A model that is small enough is checked with its own weights. If that is too expensive or proves
+too little, as in 16 bits, a small copy is checked: few layers of each kind, small windows, random float32
+weights.
 """
 
 import time
@@ -37,21 +37,21 @@ from tandem.telemetry import log as logs
 
 log = logs.get_logger(__name__)
 
-# Of the largest difference of logits to their spread. In float32 models differ by some 1e-5; a mask that
-# is off by one key, by 0.05 and more. In 16 bits the median row counts: a router of experts may choose
-# others for one row. These tell a broken layer from rounding; how layers attend, the copy has told.
+# Limits of the largest logit difference, in standard deviations of the logits. In float32, correct models
+# differ by some 1e-5, and a mask off by one key by 0.05 or more. In 16 bits the median row is judged, because
+# an expert router may differ in single rows; this only detects broken layers, and the copy checks attention.
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.3, torch.float16: 0.1}
-# Floating-point operations of all forwards of a check with the model's own weights: under a second.
+# Limits of floating-point operations in a check with the model's own weights: under a second.
 _AFFORDABLE = {"cpu": 1e11, "16-bit cpu": 1e10, "gpu": 5e14}
 _SEED = 1
-# A longer one is checked by a copy that has a short one.
+# A model with a longer window is checked by a copy with a short one.
 _LONGEST_WINDOW = 32
 
-# Of a small copy. What is made smaller where it is larger: windows so that a short sequence leaves them,
-# widths that attention does not depend on so that the copy is made in a moment.
+# Upper bounds in a small copy: windows that a short sequence exceeds, and widths that do not affect
+# attention, so that the copy is created quickly.
 _MOST_LAYERS = 8
 VOCAB_SIZE = 512
-# No multiple of a row: rows of one weight differ.
+# Not a multiple of usual row lengths, so that the rows of a weight differ.
 _NOISE = (1 << 20) - 3
 
 _WINDOWS = {"sliding_window": 7, "attention_chunk_size": 8, "floor_scale": 4}
@@ -71,7 +71,7 @@ class Sequences:
 
     Attributes:
         ids: Shape (2, num_tokens).
-        page_size: Of the pages that they go through.
+        page_size: Tokens per page in the check.
     """
 
     ids: Ints
@@ -81,9 +81,9 @@ class Sequences:
     def of(
         cls, vocab_size: int, page_size: int, window: int | None, longest: int | None
     ) -> "Sequences":
-        """Draw sequences longer than a page, and than a window where that is short; of `longest` at most."""
+        """Draw sequences longer than a page and than a short window, but at most `longest` tokens."""
         span = max(page_size, window if window and window <= _LONGEST_WINDOW else 0)
-        # From the middle of the vocabulary: marks are at its ends.
+        # From the middle of the vocabulary, because special tokens are at its ends.
         draw = np.random.default_rng(_SEED)
         ids = draw.integers(
             vocab_size // 4, max(vocab_size // 2, 1), (2, min(span + 9, longest or span + 9))
@@ -92,30 +92,30 @@ class Sequences:
 
     @property
     def num_tokens(self) -> int:
-        """Of each sequence."""
+        """Length of each sequence."""
         return len(self.ids[0])
 
     def leave(self, window: int | None) -> bool:
-        """Tell whether they are longer than a window; there need not be one."""
+        """Return whether the sequences are longer than the window; True if there is none."""
         return window is None or window < self.num_tokens
 
 
 def is_affordable(module: nn.Module, sequences: Sequences) -> bool:
-    """Tell whether a model is small enough to be checked with its own weights."""
+    """Return whether a model is small enough to be checked with its own weights."""
     first = next(module.parameters())
     size = sum(each.numel() for each in module.parameters())
     kind = "gpu" if first.device.type != "cpu" else "cpu"
     if kind == "cpu" and first.dtype is not torch.float32:
         kind = "16-bit cpu"
-    # Two sequences through transformers, three times one through the engine.
+    # Two sequences through transformers, and as many tokens as three through the engine.
     return 2.0 * size * 5 * sequences.num_tokens <= _AFFORDABLE[kind]
 
 
 @torch.inference_mode()
 def plain_logits(module: nn.Module, sequences: Sequences) -> torch.Tensor:
-    """Return what transformers computes by itself. Shape (2, num_tokens, vocab_size), float32.
+    """Return the logits of plain transformers. Shape (2, num_tokens, vocab_size), float32.
 
-    The module attends through pages again afterwards.
+    Afterwards the module uses paged attention again.
     """
     device = next(module.parameters()).device
     module.set_attn_implementation("eager")  # type: ignore[operator]
@@ -137,7 +137,7 @@ def difference(
     sequences: Sequences,
     expected: torch.Tensor,
 ) -> torch.Tensor:
-    """Return how far the engine's logits are off, in their standard deviations. Shape (num_rows,)."""
+    """Return each row's largest logit error, in standard deviations of the logits. Shape (num_rows,)."""
     num, page_size = sequences.num_tokens, sequences.page_size
     width = -(-num // page_size)
     pool = make_pool(shape, 3 * width, page_size, str(expected.device))
@@ -147,8 +147,8 @@ def difference(
     cut = num // 2 + 1
     one, other = sequences.ids
     found = [
-        # All of the first sequence; then a part of it beside all but the last token of the other; then
-        # that token, decoding, beside the rest.
+        # First the whole first sequence. Then a part of it, with all but the last token of the second.
+        # Then that last token as a decoding row, with the rest of the first.
         (runner.forward(_rows([(one, 0, num, whole)])), expected[0]),
         (
             runner.forward(_rows([(one, 0, cut, first), (other, 0, num - 1, second)])),
@@ -168,7 +168,7 @@ _Part = tuple[Ints, int, int, np.ndarray]
 
 
 def _rows(parts: Sequence[_Part]) -> ForwardInputs:
-    """Return a forward over parts of sequences that tells all logits; a decoding one comes first."""
+    """Return inputs over parts of sequences that request all logits; a decoding part must come first."""
     sizes = [end - begin for _, begin, end, _ in parts]
     num_rows = sum(sizes)
     return ForwardInputs(
@@ -187,12 +187,12 @@ class ModelCheck:
     """The check of one model at its start.
 
     ```
-    copy ── before large weights are loaded     before ── what transformers computes
-    copy ── if the weights were no proof  ◀──   after ── what the engine computes, with packed layers
+    copy ── before large weights are loaded     before ── compute the logits of transformers
+    copy ── if the weights proved too little ◀── after ── compare the engine's logits, with fused layers
     ```
 
     Raises, in every step:
-        AttentionNotServed: The model is not served right; the sentence says why.
+        AttentionNotServed: The engine does not compute this model correctly; the message gives the reason.
     """
 
     def __init__(self, config: EngineConfig, hf_config: Any) -> None:
@@ -202,7 +202,7 @@ class ModelCheck:
         names = ("sliding_window", "attention_chunk_size")
         windows = [getattr(text, name, None) for name in names]
         self._window = min((each for each in windows if each), default=None)
-        # A longer context than is served may be computed in another way.
+        # Beyond the longest supported context the model may compute in another way.
         longest = longest_context(text)
         self._sequences = Sequences.of(text.vocab_size, config.page_size, self._window, longest)
         self._expected: torch.Tensor | None = None
@@ -211,7 +211,7 @@ class ModelCheck:
             log.warning("engine.model_unchecked", note="--skip-model-check: answers may be wrong")
 
     def copy(self) -> Observed:
-        """Check a small copy; return what its layers ask, one for each layer of the whole model."""
+        """Check a small copy; return its observation, expanded to all layers of the whole model."""
         trusts_code = self._config.trust_remote_code
         began_s = time.monotonic()
         copy = make_copy(self._hf_config, self._device, trusts_code=trusts_code)
@@ -229,7 +229,7 @@ class ModelCheck:
         return observed.repeated(copy.of_kind)
 
     def before(self, module: nn.Module) -> None:
-        """Note what transformers computes with the model's own weights, if that is affordable."""
+        """Store the logits of transformers with the model's own weights, if that is affordable."""
         config = self._config
         is_comparable = config.tp_size == 1 and config.kv_cache_dtype == "auto"
         is_wanted = is_comparable and not config.skips_model_check
@@ -237,7 +237,7 @@ class ModelCheck:
             self._expected = plain_logits(module, self._sequences)
 
     def after(self, model: PagedModel, shape: ModelShape) -> None:
-        """Compare the engine with that; check a small copy where this proved too little."""
+        """Compare the engine's logits with those of `before`; check a small copy if that proves too little."""
         if self._config.skips_model_check:
             return
         if self._expected is not None:
@@ -261,10 +261,10 @@ def check_weights(
     sequences: Sequences,
     expected: torch.Tensor,
 ) -> None:
-    """Compare a model with its own weights.
+    """Check a model with its own weights.
 
     Args:
-        expected: From `plain_logits`, of the same weights, before anything was changed for speed.
+        expected: Result of `plain_logits` for the same weights, before any layer was fused or compiled.
 
     Raises:
         AttentionNotServed: The logits differ.
@@ -295,7 +295,7 @@ def _shape_of(observed: Observed, vocab_size: int) -> ModelShape:
 
 
 def _judge(what: str, found: float, tolerance: float, began_s: float) -> None:
-    # Written so that NaN is refused too.
+    # `not <=` instead of `>`, so that NaN is rejected too.
     if not found <= tolerance:
         raise AttentionNotServed(
             f"with {what}, the logits of this engine are off transformers' by {found:.2g} of their "
@@ -312,8 +312,8 @@ def _judge(what: str, found: float, tolerance: float, began_s: float) -> None:
 
 # ── a small copy of a config ─────────────────────────────────────────────────────────────────────
 #
-# It has few layers that cover each kind, small windows and a small vocabulary. What decides how attention
-# works stays: heads, their sizes, the rope, the order of kinds.
+# It has a few layers that cover each kind, small windows and a small vocabulary. Everything that determines
+# attention is unchanged: heads, their sizes, the rope, the order of kinds.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -321,9 +321,9 @@ class SmallCopy:
     """A model of a small copy of a config.
 
     Attributes:
-        layers: The layers of the whole model that the copy has.
-        of_kind: For each layer of the whole model, one of its kind in the copy.
-        window: The smallest that a layer has; None without one.
+        layers: Layer numbers of the whole model that the copy includes.
+        of_kind: For each layer of the whole model, the index of a similar layer in the copy.
+        window: The smallest window of any layer; None without one.
     """
 
     module: torch.nn.Module
@@ -334,10 +334,10 @@ class SmallCopy:
 
 
 def make_copy(hf_config: Any, device: str, *, trusts_code: bool) -> SmallCopy:
-    """Make a model of a small copy of a config, with seeded random float32 weights.
+    """Create a model from a small copy of a config, with seeded random float32 weights.
 
     Raises:
-        AttentionNotServed: There is no such model; the sentence says why.
+        AttentionNotServed: Such a model cannot be created; the message gives the reason.
     """
     text = text_config_of(hf_config)
     layers, of_kind = _chosen(text)
@@ -347,11 +347,11 @@ def make_copy(hf_config: Any, device: str, *, trusts_code: bool) -> SmallCopy:
             small = _reduced(text, layers, changes)
             module = _build(_composed(hf_config, text, small), device, trusts_code=trusts_code)
         except KeyError as error:
-            if NAME in str(error):  # there is no such way to attend: the model says so itself
+            if NAME in str(error):  # the model does not support our attention function
                 raise
             refusal = error
             continue
-        except Exception as error:  # noqa: BLE001 - configs raise what they please; less may pass
+        except Exception as error:  # noqa: BLE001 - configs may raise anything; retry with fewer changes
             refusal = error
             continue
         windows = [
@@ -363,7 +363,7 @@ def make_copy(hf_config: Any, device: str, *, trusts_code: bool) -> SmallCopy:
 
 
 def _chosen(text: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the layers that a copy has, and for each layer of the whole its like in the copy."""
+    """Return the layers to include in a copy, and for each layer of the whole a similar one in the copy."""
     count = int(text.num_hidden_layers)
     by_layer = [each for value in text.to_dict().values() if (each := _by_layer(value, count))]
     shared = int(getattr(text, "num_kv_shared_layers", 0) or 0)
@@ -378,23 +378,23 @@ def _chosen(text: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     chosen = sorted(first.values())[:_MOST_LAYERS]
     others = [index for index in range(count) if index not in chosen]
     chosen = sorted(chosen + others[: max(0, 2 - len(chosen))])
-    # A kind that found no place is taken for the last of those that did.
+    # A kind beyond `_MOST_LAYERS` is represented by the copy's last layer.
     of_kind = [chosen.index(min(first[kind], chosen[-1])) for kind in kinds]
     return tuple(chosen), tuple(of_kind)
 
 
 def _by_layer(value: object, count: int) -> dict[int, Any]:
-    """Return what a value of a config has for each layer; nothing where it is of another kind."""
+    """Return a config value's entries by layer; empty if the value has no entries per layer."""
     if isinstance(value, list | tuple) and len(value) == count > 1:
         return dict(enumerate(value))
-    # Settings of some layers, by their numbers; names of labels have numbers too.
+    # Dicts that map layer numbers to dicts of settings; label names also have numeric keys, but no dicts.
     if not isinstance(value, dict) or not all(isinstance(each, dict) for each in value.values()):
         return {}
     return {int(key): each for key, each in value.items() if str(key).isdigit()}
 
 
 def _reduced(text: Any, layers: tuple[int, ...], changes: dict[str, int]) -> Any:
-    """Return a config of these layers, made smaller by `changes` where it has larger."""
+    """Return a config with only these layers, and with values limited to those of `changes`."""
     facts, count = text.to_dict(), int(text.num_hidden_layers)
     names: dict[str, str] = getattr(text, "attribute_map", {})
     for name, value in facts.items():
@@ -412,7 +412,7 @@ def _reduced(text: Any, layers: tuple[int, ...], changes: dict[str, int]) -> Any
         facts["num_kv_shared_layers"] = sum(index >= count - shared for index in layers)
     if dense := facts.get("first_k_dense_replace"):
         facts["first_k_dense_replace"] = sum(index < dense for index in layers)
-    facts.pop("quantization_config", None)  # the copy's numbers are plain
+    facts.pop("quantization_config", None)  # the copy is not quantized
     _reduce_experts(facts, names)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if facts.get(name) is not None:
@@ -421,7 +421,7 @@ def _reduced(text: Any, layers: tuple[int, ...], changes: dict[str, int]) -> Any
 
 
 def _at_most(given: Any, most: int) -> Any:
-    """Return a size, or the sizes of all layers, no larger than `most`; what is no size stays."""
+    """Limit a size, or a list of sizes, to `most`; other values are returned unchanged."""
     if isinstance(given, list):
         return [_at_most(each, most) for each in given]
     return min(given, most) if isinstance(given, int) else given
@@ -436,7 +436,7 @@ def _reduce_experts(facts: dict[str, Any], names: dict[str, str]) -> None:
 
 
 def _composed(hf_config: Any, text: Any, small: Any) -> Any:
-    """Return the config that a model is made of: the text's own where transformers knows it so."""
+    """Return the config to create a model from: the text config if transformers accepts it, else the whole."""
     if text is hf_config or type(small) in AutoModelForCausalLM._model_mapping:  # noqa: SLF001
         return small
     facts = hf_config.to_dict()
@@ -453,7 +453,7 @@ def _build(config: Any, device: str, *, trusts_code: bool) -> torch.nn.Module:
             attn_implementation=NAME,
             trust_remote_code=trusts_code,
         )
-    # One block of noise for all weights: to draw each costs seconds where layers are wide.
+    # One block of noise for all weights, because drawing each weight takes seconds for wide layers.
     noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(0)).to(device)
     with torch.no_grad():
         for weight in module.parameters():
@@ -463,7 +463,7 @@ def _build(config: Any, device: str, *, trusts_code: bool) -> torch.nn.Module:
 
 
 def _fill(weight: torch.Tensor, noise: torch.Tensor) -> None:
-    """Draw a weight so that each layer shapes the logits, and what often is all ones or zeros counts too."""
+    """Fill a weight with noise so that every layer affects the logits, even norms, biases and sinks."""
     if weight.dim() < 2:  # norms, biases, sinks
         weight.copy_(1 + 0.3 * noise[: weight.numel()].view(weight.shape))
         return

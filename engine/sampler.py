@@ -6,7 +6,7 @@ the caller reads the sampled ids.
 A draw uses one noise value per token of the vocabulary, a function of (seed, index, token) alone. It picks
 the token with the largest logit plus `temperature` times Gumbel noise. That token is distributed as the
 softmax of logits / temperature. No sum over the vocabulary is involved, so a draw is the same in every batch,
-on every node and in every attempt, and logits that differ in their last bits rarely change it.
+on every node and in every attempt. Logits that differ in their last bits rarely change it.
 
 Source: Gumbel 1954. The generator is Philox4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as
 1, 2, 3") as in numpy, with the key (seed, 0) and the counter (block, 0, index, 0). Each 64-bit word gives

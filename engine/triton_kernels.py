@@ -1,26 +1,25 @@
-"""Triton kernels: rows are written to pages, prompts and decoding rows attend, draws get their noise.
+"""Triton kernels: write rows to pages, attend for prompts and decoding rows, add noise for draws.
 
-Both ways to attend read the pool as it is, a layer's view of it: [page][k, v][head][token][dim]. Scores are kept in base 2,
-sums in float32, as in FlashAttention-2 (Dao 2023); a decoding row's keys are split over programs
-and merged by their log-sum-exp, as in Flash-Decoding. No key at or past a sequence's length is loaded.
-A sink is one more score in a head's sum, with a value of zero.
+Both attention kernels read the pool in place, through a layer's view: [page][k, v][head][token][dim]. Scores
+are in base 2 and sums in float32, as in FlashAttention-2 (Dao 2023). A decoding row's keys are split over
+programs, and the results merged by log-sum-exp, as in Flash-Decoding. No key at or beyond a sequence's length
+is loaded. A sink is one more score in a head's sum, with a value of zero.
 
-e4m3 goes through its bits, not through Triton's own type, which GPUs before Ada lack: a byte moved into
-a float16 is the value divided by 256.
+e4m3 is converted by bit operations, because GPUs before Ada lack Triton's type: a byte shifted into a float16
+is the value divided by 256.
 """
 
-# Arguments have no types: in a kernel's signature triton evaluates what it finds, and takes only its own.
-# A kernel is as long as its arguments, which it takes and passes on one by one: there are no structs here,
-# and each is a line. What they share is `_attend`.
+# Arguments have no types: triton evaluates annotations in a kernel's signature, and accepts only its own.
+# Kernels are long because triton has no structs: each argument takes a line. Their common part is `_attend`.
 
 import triton
 from triton import language as tl
 
-# Below any score; finite, so that a row that has seen no key yet yields no NaN.
+# Below any score. Finite, so that a row that has seen no key yet does not yield NaN.
 _FAR_BELOW = tl.constexpr(-1.0e30)
 _E4M3_MAX = tl.constexpr(448.0)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Triton's interpreter multiplies bfloat16 as the integers it keeps them in.
+# Triton's interpreter stores bfloat16 as integers, and would multiply those.
 _IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -29,18 +28,18 @@ def _from_e4m3(bits):
     """Return bytes of e4m3 as float16."""
     wide = bits.to(tl.uint16)
     half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    # Exponents are biased by 7 there and by 15 here.
+    # The exponent bias is 7 in e4m3 and 15 in float16, so the value is off by 2^8.
     return half.to(tl.float16, bitcast=True) * 256.0
 
 
 @triton.jit
 def _to_e4m3(value):
-    """Round float32 to the nearest e4m3, ties to even; what is too large becomes ±448."""
+    """Round float32 to the nearest e4m3, ties to even; values too large become ±448."""
     sign = (value.to(tl.uint32, bitcast=True) >> 24) & 0x80
     size = tl.minimum(tl.abs(value), _E4M3_MAX)
     bits = size.to(tl.uint32, bitcast=True)
     normal = (bits + 0x7FFFF + ((bits >> 20) & 1) - (120 << 23)) >> 20
-    # Where a unit in the last place of 2^14 is e4m3's smallest value: the sum rounds for us.
+    # In float32, one unit in the last place of 2^14 is e4m3's smallest value, so the addition rounds.
     subnormal = (size + 16384.0).to(tl.uint32, bitcast=True) - (141 << 23)
     return (tl.where(size < 0.015625, subnormal, normal) | sign).to(tl.uint8)
 
@@ -65,7 +64,7 @@ def write_rows(
     block_dim: tl.constexpr,
     is_fp8: tl.constexpr,
 ):
-    """Put K and V of one row into its page. Grid (num_rows,)."""
+    """Write K and V of one row into its page. Grid (num_rows,)."""
     row = tl.program_id(0).to(tl.int64)
     page = tl.load(write_pages + row).to(tl.int64)
     offset = tl.load(write_offsets + row)
@@ -116,12 +115,12 @@ def _attend(
     is_masked: tl.constexpr,
     is_fp8: tl.constexpr,
 ):
-    """Go on with online softmax over the keys from `begin` to before `end`.
+    """Continue online softmax over the keys `begin` ... `end` - 1.
 
     Args:
-        query: Shape (rows, block_dim); `positions` (rows,) are theirs, `lowest` (rows,) the first keys they see.
-        pool: At this layer and head; `pages` is the sequence's row of the page table.
-        is_masked: False promises that every row sees every key.
+        query: Shape (rows, block_dim), with `positions` (rows,) and the first keys they see, `lowest` (rows,).
+        pool: Pointer to this layer and head; `pages` points to the sequence's row of the page table.
+        is_masked: False only if every row sees every key.
 
     Returns:
         The new `sums` (rows, block_dim), `highest` (rows,) and `totals` (rows,).
@@ -133,7 +132,7 @@ def _attend(
         page = tl.load(pages + keys // page_size, mask=is_inside, other=0).to(tl.int64)
         at = page * pool_page + (keys % page_size) * head_dim
         elements = pool + at[:, None] + dims[None, :]
-        # Never loaded past the end: there may be NaN, and NaN times a weight of 0 is NaN.
+        # Do not load beyond the end: NaN may be there, and NaN times a weight of 0 is NaN.
         is_real = is_inside[:, None] & (dims < head_dim)[None, :]
         key = tl.load(elements, mask=is_real, other=0)
         value = tl.load(elements + pool_value, mask=is_real, other=0)
@@ -172,7 +171,7 @@ def _lowest(positions, window, chunk, has_window: tl.constexpr, has_chunk: tl.co
     return lowest
 
 
-# The width of a page table is new with every batch, and no reason to compile again.
+# The width of the page table varies with every batch and must not trigger a recompilation.
 @triton.jit(do_not_specialize=["table_row"])
 def attend_prompts(
     query,
@@ -205,7 +204,7 @@ def attend_prompts(
 ):
     """Attend with one tile of a chunk's rows, all heads of a group. Grid (num_tiles, num_kv_heads).
 
-    A line of `tiles`: the sequence, the tile's first row, its rows, the position of the first.
+    A line of `tiles`: sequence, first row, number of rows, position of the first row.
     """
     tile = tiles + tl.program_id(0) * 4
     kv_head = tl.program_id(1)
@@ -229,7 +228,7 @@ def attend_prompts(
     lowest = _lowest(position + tokens, window, chunk, has_window, has_chunk)
     begin = _lowest(position, window, chunk, has_window, has_chunk) // block_keys * block_keys
     if not (has_window or has_chunk):
-        # What all of the tile's rows see needs no mask.
+        # Keys that all rows of the tile see need no mask.
         begin = (position + 1) // block_keys * block_keys
         sums, highest, totals = _attend(
             sums,
@@ -288,7 +287,7 @@ def attend_prompts(
     tl.store(target, result.to(out.dtype.element_ty), mask=is_real)
 
 
-# The width of a page table is new with every batch, and no reason to compile again.
+# The width of the page table varies with every batch and must not trigger a recompilation.
 @triton.jit(do_not_specialize=["table_row"])
 def attend_decodes(
     query,
@@ -325,8 +324,8 @@ def attend_decodes(
 ):
     """Attend with one row over one split of its keys. Grid (num_decodes, num_kv_heads, num_splits).
 
-    With one split the result goes to `out`; else to `partial` (num_decodes, num_heads, num_splits,
-    block_dim), float32, with the base-2 log of its sum in `sizes` (num_decodes, num_heads, num_splits).
+    With one split the result goes to `out`; otherwise to `partial` (num_decodes, num_heads, num_splits,
+    block_dim), float32, with the base-2 log-sum-exp in `sizes` (num_decodes, num_heads, num_splits).
     """
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -375,7 +374,7 @@ def attend_decodes(
         True,
         is_fp8,
     )
-    if has_sinks and num_splits == 1:  # else it is added where the splits are merged
+    if has_sinks and num_splits == 1:  # otherwise `merge_splits` adds it
         sink = tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32)
         totals += tl.exp2(sink * _LOG2_E - highest)
     result = sums / tl.where(totals == 0.0, 1.0, totals)[:, None]
@@ -385,7 +384,7 @@ def attend_decodes(
     else:
         line = (sequence * num_heads + heads) * num_splits + split
         tl.store(partial + line[:, None] * block_dim + dims[None, :], result, mask=is_real)
-        # An empty split's is -inf, as it should be.
+        # For an empty split this is -inf, as the merge expects.
         tl.store(sizes + line, highest + tl.log2(totals), mask=is_head)
 
 
@@ -403,7 +402,7 @@ def merge_splits(
     block_dim: tl.constexpr,
     has_sinks: tl.constexpr,
 ):
-    """Merge what `attend_decodes` left for one row and head. Grid (num_decodes, num_heads)."""
+    """Merge the splits of `attend_decodes` for one row and head. Grid (num_decodes, num_heads)."""
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     splits = tl.arange(0, block_splits)
@@ -427,7 +426,7 @@ def merge_splits(
 def _add_noise(logits, scores, token, vocab_size, word, temperature):
     is_real = token < vocab_size
     number = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    # -log(1 - number); of small ones the difference would lose what makes noise large.
+    # -log(1 - number). For small numbers the subtraction would lose bits, so use a series.
     series = 1 + number * (0.5 + number * (0.33333333 + number * (0.25 + number * 0.2)))
     exponential = tl.where(number < 0.015625, number * series, -tl.log(1 - number))
     logit = tl.load(logits + token, mask=is_real, other=0.0)
@@ -441,7 +440,7 @@ def add_noise(logits, scores, temperatures, seeds, indexes, vocab_size, num_bloc
     block = tl.program_id(1).to(tl.int64) * num_blocks + tl.arange(0, num_blocks).to(tl.int64)
     zero = block * 0
     index = tl.load(indexes + row) + zero
-    # numpy counts before it makes a block.
+    # numpy increments the counter before each block.
     words = tl.philox(tl.load(seeds + row), block + 1, zero, index, zero)
     temperature = tl.load(temperatures + row)
     logits += row * vocab_size
