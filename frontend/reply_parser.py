@@ -8,6 +8,7 @@ transformers is imported only if a format was asked for: it costs 0.6 s and 45 M
 """
 
 import functools
+import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,6 +93,8 @@ def _find(
     if found is None:
         known = ", ".join(sorted({*formats, *aliases}))
         raise ConfigInvalid(f"{flag}: {name!r} is not known; give one of {known}")
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigInvalid(f"{flag} needs transformers: pip install 'tandem-serve[parsers]'")
     return found
 
 

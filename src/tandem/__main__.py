@@ -64,6 +64,10 @@ MODULES = {
     "docs": "tandem.manual.command",
 }
 
+# What a plain install, which is the router's, lacks: `bench` needs numpy, the commands of nodes need torch and more.
+EXTRAS = {"bench": "bench"}
+NODE_EXTRA = "cpu]', with a GPU 'tandem-serve[cuda"
+
 
 def take_key_file(environment: MutableMapping[str, str] = os.environ) -> None:
     """Read the file that TANDEM_CLUSTER_KEY_FILE names into TANDEM_CLUSTER_KEY, which all commands read.
@@ -109,6 +113,14 @@ def run(argv: Sequence[str]) -> int:
     except TandemError as error:
         sys.stderr.write(f"tandem {name}: error: {error.for_operators}\n")
         return 2 if isinstance(error, ConfigInvalid) else 1
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tandem"):
+            raise
+        sys.stderr.write(
+            f"tandem {name}: error: {error.name} is not installed, which this command needs: "
+            f"pip install 'tandem-serve[{EXTRAS.get(name, NODE_EXTRA)}]'\n"
+        )
+        return 2
     except KeyboardInterrupt:
         sys.stderr.write(f"tandem {name}: stopped\n")
         return 128 + signal.SIGINT
