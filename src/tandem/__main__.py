@@ -109,21 +109,25 @@ def run(argv: Sequence[str]) -> int:
         return 2
     try:
         take_key_file()
-        status: int = import_module(MODULES[name]).main(rest)
+        return _execute(name, rest)
     except TandemError as error:
         sys.stderr.write(f"tandem {name}: error: {error.for_operators}\n")
         return 2 if isinstance(error, ConfigInvalid) else 1
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("tandem"):
-            raise
-        sys.stderr.write(
-            f"tandem {name}: error: {error.name} is not installed, which this command needs: "
-            f"pip install 'tandem-serve[{EXTRAS.get(name, NODE_EXTRA)}]'\n"
-        )
-        return 2
     except KeyboardInterrupt:
         sys.stderr.write(f"tandem {name}: stopped\n")
         return 128 + signal.SIGINT
+
+
+def _execute(name: str, argv: Sequence[str]) -> int:
+    try:
+        status: int = import_module(MODULES[name]).main(argv)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tandem"):
+            raise
+        raise ConfigInvalid(
+            f"{error.name} is not installed, which this command needs: "
+            f"pip install 'tandem-serve[{EXTRAS.get(name, NODE_EXTRA)}]'"
+        ) from error
     return status
 
 
