@@ -100,7 +100,8 @@ def build_parser() -> Parser:
         common=COMMON,
         description="Start prefill nodes, decode nodes and a router on this machine.",
         epilog="Flags of HTTP, such as --api-key, go to the router; flags of nodes, such as --page-size 32, to every "
-        "node; --log-level and a few others to all. With --engine simulated --sim-kv none nodes only take the "
+        "node; --log-level and a few others to all. Here --local-prefill-threshold is 0: every prompt is computed by a "
+        "prefill node. With --engine simulated --sim-kv none nodes only take the "
         "time that --sim-profile gives: a cluster of any size on one machine.\n\n"
         "More: tandem docs quickstart; tandem docs simulation",
     )
@@ -167,7 +168,9 @@ def members(
         port = str(next(free))
         nodes.append(Member(f"decode-{i}", ["decode", "--port", port, *common], tiers))
         decodes.append(f"http://127.0.0.1:{port}")
-    router = ["lb", "--prefill", *prefills, "--decode", *decodes, "--log-format", "console"]
+    # Before the operator's flags, which win: a first request takes the whole path, however short its prompt is.
+    defaults = ["--log-format", "console", "--local-prefill-threshold", "0"]
+    router = ["lb", "--prefill", *prefills, "--decode", *decodes, *defaults]
     return [*nodes, Member(ROUTER, [*router, *of_router], secrets["--api-key"])]
 
 
