@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
+import msgspec
 from aiohttp import hdrs, web
 from typing_extensions import override
 
@@ -24,7 +25,7 @@ from tandem.frontend.generation import Generation, is_part
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.sse import Outbox
-from tandem.frontend.timings import Outcome, TimingsSink
+from tandem.frontend.timings import Outcome, Report, TimingsSink
 from tandem.frontend.transcript import Sink, Transcript
 from tandem.wire.errors import EngineFailed, InvalidRequest
 from tandem.wire.generation import RequestId
@@ -37,6 +38,8 @@ INLINE_BYTES = 4096
 MAX_READERS = 2
 # A worker that is killed loses what it counted since the last pulse.
 PULSE_INTERVAL_S = 0.5
+# The newest of the running generations that are shown.
+MAX_LIVE = 200
 LEAVING = Health(is_serving=False, detail="about to end: send what is new to another")
 
 
@@ -55,7 +58,7 @@ class Edge:
         self.outbox = Outbox()
         self.timings_sinks: list[TimingsSink] = []
         self.is_leaving = False
-        self._running: set[RequestId] = set()
+        self._running: dict[RequestId, tuple[Generation, Transcript]] = {}
         # Its own threads: a reader outlives its client, and must not keep others from DNS.
         self._readers = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="reader")
 
@@ -116,6 +119,15 @@ class Edge:
         """End every generation of this app. False if there is none."""
         return any([await self.backend.abort(id_) for id_ in tuple(self._running)])
 
+    def live(self) -> list[Report]:
+        """Return where the time of the running generations has gone so far, the oldest first."""
+        return [
+            msgspec.structs.replace(
+                generation.report(), outcome="running", num_output_tokens=transcript.num_tokens
+            )
+            for generation, transcript in tuple(self._running.values())[-MAX_LIVE:]
+        ]
+
     async def running(self, _app: web.Application) -> AsyncIterator[None]:
         """Measure the loop and update Prometheus while the app runs; for `cleanup_ctx`."""
         beating = asyncio.create_task(self._pulse())
@@ -138,7 +150,7 @@ class Edge:
         request_id = generation.request.request_id
         if request_id in self._running:
             raise InvalidRequest(f"rid: a request with id {request_id!r} is running")
-        self._running.add(request_id)
+        self._running[request_id] = (generation, transcript)
         self.metrics.running.inc()
         outcome: Outcome = "failed"
         try:
@@ -152,7 +164,7 @@ class Edge:
             generation.timings.num_output_tokens = transcript.num_tokens
             self.metrics.output_tokens.inc(transcript.num_tokens)
             self.metrics.running.dec()
-            self._running.discard(request_id)
+            del self._running[request_id]
             self._report(generation)
 
     def _report(self, generation: Generation) -> None:

@@ -24,7 +24,7 @@ _ROW = frozenset(
     ["tokenize", "queue", "pair", "lost_attempt", "reserve", "kv_tier", "prefill_queue", "prefill"]
 )
 
-Outcome = Literal["finished", "failed", "cancelled"]
+Outcome = Literal["running", "finished", "failed", "cancelled"]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +78,7 @@ class Timings:
     ) -> None:
         self._clock = clock
         self._arrived = clock() if arrived is None else arrived
+        self._started_unix_s = time.time() - self.elapsed_s()
         self.is_wanted = is_wanted
         self._sent_s = 0.0
         self._told: list[Phase] = []
@@ -121,15 +122,14 @@ class Timings:
 
     def report(self, request_id: str, num_prompt_tokens: int) -> Report:
         """Return the report so far."""
-        elapsed_s = self.elapsed_s()
-        e2e_s = elapsed_s if self._ended_s is None else self._ended_s
+        e2e_s = self.elapsed_s() if self._ended_s is None else self._ended_s
         row, beside = self._laid_out(e2e_s)
         nodes = {phase.name: phase.node for phase in (*row, *beside) if phase.node}
         decode, prefill = nodes.get("pair", ""), nodes.get("prefill", "")
         return Report(
             request_id=request_id,
             outcome=self.outcome,
-            started_unix_s=time.time() - elapsed_s,
+            started_unix_s=self._started_unix_s,
             ttft_s=self._ttft_s,
             e2e_s=e2e_s,
             num_attempts=1 + sum(phase.name == "lost_attempt" for phase in self._told),

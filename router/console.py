@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from tandem.frontend.middleware import json_response
+from tandem.frontend.timings import Report
 from tandem.router.backend import ClusterBackend
 from tandem.router.cluster import Cluster
 from tandem.router.config import node_id
@@ -68,6 +69,7 @@ class Observer:
     """Looks at what one edge worker has. It is a `TimingsSink` too, and keeps the requests that ended last.
 
     Args:
+        live: Returns the timings so far of the requests that the worker answers.
         clock: Seconds that never fall.
     """
 
@@ -75,9 +77,10 @@ class Observer:
         self,
         cluster: Cluster,
         backend: ClusterBackend,
+        live: Callable[[], Sequence[Report]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._cluster, self._backend, self._clock = cluster, backend, clock
+        self._cluster, self._backend, self._live, self._clock = cluster, backend, live, clock
         # Counters that only rise, by what they are of: each row is the last seconds of one.
         self._rows: dict[object, deque[tuple[float, Values]]] = {}
         self._recent: deque[tuple[float, object]] = deque(maxlen=NUM_SHOWN)
@@ -168,6 +171,7 @@ class Observer:
                 pushed_bytes=sum(node.rates.pushed_bytes for node in nodes),
             ),
             latencies=latencies(recent),
+            live=[msgspec.to_builtins(report) for report in self._live()],
             recent=recent,
         )
 

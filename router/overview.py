@@ -107,7 +107,8 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
         detail: What serves, or what is missing.
         num_workers: Edge workers whose counts are in it.
         silent_workers: Those that did not answer in time.
-        recent: Timings of requests, the oldest first; see docs/dashboard.md.
+        live: Timings so far of the requests that are answered now, the oldest first.
+        recent: Timings of those that ended, the oldest first; see docs/dashboard.md.
     """
 
     now_unix_s: float
@@ -124,6 +125,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     totals: Totals = Totals()
     rates: Rates = Rates()
     latencies: Latencies = Latencies()
+    live: list[dict[str, Any]] = []
     recent: list[dict[str, Any]] = []
 
 
@@ -172,6 +174,9 @@ def merged(own: Overview, others: Sequence[Overview], silent: Sequence[int]) -> 
     recent = sorted(
         (timings for one in every for timings in one.recent), key=lambda each: each["ended_unix_s"]
     )[-NUM_SHOWN:]
+    live = sorted(
+        (timings for one in every for timings in one.live), key=lambda each: each["started_unix_s"]
+    )[-NUM_SHOWN:]
     replace = msgspec.structs.replace
     return replace(
         own,
@@ -189,6 +194,7 @@ def merged(own: Overview, others: Sequence[Overview], silent: Sequence[int]) -> 
         ),
         rates=replace(own.rates, requests=sum(one.rates.requests for one in every)),
         latencies=latencies(recent),
+        live=live,
         recent=recent,
     )
 

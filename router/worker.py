@@ -69,7 +69,7 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
         service="tandem-router",
     )
     app = create_app(backend, options)
-    observer = Observer(cluster, backend)
+    observer = Observer(cluster, backend, app[EDGE].live)
     app[EDGE].timings_sinks.append(observer)
     link = await Link.over(parent)
     nodes, overview = NodesApi(cluster, link), OverviewApi(observer, link if has_siblings else None)

@@ -1,10 +1,13 @@
-// Recent requests, the newest first, each as a small waterfall; one of them in full.
+// Requests, those that run and then those that ended, the newest first, each as a small waterfall; one of them in full.
 
 import { byId, el, keyed, listKeys, oneTabStop, say, set } from "./dom.js";
 import { clock, count, seconds } from "./format.js";
 import { cached, fillBar, phaseLegend, waterfall } from "./waterfall.js";
 
 const MOST_SHOWN = 60;
+
+// The other outcomes take the place of the time to the first token.
+const SHOWN_TIMES = new Set(["running", "finished"]);
 
 let chosen = null;
 let drawn = null;
@@ -25,17 +28,17 @@ export function prepareRequests(draw) {
 
 /** Draw the requests of the store. */
 export function showRequests(store) {
-  const entries = [...store.recent].reverse().slice(0, MOST_SHOWN);
+  const entries = [...[...store.live].reverse(), ...[...store.recent].reverse()].slice(0, MOST_SHOWN);
   const toFirst = document.querySelector("[name=scale]:checked").value === "first";
   const lengths = entries.map(([, timings]) => lengthOf(timings, toFirst)).sort((one, other) => one - other);
   // One slow request does not make the others' bars specks.
   const span = Math.max(lengths[Math.floor(0.95 * (lengths.length - 1))] ?? 0, 1e-6);
   byId("no-requests").hidden = entries.length > 0;
   byId("recent").hidden = byId("recent-head").hidden = !entries.length;
-  say(byId("no-requests"), "No request has ended yet. Send one from the playground.");
+  say(byId("no-requests"), "No request has come yet. Send one from the playground.");
   keyed(byId("recent"), entries, ([key]) => key, make, (row, [key, timings]) => update(row, key, timings, span, toFirst));
   oneTabStop(byId("recent"));
-  showDetail(store.recent.get(chosen), toFirst);
+  showDetail(store.live.get(chosen) ?? store.recent.get(chosen), toFirst);
 }
 
 const lengthOf = (timings, toFirst) => (toFirst ? timings.ttft_s ?? timings.e2e_s : timings.e2e_s);
@@ -50,15 +53,15 @@ function update(row, key, timings, span, toFirst) {
   const [at, id, tokens, track, ttft, e2e] = row.children;
   set(row, "data-outcome", timings.outcome);
   set(row, "aria-selected", key === chosen);
-  const scale = `${span} ${toFirst}`;
+  const scale = `${span} ${toFirst} ${timings.outcome} ${timings.e2e_s}`;
   if (row.dataset.scale === scale) return;
   row.dataset.scale = scale;
   say(at, clock(timings.started_unix_s));
   say(id, timings.request_id);
   say(tokens, `${count(timings.num_prompt_tokens)} → ${count(timings.num_output_tokens)}`);
   tokens.title = `cached ${cached(timings)}`;
-  say(ttft, timings.outcome === "finished" ? seconds(timings.ttft_s) : timings.outcome);
-  say(e2e, seconds(timings.e2e_s));
+  say(ttft, SHOWN_TIMES.has(timings.outcome) && timings.ttft_s !== null ? seconds(timings.ttft_s) : timings.outcome);
+  say(e2e, `${seconds(timings.e2e_s)}${timings.outcome === "running" ? " …" : ""}`);
   track.classList.toggle("is-cut", lengthOf(timings, toFirst) > span * 1.001);
   row.classList.toggle("is-replayed", timings.num_attempts > 1);
   fillBar(track, toFirst ? { phases: timings.phases.filter((phase) => phase.name !== "stream") } : timings, span);
@@ -70,7 +73,7 @@ function update(row, key, timings, span, toFirst) {
 function showDetail(timings, toFirst) {
   const detail = byId("request-detail");
   detail.hidden = !timings;
-  const wanted = timings && `${chosen} ${toFirst}`;
+  const wanted = timings && `${chosen} ${toFirst} ${timings.e2e_s}`;
   if (drawn === wanted) return;
   drawn = wanted;
   detail.replaceChildren(...(timings ? [waterfall(timings, toFirst)] : []));

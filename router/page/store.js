@@ -10,7 +10,8 @@ const requestKey = (timings) => `${timings.request_id} ${timings.started_unix_s}
 export class Store {
   constructor() {
     this.overview = null;
-    this.recent = new Map(); // the newest last
+    this.live = new Map(); // the newest last, as is `recent`
+    this.recent = new Map();
     this.history = []; // one overview's numbers a second, for small curves
   }
 
@@ -22,6 +23,7 @@ export class Store {
   /** Take up an overview. */
   take(overview) {
     this.overview = overview;
+    this.live = new Map(overview.live.map((timings) => [requestKey(timings), timings]));
     for (const timings of overview.recent) this.recent.set(requestKey(timings), timings);
     trim(this.recent);
     const { rates, latencies, num_in_flight, num_queued } = overview;

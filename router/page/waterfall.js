@@ -16,7 +16,7 @@ export const PHASES = {
   link: "the first token travels",
   detokenize: "tokens to text",
   stream: "the other tokens",
-  unanswered: "ended without a token",
+  unanswered: "no token yet, or none came",
 };
 const BESIDE = {
   prefill_chunk: "a chunk of the prompt", push: "KV is pushed", landed: "KV has landed", first_step: "decode's first step",

@@ -64,6 +64,14 @@ def timings(request_id="r-1", ended=NOW, **changes) -> dict:
     return made | changes
 
 
+def running(request_id="r-1", **changes) -> dict:
+    """A request that has waited for its first token for half a second."""
+    begun = timings(request_id, outcome="running", ttft_s=None, e2e_s=0.5, num_output_tokens=0)
+    wait = {"name": "unanswered", "start_s": 0.032, "duration_s": 0.468, "node": ""}
+    del begun["ended_unix_s"]
+    return begun | {"phases": [*begun["phases"][:2], wait], "beside": []} | changes
+
+
 def node(role: str, number: int, **changes) -> NodeView:
     """A node that does something, the more the higher its number."""
     host = f"10.0.{0 if role == 'prefill' else 1}.{number}:{7000 if role == 'prefill' else 7001}"

@@ -183,6 +183,21 @@ def test_new_requests_come_in_and_old_ones_stay(opened):
         expect(page.locator(".rid")).to_have_text(["second", "first"])
 
 
+def test_running_requests_come_first_and_stay_chosen_when_they_end(opened):
+    old, running = scenes.timings("old"), scenes.running("new")
+    with Stage(scenes.cluster(1, 1, live=[running], recent=[old])).open() as stage:
+        page = opened(stage.url)
+        expect(page.locator(".rid")).to_have_text(["new", "old"])
+        row = page.locator(".request[role=option]").first
+        expect(row).to_contain_text("running")
+        row.click()
+        expect(page.locator("#request-detail")).to_contain_text("unanswered")
+        ended = scenes.timings("new", started_unix_s=running["started_unix_s"])
+        stage.shown = scenes.cluster(1, 1, recent=[old, ended])
+        expect(page.locator("#request-detail")).to_contain_text("finished")
+        expect(page.locator(".rid")).to_have_text(["new", "old"])
+
+
 def test_foreign_text_is_shown_as_text(opened):
     overview = scenes.overview(
         [

@@ -89,6 +89,22 @@ async def test_every_generation_is_reported_with_its_outcome(backend, steps, out
     assert report.num_output_tokens == (2 if outcome == "finished" else 1)
 
 
+async def test_a_running_generation_is_reported_until_it_ends(backend):
+    may_end = asyncio.Event()
+    backend.script = say([5], may_end, length(6))
+    app = create_app(backend)
+    async with asyncio.timeout(PATIENCE_S), serve_app(app) as client:
+        body = {"input_ids": [1, 2], "stream": True}
+        async with client.post("/generate", json=body) as response:
+            await response.content.readline()
+            [report] = app[EDGE].live()
+            assert (report.outcome, report.num_output_tokens) == ("running", 1)
+            assert report.phases[-1]["name"] == "stream"
+            may_end.set()
+            await response.read()
+    assert app[EDGE].live() == []
+
+
 def gaps(metrics) -> dict[str, float]:
     name = "tandem_edge_inter_token_latency_seconds"
     (family,) = [

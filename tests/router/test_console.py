@@ -7,6 +7,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from tandem.frontend.app import create_app
+from tandem.frontend.edge import EDGE
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.router.config import node_id
 from tandem.router.console import Observer, OverviewApi, PageFiles
@@ -45,7 +46,7 @@ class Watched:
         http = HttpOptions(api_keys=("k",))
         page = PageFiles()
         self.app = create_app(self.backend, FrontendOptions(http=http, open_paths=page.paths))
-        self.observer = Observer(self.cluster, self.backend, self.clock)
+        self.observer = Observer(self.cluster, self.backend, self.app[EDGE].live, self.clock)
         self.app.add_routes([*OverviewApi(self.observer).routes(), *page.routes()])
 
     def look(self, at: float):
@@ -99,7 +100,7 @@ async def test_what_a_node_counted_before_it_was_known_is_the_work_of_no_second(
     node, clock = FakeNode("decode"), Clock()
     node.engine.load = NodeLoad(generated_tokens=9_000_000)
     async with node.serving(), watched([], [node], takes_announced=True) as backend:
-        observer = Observer(backend._cluster, backend, clock)
+        observer = Observer(backend._cluster, backend, list, clock)
         observer.look()  # as a worker begins, before any node has answered
         await until(lambda: backend._cluster.node(node.url).is_up)
         for clock.now in (1.0, 2.0):
@@ -172,6 +173,10 @@ def ended(request_id, at) -> dict:
     return {"request_id": request_id, "ended_unix_s": at}
 
 
+def begun(request_id, at) -> dict:
+    return {"request_id": request_id, "started_unix_s": at}
+
+
 def overview(**changes) -> Overview:
     return Overview(
         **{"now_unix_s": 9.0, "version": "1", "is_serving": True, "detail": ""} | changes
@@ -185,6 +190,7 @@ def test_what_workers_count_is_added_up_and_what_they_watch_is_the_asked_ones():
         nodes=[node(P, in_flight_requests=1, zone="own"), node(D)],
         totals=Totals(num_finished=5, num_replays=1),
         rates=Rates(requests=2.0, generated_tokens=70.0),
+        live=[begun("v", 3)],
         recent=[ended("x", 1), ended("z", 6)],
     )
     other = overview(
@@ -193,6 +199,7 @@ def test_what_workers_count_is_added_up_and_what_they_watch_is_the_asked_ones():
         nodes=[node(P, in_flight_requests=4, zone="other"), node(E, in_flight_requests=1)],
         totals=Totals(num_finished=7, num_refused=3),
         rates=Rates(requests=0.5, generated_tokens=70.0),
+        live=[begun("u", 2)],
         recent=[ended("y", 2)],
     )
     both = merged(own, [other], [2])
@@ -205,6 +212,7 @@ def test_what_workers_count_is_added_up_and_what_they_watch_is_the_asked_ones():
     assert both.totals == Totals(num_finished=12, num_replays=1, num_refused=3)
     # Tokens are counted by nodes, of which both workers see the same.
     assert both.rates == Rates(requests=2.5, generated_tokens=70.0)
+    assert [each["request_id"] for each in both.live] == ["u", "v"]
     assert [each["request_id"] for each in both.recent] == ["x", "y", "z"]
 
 

@@ -1,10 +1,11 @@
-"""One picture of a cluster for a terminal: a headline, and tables of nodes and pairs.
+"""One picture of a cluster for a terminal: a headline, and tables of nodes, pairs and running requests.
 
 Names and errors come from other machines: `plain` removes their control characters.
 """
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
@@ -26,6 +27,9 @@ PAGE_STATES = (
 STYLES = {"up": "green", "down": "red"}
 # Lines outside the lists: headline, table headers, gaps.
 FIXED_LINES = 14
+TABLE_LINES = 3
+# The last phase of a running request, in words.
+PHASES = {"unanswered": "to the first token", "stream": "answering"}
 
 
 def picture(
@@ -35,14 +39,15 @@ def picture(
 
     Args:
         width: The width in characters.
-        num_lines: The lines of the screen; None: all nodes, and the busiest pairs up to 40 rows in all.
+        num_lines: The lines of the screen; None: all nodes, and the busiest pairs and oldest requests up to 40 rows in all.
         problem: The reason that the state is outdated; empty if it is current.
     """
     busy = [pair for pair in overview.pairs if pair.num_running or pair.prompt_tokens_per_s >= 1]
     busy.sort(key=lambda pair: (-pair.prompt_tokens_per_s, -pair.num_running))
     left = 40 if num_lines is None else max(6, num_lines - FIXED_LINES)
     num_nodes = len(overview.nodes) if num_lines is None else min(left // 2, len(overview.nodes))
-    num_others = max(left - num_nodes, 1)
+    num_pairs = min(len(busy), max((left - num_nodes) // 2, 1))
+    num_requests = max(left - num_nodes - num_pairs - TABLE_LINES, 0)
     more = (
         f", and {len(overview.nodes) - num_nodes} more" if len(overview.nodes) > num_nodes else ""
     )
@@ -61,9 +66,12 @@ def picture(
                 number(pair.num_running),
                 f"{number(pair.prompt_tokens_per_s)}/s",
             )
-            for pair in busy[:num_others]
+            for pair in busy[:num_pairs]
         ]
         parts.append(_table("pairs", ["prefill", "decode"], ["requests", "prompt tokens"], rows))
+    if requests := [_request(each, overview) for each in overview.live[:num_requests]]:
+        numbers = ["attempts", "prompt", "answer", "first token", "so far"]
+        parts.append(_table("running requests", ["request", "phase", "decode"], numbers, requests))
     return Group(*parts)
 
 
@@ -132,6 +140,20 @@ def _node(node: NodeView, width: int) -> Cells:
         number(node.load.num_waiting),
         number(rates.prompt_tokens if is_prefill else rates.generated_tokens),
         f"{number(moved)}B/s",
+    ]
+
+
+def _request(timings: dict[str, Any], overview: Overview) -> Cells:
+    ids, phase = {node.url: node.id for node in overview.nodes}, timings["phases"][-1]["name"]
+    return [
+        plain(timings["request_id"]),
+        PHASES.get(phase, plain(phase)),
+        plain(ids.get(timings["decode"], timings["decode"]) or NONE),
+        number(timings["num_attempts"]),
+        number(timings["num_prompt_tokens"]),
+        number(timings["num_output_tokens"]),
+        seconds(timings["ttft_s"]),
+        seconds(timings["e2e_s"]),
     ]
 
 

@@ -84,3 +84,13 @@ def test_numbers_are_short():
     assert times == ["-", "0.12 ms", "12.3 ms", "500 ms", "1.50 s", "250.00 s"]
     counts = [number(value) for value in (0, 0.42, 7, 12.4, 1024, 12345, 4.56e6, 2e12)]
     assert counts == ["0", "0.4", "7", "12", "1,024", "12.3k", "4.56M", "2e+03G"]
+
+
+def test_running_requests_are_listed_with_their_phase_where_there_is_room():
+    live = [scenes.running("waits"), scenes.timings("writes", outcome="running")]
+    overview = scenes.cluster(1, 1, live=live)
+    lines = drawn(overview)
+    assert "to the first token" in line_with(lines, "waits")
+    assert "answering" in line_with(lines, "writes")
+    assert "10.0.1.1:7001" in line_with(lines, "writes")
+    assert len(drawn(scenes.cluster(9, 9, live=live * 40), num_lines=24)) <= 24
