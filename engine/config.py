@@ -26,8 +26,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             Default 1 GiB, so that two nodes of the embedded model stay below 4 GiB.
         mem_fraction_static: Default 0.85, close to SGLang's; leaves memory for activations of an 8k chunk.
         max_running_requests: Default 256, like vLLM.
-        chunked_prefill_size: Default 512 for CPUs, where a chunk of the embedded model takes about half a
-            second; 8192 is usual on GPUs.
         local_prefill_tokens: See docs/policies.md. With 128, the prompts that a router leaves to a decode
             node by default fit into one step.
         is_overlapped: Whether to prepare a forward while the previous one runs; None: only on
@@ -49,7 +47,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         DType,
         Flag(
             "--dtype",
-            help="type of the weights; auto: the checkpoint's",
+            help="type of the weights; auto: the checkpoint's, on a CPU the faster of bfloat16 and float32",
             synonyms={"half": "float16"},
         ),
     ] = "auto"
@@ -75,7 +73,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     device: Annotated[
         str,
-        Flag("--device", group="engine", metavar="NAME", help="cpu, cuda:N, or cuda with --tp"),
+        Flag(
+            "--device",
+            group="engine",
+            metavar="NAME",
+            help="auto (a GPU where there is one), cpu, cuda:N, or cuda with --tp",
+        ),
     ] = "cpu"
     page_size: Annotated[
         int, Flag("--page-size", "--block-size", metavar="TOKENS", ge=1, help="tokens in a KV page")
@@ -119,7 +122,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 4096
     chunked_prefill_size: Annotated[
         int,
-        Flag("--chunked-prefill-size", metavar="TOKENS", ge=1, help="prompt tokens in one forward"),
+        Flag(
+            "--chunked-prefill-size",
+            metavar="TOKENS",
+            ge=0,
+            help="prompt tokens in one forward; 0: 512 on a CPU, 8192 on a GPU",
+        ),
     ] = 512
     attention_backend: Annotated[
         AttentionName,

@@ -22,6 +22,7 @@ import msgspec
 from tandem.engine.config import EngineConfig
 from tandem.engine.shape import GENERATION_CONFIG, generation_config
 from tandem.engine.weight_files import check_no_pointers, check_weights, read_object
+from tandem.node.machine import cpu_choice
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid, TandemError
 from tandem.wire.generation import SamplingDefaults
@@ -66,8 +67,10 @@ def resolve_model(model: str | None, cache_dir: Path, settings: EngineConfig = _
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ConfigInvalid(f"{path} is not a GGUF file, which begins with GGUF: copy it again")
-    # Weights are rounded once, to the dtype used for computing: bfloat16 unless `--dtype` specifies another.
-    dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
+    # Weights are rounded once, to the type they are computed in.
+    dtype: str = settings.dtype
+    if dtype == "auto":
+        dtype = cpu_choice(cache_dir).dtype if settings.device == "cpu" else "bfloat16"
     return _convert_once(path, cache_dir, dtype)
 
 

@@ -14,6 +14,7 @@ from tandem.frontend.options import warn_of_exposed_keys
 from tandem.node.checkpoint import resolve_model, sampling_defaults
 from tandem.node.config import NodeConfig, NodeRole
 from tandem.node.flags import MEANINGLESS, build_parser, read_config
+from tandem.node.machine import warn_of_unused_gpus, with_dtype
 from tandem.telemetry import log as logs
 from tandem.wire.channel import PER_LINK, allow_descriptors
 from tandem.wire.command_line import Parser
@@ -62,6 +63,7 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
                 reason=MEANINGLESS[flag],
                 see="tandem docs migrating-from-sglang",
             )
+        warn_of_unused_gpus(config.engine)
         key = cluster_key(config.host, is_insecure=config.is_insecure)
         config = _with_model(config)
         if config.generation_config == "auto":
@@ -88,7 +90,7 @@ def _with_model(config: NodeConfig) -> NodeConfig:
     cache_dir = Path(config.cache_dir) if config.cache_dir else default_cache_dir()
     directory = resolve_model(config.model, cache_dir / "models", config.engine)
     engine = msgspec.structs.replace(config.engine, model_dir=str(directory))
-    return msgspec.structs.replace(config, engine=engine)
+    return msgspec.structs.replace(config, engine=with_dtype(engine, cache_dir))
 
 
 def _with_sampling_defaults(config: NodeConfig) -> NodeConfig:

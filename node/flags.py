@@ -9,6 +9,7 @@ from tandem.frontend.options import HttpOptions, with_files
 from tandem.frontend.reply_parser import reply_formats
 from tandem.node.checkpoint import model_name
 from tandem.node.config import NodeConfig, NodeRole, check
+from tandem.node.machine import DEFAULTS, fitted
 from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.options import add_flags, read_flags
@@ -81,7 +82,10 @@ def build_parser(prog: str, role: NodeRole, summary: str, default_port: int) -> 
         description=summary,
         epilog=EXAMPLES[role],
     )
-    defaults = {"port": default_port, "engine.local_prefill_tokens": LOCAL_PREFILL_TOKENS}
+    defaults = DEFAULTS | {
+        "port": default_port,
+        "engine.local_prefill_tokens": LOCAL_PREFILL_TOKENS,
+    }
     alone = ("transfer", "routers", "advertise_url", "engine.local_prefill_tokens")
     without = alone if role == "colocated" else ()
     add_flags(parser, NodeConfig, defaults=defaults, without=without)
@@ -119,11 +123,13 @@ def read_config(
             "--enable-hierarchical-cache needs a size: give --kv-tier host:SIZE, such as host:8GiB",
             topic="tiers",
         )
-    engine = msgspec.structs.replace(
-        read.engine,
-        model_dir=read.model or "",
-        has_tiers=bool(read.tiers.specs),
-        simulation=read.simulation.simulation(),
+    engine = fitted(
+        msgspec.structs.replace(
+            read.engine,
+            model_dir=read.model or "",
+            has_tiers=bool(read.tiers.specs),
+            simulation=read.simulation.simulation(),
+        )
     )
     name = read.served_model_name or model_name(read.model)
     config = msgspec.structs.replace(read, engine=engine, served_model_name=name)

@@ -179,7 +179,7 @@ class LayoutMismatch(TandemError, code="layout_mismatch", status=503):
     def __init__(self, prefill: str, decode: str) -> None:
         super().__init__(
             f"prefill serves {prefill} and decode serves {decode}; "
-            "start both with the same model, dtype and KV layout; --tp may differ"
+            "start both with the same model, --dtype and --kv-cache-dtype; --tp may differ"
         )
 
 

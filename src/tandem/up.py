@@ -30,6 +30,7 @@ from rich.text import Text
 from tandem.node.config import NodeConfig
 from tandem.node.flags import add_hidden_flags
 from tandem.node.flags import build_parser as build_node_parser
+from tandem.node.machine import DEFAULTS
 from tandem.router.arguments import build_parser as build_router_parser
 from tandem.router.arguments import parse
 from tandem.router.config import RouterConfig
@@ -123,7 +124,8 @@ def build_parser() -> Parser:
     )
     add("-v", "--verbose", action="store_true", help="show the log here instead of in a file")
     add_flags(parser, RouterConfig, without=OWN)
-    add_flags(parser, NodeConfig, without=(*OWN, *OWN_OF_NODES, *_shared_fields()))
+    of_nodes = (*OWN, *OWN_OF_NODES, *_shared_fields())
+    add_flags(parser, NodeConfig, without=of_nodes, defaults=DEFAULTS)
     add_hidden_flags(parser, without=_names(RouterConfig))
     return parser
 

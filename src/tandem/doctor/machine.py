@@ -14,12 +14,12 @@ import psutil
 
 from tandem.doctor.report import Finding, Status
 from tandem.kvtransfer.region import SHM_DIR
+from tandem.node.machine import GPU_FILES, chosen_by, cpu_flags
 
 ROOT = Path("/")
 GIB = 1 << 30
 # A node has a socket for each client, edge worker and stream; many systems' default limit is 1,024.
 ENOUGH_OPEN_FILES = 4096
-GPU_FILES = "nvidia[0-9]*"
 
 
 def _judged(
@@ -31,7 +31,7 @@ def _judged(
 
 
 def check_cpu(root: Path = ROOT) -> Iterator[Finding]:
-    """Report the number of usable cores."""
+    """Report the number of usable cores, and the type of weights that suits them."""
     num_cores = len(os.sched_getaffinity(0))
     usable, advice = min(num_cores, quota_cores(root) or num_cores), ""
     if usable < num_cores:
@@ -39,6 +39,9 @@ def check_cpu(root: Path = ROOT) -> Iterator[Finding]:
             f"torch starts a thread for each of {num_cores} cores and the container stops them for part of the "
             f"time: give nodes --num-threads {max(1, int(usable))}"
         )
+    choice = chosen_by(cpu_flags(root))
+    found = f"{choice.dtype}: {choice.reason}" if choice else "measured at a node's first start"
+    yield _judged("cpu", "--dtype auto", found)
     yield _judged("cpu", "cores", f"{usable:g} of {psutil.cpu_count()} usable", advice)
 
 

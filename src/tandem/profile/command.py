@@ -18,6 +18,7 @@ from tandem.engine.profile import NodeFigures, Profile
 from tandem.node.checkpoint import model_name, resolve_model
 from tandem.node.config import NodeConfig, check
 from tandem.node.engine_process import MALLOC_SETTINGS
+from tandem.node.machine import DEFAULTS, fitted, with_dtype
 from tandem.profile.measuring import Bench, Grid, Point, fit_decode, fit_prefill, rounded
 from tandem.telemetry import log as logs
 from tandem.telemetry.version import package_version
@@ -95,7 +96,7 @@ def build_parser() -> Parser:
         epilog=EXAMPLES,
     )
     add_flags(parser, ProfileConfig, only=_OWN)
-    add_flags(parser, NodeConfig, only=_OF_NODE)
+    add_flags(parser, NodeConfig, only=_OF_NODE, defaults=DEFAULTS)
     return parser
 
 
@@ -127,7 +128,7 @@ def parse(argv: Sequence[str]) -> ProfileConfig:
         raise ConfigInvalid(
             "--disable-prefix-cache: leave it out; the cost of a context is measured through the prefix cache"
         )
-    engine = msgspec.structs.replace(node.engine, model_dir=node.model or "")
+    engine = fitted(msgspec.structs.replace(node.engine, model_dir=node.model or ""))
     name = node.served_model_name or model_name(node.model)
     node = check(msgspec.structs.replace(node, engine=engine, served_model_name=name))
     config = read_flags(ProfileConfig, args, node=node)
@@ -157,7 +158,8 @@ def _engine_of(config: NodeConfig) -> Iterator[Engine]:
     settings, replace = config.engine, msgspec.structs.replace
     folder = Path(config.cache_dir or default_cache_dir()) / "models"
     model = resolve_model(settings.model_dir or None, folder, settings)
-    config = replace(config, engine=replace(settings, model_dir=str(model)))
+    settings = with_dtype(replace(settings, model_dir=str(model)), folder)
+    config = replace(config, engine=settings)
 
     def filled(plan: PoolPlan) -> MemoryRegion | None:
         if settings.device != "cpu":

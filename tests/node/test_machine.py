@@ -1,0 +1,171 @@
+"""What `--device auto`, `--chunked-prefill-size 0` and `--dtype auto` become on one machine and another."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tandem.engine.config import EngineConfig
+from tandem.engine.profile import Simulation
+from tandem.node import machine
+from tandem.node.machine import (
+    Choice,
+    chosen_by,
+    cpu_choice,
+    cpu_flags,
+    fitted,
+    num_gpus,
+    probe,
+    with_dtype,
+)
+from tandem.wire.errors import ConfigInvalid
+
+AVX2 = {"fpu", "sse2", "avx", "avx2", "fma", "f16c"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}
+ARM = {"fp", "asimd", "fphp", "asimdhp", "sve"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "reason"),
+    [
+        (AVX2, "float32", "the CPU has no instructions for bfloat16"),
+        (AVX512, "float32", "the CPU has no instructions for bfloat16"),
+        (AVX512 | {"avx512_bf16"}, "bfloat16", "the CPU has AVX-512 with bfloat16"),
+        (AVX512 | {"avx512_bf16", "amx_bf16", "amx_tile"}, "bfloat16", "the CPU has AMX"),
+        (ARM, "float32", "the CPU has no instructions for bfloat16"),
+        (ARM | {"bf16"}, "bfloat16", "the CPU has Arm's bfloat16 instructions"),
+    ],
+    ids=["AVX2", "AVX-512", "AVX-512 bfloat16", "AMX", "Arm", "Arm bfloat16"],
+)
+def test_the_instruction_sets_of_a_cpu_choose_the_type(tmp_path, flags, dtype, reason):
+    assert cpu_choice(tmp_path, frozenset(flags)) == Choice(dtype, reason)
+
+
+@pytest.mark.parametrize("measured", ["bfloat16", "float32"])
+def test_a_cpu_whose_flags_cannot_be_read_is_measured_once(tmp_path, monkeypatch, measured):
+    assert chosen_by(frozenset()) is None
+    runs = []
+    monkeypatch.setattr(machine, "_probed", lambda: runs.append(1) or measured)
+    choices = [cpu_choice(tmp_path, frozenset()) for _ in range(2)]
+    assert [choice.dtype for choice in choices] == [measured] * 2
+    assert len(runs) == 1
+
+
+def test_a_kept_measurement_that_cannot_be_read_is_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_probed", lambda: "float32")
+    cpu_choice(tmp_path, frozenset())
+    [kept] = tmp_path.iterdir()
+    kept.write_text("")
+    monkeypatch.setattr(machine, "_probed", lambda: "bfloat16")
+    assert cpu_choice(tmp_path, frozenset()).dtype == "bfloat16"
+
+
+def test_the_measurement_answers_with_a_type_and_its_failure_says_what_to_do(monkeypatch):
+    assert probe(rows=8, size=16, rounds=1) in ("bfloat16", "float32")
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    with pytest.raises(ConfigInvalid, match="give --dtype float32 or bfloat16"):
+        machine._probed()
+
+
+@pytest.mark.parametrize(
+    ("line", "flags"),
+    [("flags\t\t: fpu avx2\n", {"fpu", "avx2"}), ("Features\t: fp bf16\n", {"fp", "bf16"})],
+)
+def test_flags_are_read_from_the_kernel(tmp_path, line, flags):
+    assert cpu_flags(tmp_path) == frozenset()
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\n{line}\nprocessor\t: 1\n{line}")
+    assert cpu_flags(tmp_path) == flags
+
+
+# ── which models it is chosen for ────────────────────────────────────────────────────────────────
+
+
+def chosen(tmp_path, monkeypatch, facts, **settings) -> str:
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset(AVX2))
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    return with_dtype(EngineConfig(model_dir=str(tmp_path), **settings), tmp_path).dtype
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"dtype": "bfloat16"},
+        {"torch_dtype": "float16"},
+        {"text_config": {"dtype": "bfloat16"}},
+    ],
+)
+def test_a_checkpoint_of_half_precision_is_computed_in_the_faster_type(
+    tmp_path, monkeypatch, facts
+):
+    assert chosen(tmp_path, monkeypatch, facts) == "float32"
+
+
+@pytest.mark.parametrize(
+    ("facts", "settings"),
+    [
+        ({"dtype": "float32"}, {}),
+        ({}, {}),
+        ({"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}, {}),
+        ({"dtype": "bfloat16"}, {"device": "cuda:0"}),
+        ({"dtype": "bfloat16"}, {"simulation": Simulation()}),
+    ],
+)
+def test_other_checkpoints_keep_their_own_type(tmp_path, monkeypatch, facts, settings):
+    assert chosen(tmp_path, monkeypatch, facts, **settings) == "auto"
+
+
+def test_a_flag_wins(tmp_path, monkeypatch):
+    facts = {"dtype": "bfloat16"}
+    assert chosen(tmp_path, monkeypatch, facts, dtype="bfloat16") == "bfloat16"
+
+
+# ── the device ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "device", "chunk"),
+    [
+        ({}, 0, "cpu", 512),
+        ({}, 2, "cuda:0", 8192),
+        ({"tp_size": 2}, 2, "cuda", 8192),
+        ({"tp_size": 2}, 0, "cpu", 512),
+        ({"simulation": Simulation()}, 2, "cpu", 512),
+        ({"device": "cpu"}, 2, "cpu", 512),
+        ({"device": "cuda:1", "chunked_prefill_size": 64}, 2, "cuda:1", 64),
+    ],
+)
+def test_a_node_takes_a_gpu_where_there_is_one_and_flags_win(
+    monkeypatch, settings, gpus, device, chunk
+):
+    monkeypatch.setattr(machine, "is_cpu_build", lambda: False)
+    config = fitted(EngineConfig(**{"device": "auto", "chunked_prefill_size": 0, **settings}), gpus)
+    assert (config.device, config.chunked_prefill_size) == (device, chunk)
+
+
+def test_a_build_of_torch_for_cpus_takes_no_gpu(monkeypatch):
+    monkeypatch.setattr(machine, "is_cpu_build", lambda: True)
+    assert fitted(EngineConfig(device="auto"), 4).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("environment", "count"),
+    [
+        ({}, 3),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "2,0"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2,MIG-3,MIG-4"}, 3),
+    ],
+)
+def test_gpus_are_counted_by_their_files_and_what_is_visible(tmp_path, environment, count):
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert num_gpus(tmp_path, environment) == count
+
+
+def test_choosing_imports_no_torch():
+    code = "import sys, tandem.node.machine; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
