@@ -20,10 +20,10 @@ from benchmarks.decode import medians
 from benchmarks.engines import ask, make_engine, model_dir
 from benchmarks.rig import parse, parser_of, result
 from tandem.engine.core import Engine
-from tandem.node.machine import FAST_BFLOAT16, chosen_by, cpu_flags
+from tandem.node.machine import FAST_BFLOAT16, CpuDtype, chosen_by, cpu_flags
 
 GOAL_RATIO = 1.1
-DTYPES = ("bfloat16", "float32")
+DTYPES: tuple[CpuDtype, ...] = ("bfloat16", "float32")
 AVX2_ALONE = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 # A layer of a 1B model.
 LAYER_SIZE = 2048
@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def product_round(dtype: str, rows: int) -> float:
+def product_round(dtype: CpuDtype, rows: int) -> float:
     """Return the products a second of so many rows with a layer's weights."""
     kind = getattr(torch, dtype)
     left, right = (
@@ -68,7 +68,7 @@ def measured(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     torch.set_num_threads(args.threads)
     path = model_dir(None)
     engines = {dtype: make_engine(path, dtype, 8192, 512) for dtype in DTYPES}
-    works: dict[str, Callable[[str], float]] = {
+    works: dict[str, Callable[[CpuDtype], float]] = {
         f"product of {args.tokens} rows": lambda dtype: product_round(dtype, args.tokens),
         "product of 1 row": lambda dtype: product_round(dtype, 1),
         f"prompt of {args.tokens} tokens": lambda dtype: engine_round(
@@ -92,7 +92,7 @@ def main() -> None:
         print(json.dumps(measured(args)))
         return
     flags, worst = cpu_flags(), 0.0
-    machines = {"this CPU": ({}, flags)}
+    machines: dict[str, tuple[dict[str, str], frozenset[str]]] = {"this CPU": ({}, flags)}
     if not flags.isdisjoint(FAST_BFLOAT16) and "avx2" in flags:
         machines["as if AVX2 alone"] = (AVX2_ALONE, flags - FAST_BFLOAT16.keys())
     for machine, (limits, has) in machines.items():
