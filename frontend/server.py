@@ -19,6 +19,7 @@ from tandem.frontend.edge import EDGE
 from tandem.frontend.options import server_context
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid
+from tandem.wire.hosts import listener_on
 
 # Connections the kernel holds while the loop is busy: as many as Linux allows by default. A client that
 # finds no place retries only after a second.
@@ -56,7 +57,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 def _listen_sentence(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is in use: choose another --port, or stop what uses it"
+        by = f" by {holder}" if (holder := listener_on(port)) else ""
+        return f"port {port} on {host} is in use{by}: choose another --port, or stop that process"
     return f"cannot listen on {host} port {port}: {error.strerror or error}"
 
 

@@ -23,6 +23,9 @@ from tandem.wire.channel import Waker
 
 log = logs.get_logger(__name__)
 
+# Of a GPU's memory: left free for activations where other processes took more than their fraction.
+SPARE = 0.05
+
 
 def build_model(
     config: NodeConfig, memory: MakeRegion, waker: Waker, ranks: Ranks | None
@@ -83,6 +86,17 @@ def _num_pages(config: NodeConfig, shape: ModelShape) -> int:
     if settings.device == "cpu":
         return pool_pages(shape, settings.page_size, settings.kv_bytes // settings.tp_size)
     free, total = torch.cuda.mem_get_info(settings.device)
-    budget = int(total * settings.mem_fraction_static) - (total - free)
+    own = torch.cuda.memory_reserved(settings.device)
+    budget = pool_budget(free, total, own, settings.mem_fraction_static)
     # One page is reserved as the scratch page: padding rows of recorded batches write there.
-    return pool_pages(shape, settings.page_size, max(0, budget)) - 1
+    return pool_pages(shape, settings.page_size, budget) - 1
+
+
+def pool_budget(free: int, total: int, own: int, fraction: float) -> int:
+    """Return the bytes for the pool on a GPU that other processes may share, each with its fraction of the memory.
+
+    Args:
+        free: Bytes that no process has.
+        own: Bytes that this process has: weights, and what loading them left in torch's cache.
+    """
+    return max(0, min(int(total * fraction) - own, free - int(total * SPARE)))

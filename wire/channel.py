@@ -35,7 +35,7 @@ from tandem.wire.errors import (
     PeerLost,
 )
 from tandem.wire.handshakes import Handshakes
-from tandem.wire.hosts import is_address
+from tandem.wire.hosts import is_address, listener_on
 from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import Message
 
@@ -185,6 +185,14 @@ def _why(error: zmq.ZMQError) -> str:
     return f"{error.strerror}: {REMEDY}" if is_limit else str(error.strerror)
 
 
+def _taken(address: str, error: zmq.ZMQError) -> str:
+    """Return by which process an address is in use, where that is known."""
+    port = address.rpartition(":")[2]
+    is_tcp = error.errno == errno.EADDRINUSE and port.isdigit()
+    holder = listener_on(int(port)) if is_tcp else ""
+    return f", by {holder}" if holder else ""
+
+
 def configure(
     sock: zmq.Socket[Any], key: ChannelKey | None, heartbeat: Heartbeat, *, is_server: bool
 ) -> None:
@@ -256,7 +264,8 @@ class Inbox(Generic[In]):
                 undo.pop_all()
         except zmq.ZMQError as error:
             raise ConfigInvalid(
-                f"cannot listen on {address}: {_why(error)}; choose another port or address"
+                f"cannot listen on {address}: {_why(error)}{_taken(address, error)}; choose another port or "
+                "address"
             ) from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 

@@ -7,6 +7,9 @@ from urllib.parse import urlsplit
 
 from tandem.wire.errors import ConfigInvalid, PeerLost
 
+# Characters of a command line that an error shows.
+MAX_COMMAND = 80
+
 
 def bare_host(flag: str, text: str) -> str:
     """Return a host without the brackets of an IPv6 one.
@@ -81,3 +84,21 @@ def reason_of(error: OSError) -> str:
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return error.strerror or str(error)
+
+
+def listener_on(port: int) -> str:
+    """Return the process that listens on a TCP port of this machine; empty if this user may not see it."""
+    import psutil  # only after a failure
+
+    try:
+        pids = [
+            each.pid
+            for each in psutil.net_connections("tcp")
+            if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid
+        ]
+        if not pids:
+            return ""
+        first = psutil.Process(min(pids))  # the others are its children, which share its socket
+        return f"process {first.pid} ({' '.join(first.cmdline())[:MAX_COMMAND]})"
+    except (psutil.Error, OSError):
+        return ""

@@ -1,82 +1,39 @@
-"""`tandem up`: runs a whole cluster on this machine, with one log file.
+"""`tandem up`: a whole cluster on this machine. From its flags to the flags of each process."""
 
-Each node is a separate process that runs the command an operator would type. If one exits, all stop: half
-of a local cluster is useless.
-"""
-
-import asyncio
-import contextlib
-import itertools
 import os
 import random
-import re
 import shlex
-import signal
 import socket
 import sys
-import tempfile
-import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Self, TextIO
 
-import aiohttp
-import uvloop
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.text import Text
-
+from tandem.engine.config import EngineConfig
+from tandem.frontend.server import listen
 from tandem.node.config import NodeConfig
 from tandem.node.flags import add_hidden_flags
 from tandem.node.flags import build_parser as build_node_parser
-from tandem.node.machine import DEFAULTS
+from tandem.node.machine import DEFAULTS, is_cpu_build, num_gpus
+from tandem.processes import Member, run, shown_url
 from tandem.router.arguments import build_parser as build_router_parser
 from tandem.router.arguments import parse
 from tandem.router.config import RouterConfig
 from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid
-from tandem.wire.options import add_flags, options_of
+from tandem.wire.options import add_flags, options_of, read_flags
 
-COMMAND = (sys.executable, "-P", "-m", "tandem")
-COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
-STOP_TIMEOUT_S = 10.0
 # Below the kernel's ephemeral ports (from 32768; net.ipv4.ip_local_port_range): no outgoing connection takes a
 # port between the check and a node's start. Drawn at random, so that clusters started together rarely collide.
 PORTS = range(20_000, 32_000)
 ROUTER = "router"
-# Limit of a log line: a longer line would stop the cluster.
-MOST_LINE_BYTES = 1 << 26
-# A log line of no interest while all is well; every other line, such as a traceback, is shown.
-ROUTINE = re.compile(r"\S+ \[(debug|info)\b")
-HEALTH_INTERVAL_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One process of the cluster.
-
-    Attributes:
-        name: The name in the log.
-        argv: The arguments after `tandem`.
-        secrets: Environment variables to add, because `ps` shows arguments but no variables.
-    """
-
-    name: str
-    argv: list[str]
-    secrets: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def port(self) -> str:
-        """The port of a node's HTTP."""
-        return self.argv[self.argv.index("--port") + 1]
-
 
 # Options that this command sets for each process.
 OWN = ("prefills", "bootstrap_ports", "decodes", "routers", "advertise_url", "tokenizer_dir")
 OWN_OF_NODES = ("model", "transfer.bootstrap_port", "engine.num_threads")
-# Flags for router and nodes. Other flags that both have go to the router alone, because clients reach only
-# the router.
+# Flags for router and nodes. Other flags that both have go to the router alone: they are about clients, which reach
+# only the router.
 SHARED = (
     "--drain-timeout-s",
     "--generation-config",
@@ -140,14 +97,70 @@ def _names(config: type) -> set[str]:
     return {name for option in options_of(config) for name in option.flag.names}
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a node runs: flags and environment that put it there."""
+
+    flags: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def places(num_nodes: int, num_gpus: int, tp_size: int, fraction: float) -> list[Place]:
+    """Return a place for each node on this machine's GPUs, one after the other; nodes that share one split its memory.
+
+    Args:
+        fraction: Of a GPU's memory, for all nodes on it together.
+
+    Raises:
+        ConfigInvalid: The GPUs are too few for nodes that take several each.
+    """
+    if not num_gpus:
+        return [Place()] * num_nodes
+    if tp_size > 1:
+        if num_nodes * tp_size > num_gpus:
+            raise ConfigInvalid(
+                f"{num_nodes} nodes with --tp {tp_size} take {num_nodes * tp_size} GPUs and there are {num_gpus}: "
+                "give a smaller --tp, or --device cpu"
+            )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        names = visible if len(visible) >= num_gpus else [str(i) for i in range(num_gpus)]
+        groups = [names[i * tp_size : (i + 1) * tp_size] for i in range(num_nodes)]
+        return [
+            Place(["--device", "cuda"], {"CUDA_VISIBLE_DEVICES": ",".join(group)})
+            for group in groups
+        ]
+    gpus = [i % num_gpus for i in range(num_nodes)]
+    sharing = Counter(gpus)
+    return [
+        Place(
+            ["--device", f"cuda:{gpu}", "--mem-fraction-static", f"{fraction / sharing[gpu]:.3g}"]
+        )
+        for gpu in gpus
+    ]
+
+
+def stated(node: Member) -> str:
+    """Return where a node was placed, in words; empty if it was not."""
+    flags = dict(zip(node.argv, node.argv[1:], strict=False))
+    if "--device" not in flags:
+        return ""
+    gpus = node.environment.get("CUDA_VISIBLE_DEVICES")
+    share = f", with {flags['--mem-fraction-static']} of its memory"
+    return f"{node.name:<11} on " + (f"GPUs {gpus}" if gpus else flags["--device"] + share)
+
+
 def members(
-    parser: Parser, argv: Sequence[str], ports: Sequence[int], num_cores: int
+    parser: Parser, argv: Sequence[str], ports: Sequence[int], num_cores: int, num_gpus: int = 0
 ) -> list[Member]:
-    """Return the processes of a cluster, in the order they start.
+    """Return the processes of a cluster, in the order they start; the last is the router, yet without its URL.
 
     Args:
         argv: The arguments of this command, already validated.
         ports: Free ports: two for each prefill, one for each decode.
+        num_gpus: GPUs for `--device auto`.
+
+    Raises:
+        ConfigInvalid: The GPUs are too few.
     """
     args = parser.parse_args(argv)
     lower, own = parser.flags(argv)
@@ -156,24 +169,33 @@ def members(
     of_nodes, of_router = _forwarded([*shown, *own])
     num_nodes = args.prefills + args.decodes
     threads = args.num_threads or max(1, num_cores // num_nodes)
+    engine = read_flags(EngineConfig, args, prefix="engine.")
+    is_model = vars(args)["simulation.engine"] == "model"
+    # The places stand before the operator's flags, which win.
+    auto_gpus = num_gpus if engine.device == "auto" and is_model else 0
+    on = iter(places(num_nodes, auto_gpus, engine.tp_size, engine.mem_fraction_static))
     common = ["--num-threads", str(threads), "--log-format", "console", *of_nodes]
     if args.model is not None:
         common += ["--model", args.model]
     free, tiers = iter(ports), secrets["--kv-tier"]
-    nodes, prefills, decodes = [], [], []
-    for i in range(args.prefills):
-        port, bootstrap_port = str(next(free)), str(next(free))
-        own_flags = ["prefill", "--port", port, "--bootstrap-port", bootstrap_port]
-        nodes.append(Member(f"prefill-{i}", [*own_flags, *common], tiers))
-        prefills += [f"http://127.0.0.1:{port}", bootstrap_port]
-    for i in range(args.decodes):
-        port = str(next(free))
-        nodes.append(Member(f"decode-{i}", ["decode", "--port", port, *common], tiers))
-        decodes.append(f"http://127.0.0.1:{port}")
+    nodes: list[Member] = []
+
+    def add(role: str, index: int) -> list[str]:
+        """Add a node; return how the router is given it."""
+        port, place = str(next(free)), next(on)
+        url, bootstrap = f"http://127.0.0.1:{port}", [str(next(free))] if role == "prefill" else []
+        own_flags = [role, "--port", port, *(["--bootstrap-port", *bootstrap] if bootstrap else [])]
+        environment = tiers | place.environment
+        argv = [*own_flags, *place.flags, *common]
+        nodes.append(Member(f"{role}-{index}", argv, url, environment))
+        return [url, *bootstrap]
+
+    prefills = [word for index in range(args.prefills) for word in add("prefill", index)]
+    decodes = [word for index in range(args.decodes) for word in add("decode", index)]
     # Before the operator's flags, which win: a first request takes the whole path, however short its prompt is.
     defaults = ["--log-format", "console", "--local-prefill-threshold", "0"]
-    router = ["lb", "--prefill", *prefills, "--decode", *decodes, *defaults]
-    return [*nodes, Member(ROUTER, [*router, *of_router], secrets["--api-key"])]
+    router = ["lb", "--prefill", *prefills, "--decode", *decodes, *defaults, *of_router]
+    return [*nodes, Member(ROUTER, router, environment=secrets["--api-key"])]
 
 
 def _variable(flag: str, lower: Sequence[list[str]]) -> dict[str, str]:
@@ -225,13 +247,15 @@ def main(argv: Sequence[str]) -> int:
     if args.prefills < 1 or args.decodes < 1:
         parser.error("--prefills and --decodes are at least 1")
     ports = free_ports(2 * args.prefills + args.decodes)
-    processes = members(parser, argv, ports, os.cpu_count() or 1)
+    gpus = 0 if is_cpu_build() else num_gpus()
     # Each process has its flags as arguments; inherited variables would also set the router's flags on nodes.
     others = (build_node_parser("tandem up", "prefill", "", 0), build_router_parser())
-    for variable in set().union(*(each.variables() for each in (parser, *others))):
-        os.environ.pop(variable, None)
     try:
-        router = parse(processes[-1].argv[1:])
+        *nodes, last = members(parser, argv, ports, os.cpu_count() or 1, gpus)
+        for variable in set().union(*(each.variables() for each in (parser, *others))):
+            os.environ.pop(variable, None)
+        router = parse(last.argv[1:])
+        listen(router.host, router.port).close()  # before nodes load their model
     except ConfigInvalid as error:
         parser.error(error.message)
     if router.http.tls is not None and router.http.tls.ca_certs:
@@ -239,193 +263,8 @@ def main(argv: Sequence[str]) -> int:
             "--ssl-ca-certs: this command has no certificate with which to ask its own router whether it "
             "serves; start prefill, decode and lb one by one"
         )
-    console, names = Console(highlight=False), [each.name for each in processes]
-    with (
-        contextlib.nullcontext() if args.verbose else log_file() as log,
-        Screen(console, names, log) as screen,
-    ):
-        cluster = Cluster(processes, screen)
-        status: int = uvloop.run(cluster.run(router.host, router.port, router.http.scheme))
-    return status
-
-
-def log_file() -> TextIO:
-    """Open a new file that only this user can read."""
-    fd, path = tempfile.mkstemp(prefix="tandem-up-", suffix=".log")
-    os.close(fd)
-    return open(path, "w", buffering=1, encoding="utf-8")
-
-
-class Screen:
-    """What the terminal shows: with a log file, how each process starts, and later only warnings and errors.
-
-    Args:
-        names: Names of the processes, in the order they start.
-        log: The file that gets every line; None: the terminal gets them.
-    """
-
-    def __init__(self, console: Console, names: Sequence[str], log: TextIO | None) -> None:
-        self.console, self.log = console, log
-        self._width, self._began_s = max(map(len, names)), time.monotonic()
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        is_shown = log is not None and console.is_terminal
-        self._progress = Progress(*columns, console=console, transient=True, disable=not is_shown)
-        self._rows = {
-            name: self._progress.add_task(f"{name:<{self._width}} starts") for name in names
-        }
-        self._colours = dict(zip(names, itertools.cycle(COLOURS), strict=False))
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_raised: object) -> None:
-        self._progress.stop()
-
-    def line(self, name: str, said: Text) -> None:
-        """Take a line that a process wrote."""
-        if self.log is not None:
-            self.log.write(f"{name:<{self._width}} │ {said.plain}\n")
-            if ROUTINE.match(said.plain):
-                return
-        prefix = (f"{name:<{self._width}} │ ", self._colours[name])
-        self.console.print(Text.assemble(prefix, said), soft_wrap=True)
-
-    def ready(self, name: str) -> None:
-        """Show that a process serves."""
-        if self.log is not None:
-            self._progress.remove_task(self._rows[name])
-            took_s = time.monotonic() - self._began_s
-            self.console.print(f"{name:<{self._width}}   ready after {took_s:.1f} s")
-
-    def banner(self, url: str) -> None:
-        """Show what to do with a cluster that serves."""
-        self._progress.stop()
-        log = "" if self.log is None else f"  log: {self.log.name}\n"
-        self.console.print(
-            Text.from_markup(
-                f"\n[bold green]Tandem serves at {url}[/]  (Ctrl-C stops it)\n\n"
-                f"  curl -s {url}/generate -H 'Content-Type: application/json' \\\n"
-                '       -d \'{"text": "The capital of France is", "max_new_tokens": 32}\'\n\n'
-                f"  What it does: {url} in a browser, or tandem top {url}\n"
-                f"  OpenAI clients: base_url={url}/v1   health: {url}/health   "
-                f"metrics: {url}/metrics\n{log}"
-            ),
-            soft_wrap=True,
-        )
-
-
-class Cluster:
-    """The processes of one `tandem up`, from start to stop."""
-
-    def __init__(self, cluster: Sequence[Member], screen: Screen) -> None:
-        self._members = cluster
-        self._screen = screen
-        self._processes: dict[str, asyncio.subprocess.Process] = {}
-        self._stopping = asyncio.Event()
-        self._status = 0
-
-    async def run(self, host: str, port: int, scheme: str) -> int:
-        """Start all processes, announce readiness, wait for a signal or an exit, stop all processes.
-
-        Returns:
-            0 after a signal; else the status of the first process that exited, at least 1.
-        """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signalled)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                watchers = [tasks.create_task(self._member(member)) for member in self._members]
-                ready = tasks.create_task(self._announce(host, port, scheme))
-                stopped = tasks.create_task(self._stopping.wait())
-                await asyncio.wait([*watchers, stopped], return_when=asyncio.FIRST_COMPLETED)
-                ready.cancel()
-                stopped.cancel()
-                await self._stop()
-            return self._status
-        finally:
-            self._kill()
-
-    def _signalled(self) -> None:
-        if self._stopping.is_set():  # a second signal kills
-            self._kill()
-        self._stopping.set()
-
-    async def _member(self, member: Member) -> None:
-        # A separate session: Ctrl-C reaches only the parent, which then stops its children in order.
-        process = await asyncio.create_subprocess_exec(
-            *COMMAND,
-            *member.argv,
-            env=os.environ | member.secrets,
-            limit=MOST_LINE_BYTES,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self._processes[member.name] = process
-        assert process.stdout is not None
-        refusal, says = "", f"tandem {member.argv[0]}: error: "
-        async for line in process.stdout:
-            said = Text.from_ansi(line.decode(errors="replace").rstrip())
-            refusal = said.plain.removeprefix(says) if said.plain.startswith(says) else refusal
-            self._screen.line(member.name, said)
-        status = await process.wait()
-        if not self._stopping.is_set():
-            self._stopping.set()  # only the first exit is reported
-            self._status = max(status, 1)  # negative after a signal
-            reason = refusal or f"ended with status {status}"
-            where = "" if self._screen.log is None else f"; log: {self._screen.log.name}"
-            sys.stderr.write(
-                f"tandem up: error: {member.name}: {reason}; stopping the rest{where}\n"
-            )
-
-    async def _announce(self, host: str, port: int, scheme: str) -> None:
-        shown = "localhost" if host in ("127.0.0.1", "0.0.0.0", "::", "::1") else host
-        url = f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{port}"
-        # The certificate is not verified: it belongs to our own child and names the host that clients use.
-        connector = aiohttp.TCPConnector(ssl=False)
-        async with (
-            aiohttp.ClientSession(connector=connector) as session,
-            asyncio.TaskGroup() as tasks,
-        ):
-            for member in self._members:
-                own = url if member.name == ROUTER else f"http://127.0.0.1:{member.port}"
-                tasks.create_task(self._wait_ready(member.name, session, own))
-        self._screen.banner(url)
-
-    async def _wait_ready(self, name: str, session: aiohttp.ClientSession, url: str) -> None:
-        while not await _is_healthy(session, url):  # noqa: ASYNC110 - another process's state
-            await asyncio.sleep(HEALTH_INTERVAL_S)
-        self._screen.ready(name)
-
-    async def _stop(self) -> None:
-        """Terminate the router, then the nodes, so that no request meets a stopped node; kill them after a timeout."""
-        self._stopping.set()
-        routers = [process for name, process in self._processes.items() if name == ROUTER]
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                for processes in (routers, list(self._processes.values())):
-                    await _ended(processes)
-        except TimeoutError:
-            self._kill()
-
-    def _kill(self) -> None:
-        for process in self._processes.values():
-            if process.returncode is None:
-                process.kill()
-
-
-async def _ended(processes: Sequence[asyncio.subprocess.Process]) -> None:
-    for process in processes:
-        if process.returncode is None:
-            process.terminate()
-    await asyncio.gather(*(process.wait() for process in processes))
-
-
-async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
-    try:
-        async with session.get(f"{url}/health") as response:
-            return response.status == 200
-    except (aiohttp.ClientError, TimeoutError):
-        return False
+    if gpus and vars(args)["engine.device"] == "auto":
+        sys.stdout.writelines(f"{line}\n" for line in map(stated, nodes) if line)
+    drain_s = router.drain_timeout_s + router.shutdown_delay_s
+    url = shown_url(router.http.scheme, router.host, router.port)
+    return run("up", [*nodes, replace(last, url=url)], drain_s, is_verbose=args.verbose)

@@ -1,11 +1,16 @@
+import os
+import socket
 import sys
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
+from tandem.node.flags import build_parser as build_node_parser
+from tandem.processes import Member, Processes, Screen
 from tandem.router.arguments import parse
-from tandem.up import Cluster, Member, Screen, build_parser, free_ports, main, members
+from tandem.up import Place, build_parser, free_ports, main, members, places, stated
+from tandem.wire.errors import ConfigInvalid
 from tests.certificates import make_certificates
 
 
@@ -49,18 +54,18 @@ def test_secrets_that_are_on_no_command_line_are_put_on_none(tmp_path, monkeypat
     path.write_text("kv-tier: ['redis://:s3cret@10.0.0.1/0', host:1GiB]\n")
     monkeypatch.setenv("TANDEM_API_KEY", "s3cret-1 's3cret 2'")
     *nodes, router = cluster("--config", str(path))
-    assert router.secrets == {"TANDEM_API_KEY": "s3cret-1 's3cret 2'"}
+    assert router.environment == {"TANDEM_API_KEY": "s3cret-1 's3cret 2'"}
     for node in nodes:
-        assert node.secrets == {"TANDEM_KV_TIER": "redis://:s3cret@10.0.0.1/0 host:1GiB"}
+        assert node.environment == {"TANDEM_KV_TIER": "redis://:s3cret@10.0.0.1/0 host:1GiB"}
     for member in (*nodes, router):
         assert "s3cret" not in " ".join(member.argv)
 
 
 async def test_a_log_line_of_any_length_does_not_end_the_cluster(capsys, monkeypatch):
     command = (sys.executable, "-c", "import sys; print(sys.argv[1] * 200_000); sys.exit(3)")
-    monkeypatch.setattr("tandem.up.COMMAND", command)
+    monkeypatch.setattr("tandem.processes.COMMAND", command)
     member = Member("long", ["x"])
-    cluster = Cluster([member], Screen(Console(width=80), ["long"], None))
+    cluster = Processes("tandem up", [member], Screen(Console(width=80), ["long"], None), 30.0)
     await cluster._member(member)
     out, err = capsys.readouterr()
     assert out.count("x") == 200_000
@@ -139,3 +144,77 @@ def test_http_that_cannot_work_is_refused_before_anything_starts(tmp_path, capsy
     with pytest.raises(SystemExit, match="2"):
         main([paths.get(text, text) for text in argv])
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+# ── places on GPUs ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_nodes_are_spread_over_gpus_and_those_that_share_one_split_its_memory():
+    assert places(2, 0, 1, 0.85) == [Place()] * 2
+    assert [place.flags for place in places(2, 4, 1, 0.85)] == [
+        ["--device", "cuda:0", "--mem-fraction-static", "0.85"],
+        ["--device", "cuda:1", "--mem-fraction-static", "0.85"],
+    ]
+    assert [place.flags for place in places(3, 2, 1, 0.8)] == [
+        ["--device", "cuda:0", "--mem-fraction-static", "0.4"],
+        ["--device", "cuda:1", "--mem-fraction-static", "0.8"],
+        ["--device", "cuda:0", "--mem-fraction-static", "0.4"],
+    ]
+    *nodes, _ = members(build_parser(), (), list(range(9000, 9100)), 2, num_gpus=1)
+    assert [stated(node) for node in nodes] == [
+        "prefill-0   on cuda:0, with 0.425 of its memory",
+        "decode-0    on cuda:0, with 0.425 of its memory",
+    ]
+
+
+def test_nodes_of_several_gpus_each_see_their_own(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in places(2, 4, 2, 0.85)] == [
+        "0,1",
+        "2,3",
+    ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in places(2, 4, 2, 0.85)] == [
+        "4,5",
+        "6,7",
+    ]
+    with pytest.raises(ConfigInvalid, match="take 4 GPUs and there are 3"):
+        places(2, 3, 2, 0.85)
+
+
+@pytest.mark.parametrize(
+    ("argv", "device"),
+    [
+        ((), "cuda:0"),
+        (("--device", "cpu"), "cpu"),
+        (("--device", "cuda:3"), "cuda:3"),
+        (("--engine", "simulated"), "auto"),
+    ],
+)
+def test_the_operators_device_wins_over_the_place(argv, device):
+    prefill, _, _ = members(build_parser(), argv, list(range(9000, 9100)), 2, num_gpus=2)
+    parser = build_node_parser("tandem", "prefill", "", 0)
+    assert vars(parser.parse_args(prefill.argv[1:]))["engine.device"] == device
+
+
+# ── the end ──────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_the_end_of_a_process_is_reported_with_its_last_line(capsys, monkeypatch):
+    code = "import os, sys; print('RuntimeError: no memory', flush=True); os.kill(os.getpid(), 9)"
+    monkeypatch.setattr("tandem.processes.COMMAND", (sys.executable, "-c", code))
+    member = Member("decode-0", ["x"])
+    screen = Screen(Console(width=80), ["decode-0"], None)
+    await Processes("tandem up", [member], screen, 30.0)._member(member)
+    said = "tandem up: error: decode-0: killed by SIGKILL: RuntimeError: no memory; stopping\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_port_that_is_taken_is_refused_with_its_process_before_anything_starts(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit, match="2"):
+            main(["--port", str(port)])
+    said = capsys.readouterr().err
+    assert f"port {port} on 127.0.0.1 is in use by process {os.getpid()} (" in said
+    assert "choose another --port, or stop that process" in said
