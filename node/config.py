@@ -234,9 +234,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
             "--model",
             "--model-path",
             group="model",
-            metavar="PATH",
-            help="a transformers directory or a GGUF file; without it, the embedded "
-            "SmolLM2-135M-Instruct",
+            metavar="MODEL",
+            help="a transformers directory, a GGUF file, or a name on the Hugging Face Hub: "
+            "org/name[:GGUF][@REVISION]; without it, the embedded SmolLM2-135M-Instruct",
         ),
     ] = None
     served_model_name: Annotated[

@@ -110,8 +110,8 @@ def build_parser() -> Parser:
     add(
         "--model",
         "--model-path",
-        metavar="PATH",
-        help="a transformers directory or a GGUF file; without it, the embedded model",
+        metavar="MODEL",
+        help="a directory, a GGUF file or a name on the Hugging Face Hub; without it, the embedded model",
     )
     add(
         "--num-threads",
