@@ -77,6 +77,7 @@ OWN_OF_NODES = ("model", "transfer.bootstrap_port", "engine.num_threads")
 # Flags for router and nodes. Other flags that both have go to the router alone, because clients reach only
 # the router.
 SHARED = (
+    "--chat-template",
     "--drain-timeout-s",
     "--generation-config",
     "--heartbeat-interval-ms",

@@ -44,6 +44,14 @@ def test_each_flag_goes_to_the_processes_that_it_is_of(tmp_path, monkeypatch):
         assert not any("queued" in word or "admission" in word for word in node.argv)
 
 
+def test_a_chat_template_goes_to_the_router_and_to_the_nodes(tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ messages }}")
+    assert all(
+        f"--chat-template={path}" in each.argv for each in cluster(f"--chat-template={path}")
+    )
+
+
 def test_secrets_that_are_on_no_command_line_are_put_on_none(tmp_path, monkeypatch):
     path = tmp_path / "flags.yaml"
     path.write_text("kv-tier: ['redis://:s3cret@10.0.0.1/0', host:1GiB]\n")
