@@ -198,20 +198,19 @@ def _wanted(model: HubModel, folder: Path, names: Collection[str]) -> list[str]:
         shards = read_object(folder / INDEX).get("weight_map")
         listed = set(shards.values()) if isinstance(shards, dict) else set()
         return sorted(listed & set(names))  # `check_weights` reports what is missing
-    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
-        raise ConfigInvalid(
-            f"{model.repo} has its weights as pickles (.bin, .pt), which may run code and are not downloaded: name a "
-            "repository with safetensors, or download them yourself and give the directory"
-        )
     return [_gguf_file(model, names)]
 
 
 def _gguf_file(model: HubModel, names: Collection[str]) -> str:
     files = sorted(name for name in names if name.endswith(".gguf"))
-    if not files:
+    if not files and any(name.endswith((".bin", ".pt", ".pth")) for name in names):
         raise ConfigInvalid(
-            f"{model.repo} has neither {WEIGHTS}, {INDEX} nor a GGUF file at its top: name another repository"
+            f"{model.repo} has its weights as pickles (.bin, .pt), which may run code and are not downloaded: name a "
+            "repository with safetensors, or download them yourself and give the directory"
         )
+    if not files:
+        wanted = "GGUF file" if model.gguf else f"{WEIGHTS}, {INDEX} or GGUF file"
+        raise ConfigInvalid(f"{model.repo} has no {wanted} at its top: name another repository")
     ending = re.escape(model.gguf.lower().removesuffix(".gguf"))
     fitting = [name for name in files if re.search(rf"(^|[-._]){ending}\.gguf$", name.lower())]
     found = fitting if model.gguf else files
@@ -271,7 +270,8 @@ def reason_of(error: BaseException, model: HubModel) -> str:
     """Return a sentence for operators about an error of the library: what to do."""
     from huggingface_hub import constants, errors
 
-    hub, cache, repo = constants.ENDPOINT, constants.HF_HUB_CACHE, model.repo
+    cache, repo = constants.HF_HUB_CACHE, model.repo
+    hub = re.sub(r"//[^/]*@", "//", constants.ENDPOINT)  # a mirror's password stays out of logs
     lacks = f"the cache {cache} lacks files of {repo}"
     space = f"no space is left in {cache} for {repo}: free some, or set HF_HOME to a directory with more"
     rights = (

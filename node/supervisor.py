@@ -295,7 +295,7 @@ async def serve(
     """
     files = with_chat_template(tokenizer_files(Path(config.engine.model_dir)), config.chat_template)
     tokenizer = Tokenizer.from_files(files) if files else None
-    _warn_of_missing_text(config, tokenizer)
+    _warn_of_missing_text(tokenizer)
     with listen(config.host, config.port) as sock:
         port = sock.getsockname()[1]
         backend = LocalBackend(config, tokenizer, tokenizer_hash(files))
@@ -310,13 +310,13 @@ async def serve(
     return outcome
 
 
-def _warn_of_missing_text(config: NodeConfig, tokenizer: Tokenizer | None) -> None:
+def _warn_of_missing_text(tokenizer: Tokenizer | None) -> None:
     if tokenizer is None:
         log.warning(
             "tokenizer.missing",
             effect="only input_ids can be served, and no text comes out",
-            action=f"put tokenizer.json into {config.engine.model_dir}: save_pretrained of transformers' tokenizers "
-            "writes it",
+            action="give a directory with tokenizer.json, which save_pretrained of transformers' tokenizers writes, as "
+            "--model of the nodes or --tokenizer of the router",
         )
     elif not tokenizer.has_chat_template:
         log.warning(

@@ -31,6 +31,7 @@ The lists hold for transformers {version("transformers")}. They name the `model_
 
 `--model org/name` downloads a model from the [Hugging Face Hub](https://huggingface.co/models). `org/name@REVISION` names a branch, tag or commit;
 `org/name:Q4_K_M` or `org/name:FILE.gguf` names a GGUF file, as in llama.cpp and vLLM. A path that exists wins; `org/name/FILE.gguf` is always a path.
+Clients know the model as `org/name`.
 
 A node fetches config, tokenizer, chat template and safetensors, never pickles. Nodes on one machine share the download, and after an interruption the next
 start keeps complete files. Each node logs the commit. Nodes with different weights do not pair: give `@COMMIT` when a model may change between starts.

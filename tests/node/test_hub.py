@@ -220,10 +220,10 @@ def test_a_name_or_a_revision_that_is_unknown_is_refused_with_what_was_looked_fo
     ("files", "words"),
     [
         (("config.json", "pytorch_model.bin"), "as pickles"),
-        (("config.json", "README.md"), "neither model.safetensors"),
+        (("config.json", "README.md"), "has no model.safetensors"),
         (("config.json", "adapter_config.json", "adapter_model.safetensors"), "a LoRA adapter"),
         (
-            ("a-Q4_K_M.gguf", "a-Q8_0.gguf"),
+            ("training_args.bin", "a-Q4_K_M.gguf", "a-Q8_0.gguf"),
             "such as org/model:a-Q4_K_M.gguf, org/model:a-Q8_0.gguf",
         ),
     ],

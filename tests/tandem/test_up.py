@@ -98,6 +98,19 @@ def test_the_terminal_shows_who_is_ready_and_what_is_wrong_and_the_file_everythi
     assert lines == [f"router   │ {line}" for line in (routine, warning, trace)]
 
 
+def test_a_nodes_row_shows_the_percentage_of_its_download(tmp_path):
+    events = ("model.downloading    model=org/m percent=42 total_mb=7", "model.resolved  commit=5")
+    with (
+        (tmp_path / "log").open("w") as log,
+        Screen(Console(width=80), ["decode-0"], log) as screen,
+    ):
+        shown = []
+        for event in events:
+            screen.line("decode-0", Text(f"10:00:00 [info     ] {event}"))
+            shown.append(screen._progress.tasks[0].description)
+    assert shown == ["decode-0 downloads: 42 %", "decode-0 starts"]
+
+
 def test_a_misspelt_flag_of_a_node_is_answered_before_anything_starts(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--pagesize", "32"])
