@@ -182,13 +182,13 @@ def test_the_cache_serves_without_the_hub(hub, sharded, tmp_path, monkeypatch):
     assert resolve_model("org/model", tmp_path) == path
     said = refusal("org/other", tmp_path)
     assert f"{hub.url} answers with status 503 for org/other" in said
-    monkeypatch.setenv(
-        "HF_ENDPOINT", "http://127.0.0.1:9"
-    )  # the port of discard, which nobody serves
+    # The port of discard, which nobody serves.
+    monkeypatch.setenv("HF_ENDPOINT", "http://me:s3cret@127.0.0.1:9")
     assert resolve_model("org/model", tmp_path) == path
     said = refusal("org/other", tmp_path)
     assert "http://127.0.0.1:9 cannot be reached" in said
     assert "HF_ENDPOINT" in said
+    assert "s3cret" not in said
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert resolve_model("org/model", tmp_path) == path
     said = refusal("org/other", tmp_path)
