@@ -12,10 +12,11 @@ from typing import Any
 
 from tandem.wire.errors import ConfigInvalid
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # In the order in which transformers looks for them. An index lists the files to load.
 _NAMES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
+    WEIGHTS,
+    INDEX,
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )

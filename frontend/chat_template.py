@@ -6,6 +6,7 @@ Renders the model's own Jinja template in a sandbox, with the names and filters 
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -89,6 +90,11 @@ class ChatTemplate:
         # OpenAI's name for system messages since its reasoning models; templates may refuse it.
         self._knows_developer = any("developer" in text for text in sources.values())
 
+    @property
+    def is_missing(self) -> bool:
+        """Whether a chat without tools has no template."""
+        return "default" not in self._templates
+
     def render(
         self,
         messages: Messages,
@@ -121,11 +127,26 @@ class ChatTemplate:
     def _choose(self, *, has_tools: bool) -> jinja2.Template:
         if has_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
-        if "default" not in self._templates:
+        if self.is_missing:
             raise InvalidRequest(
-                "this model has no chat template: use /v1/completions or /generate instead"
+                "this model has no chat template: use /v1/completions or /generate, or start its nodes with "
+                "--chat-template FILE"
             )
         return self._templates["default"]
+
+
+def read_template(path: str) -> str:
+    """Return the template in the file of `--chat-template`; raise `ConfigInvalid` if it holds none."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        ChatTemplate({"default": text}, {})
+    except (OSError, UnicodeDecodeError, ConfigInvalid) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigInvalid(f"--chat-template {path}: {reason}") from error
+    # SGLang also takes JSON files of its own kind, which would become the prompt as they are.
+    if "messages" not in text:
+        raise ConfigInvalid(f"--chat-template {path}: give a Jinja template, which names messages")
+    return text
 
 
 def _without_developer(messages: Messages) -> Messages:

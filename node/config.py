@@ -9,6 +9,7 @@ import msgspec
 from tandem.engine.config import EngineConfig
 from tandem.engine.profile import Profile, Simulation, read_profile
 from tandem.frontend.options import (
+    CHAT_TEMPLATE,
     GENERATION_CONFIG,
     REASONING_PARSER,
     TOOL_CALL_PARSER,
@@ -223,6 +224,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One node: an HTTP process and the engine process under it.
 
     Attributes:
+        chat_template: The template itself; empty: the model's own.
         engine_port: Port of the engine's links to edge workers, which read it from `/server_info`.
         default_sampling: Defaults of sampling parameters that a request omits.
     """
@@ -234,9 +236,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
             "--model",
             "--model-path",
             group="model",
-            metavar="PATH",
-            help="a transformers directory or a GGUF file; without it, the embedded "
-            "SmolLM2-135M-Instruct",
+            metavar="MODEL",
+            help="a transformers directory, a GGUF file, or a name on the Hugging Face Hub: "
+            "org/name[:GGUF][@REVISION]; without it, the embedded SmolLM2-135M-Instruct",
         ),
     ] = None
     served_model_name: Annotated[
@@ -302,6 +304,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
             help="/generate streams new text instead of all text so far",
         ),
     ] = False
+    chat_template: Annotated[str, CHAT_TEMPLATE] = ""
     tool_call_parser: Annotated[str, TOOL_CALL_PARSER] = ""
     reasoning_parser: Annotated[str, REASONING_PARSER] = ""
     generation_config: Annotated[Literal["auto", "none"], GENERATION_CONFIG] = "auto"

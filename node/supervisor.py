@@ -29,7 +29,12 @@ from tandem.frontend.middleware import json_response
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.reply_parser import reply_formats
 from tandem.frontend.server import listen, serving
-from tandem.frontend.tokenizer import Tokenizer, tokenizer_files, tokenizer_hash
+from tandem.frontend.tokenizer import (
+    Tokenizer,
+    tokenizer_files,
+    tokenizer_hash,
+    with_chat_template,
+)
 from tandem.node.announce import LEAVE_TIMEOUT_S, Announcer, warn_of_loopback
 from tandem.node.config import MAX_DRAIN_S, NodeConfig, NodeRole
 from tandem.node.engine_process import EngineProcess, Ready, keep_linked
@@ -288,12 +293,9 @@ async def serve(
     Return 0 after a signal, or 1 if the engine died or a second signal forced the end. Raise the error of an
     engine that could not start. The operators' routes require `operator_key`.
     """
-    files = tokenizer_files(Path(config.engine.model_dir))
-    if not files:
-        log.warning(
-            "tokenizer.missing", effect="only input_ids can be served, and no text comes out"
-        )
+    files = with_chat_template(tokenizer_files(Path(config.engine.model_dir)), config.chat_template)
     tokenizer = Tokenizer.from_files(files) if files else None
+    _warn_of_missing_text(tokenizer)
     with listen(config.host, config.port) as sock:
         port = sock.getsockname()[1]
         backend = LocalBackend(config, tokenizer, tokenizer_hash(files))
@@ -306,6 +308,22 @@ async def serve(
     if isinstance(outcome, TandemError):
         raise outcome
     return outcome
+
+
+def _warn_of_missing_text(tokenizer: Tokenizer | None) -> None:
+    if tokenizer is None:
+        log.warning(
+            "tokenizer.missing",
+            effect="only input_ids can be served, and no text comes out",
+            action="give a directory with tokenizer.json, which save_pretrained of transformers' tokenizers writes, as "
+            "--model of the nodes or --tokenizer of the router",
+        )
+    elif not tokenizer.has_chat_template:
+        log.warning(
+            "chat_template.missing",
+            effect="chats are rejected with 400",
+            action="give --chat-template FILE to this node and its peers, or to the router",
+        )
 
 
 def _options(config: NodeConfig, files: Mapping[str, str], operator_key: str) -> FrontendOptions:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
 
 from tandem.frontend.options import (
+    CHAT_TEMPLATE,
     GENERATION_CONFIG,
     REASONING_PARSER,
     TOOL_CALL_PARSER,
@@ -444,6 +445,7 @@ class RouterConfig:
             help="directory of the tokenizer (default: the nodes' tokenizer)",
         ),
     ] = ""
+    chat_template: Annotated[str, CHAT_TEMPLATE] = ""
     tool_call_parser: Annotated[str, TOOL_CALL_PARSER] = ""
     reasoning_parser: Annotated[str, REASONING_PARSER] = ""
     generation_config: Annotated[Literal["auto", "none"], GENERATION_CONFIG] = "auto"

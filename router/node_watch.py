@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from tandem.frontend.engine_client import EngineClient
-from tandem.frontend.tokenizer import Tokenizer, tokenizer_hash
+from tandem.frontend.tokenizer import Tokenizer, tokenizer_hash, with_chat_template
 from tandem.router.config import RouterConfig
 from tandem.router.node import Node, NodeUnusable
 from tandem.telemetry.log import get_logger
@@ -64,7 +64,10 @@ class Watcher:
     def __init__(self, config: RouterConfig, came_up: Callable[[], None]) -> None:
         secret, directory = config.cluster_secret, config.tokenizer_dir
         self._key = ChannelKey.from_secret(secret) if secret else None
-        self._given_tokenizer = Tokenizer.load(Path(directory)) if directory else None
+        self._chat_template = config.chat_template
+        self._given_tokenizer = (
+            Tokenizer.load(Path(directory), config.chat_template) if directory else None
+        )
         self._heartbeat, self._came_up = config.heartbeat, came_up
         # By their hash. Nodes hold them: one that no node has any more is let go.
         self._tokenizers = WeakValueDictionary[str, Tokenizer]()
@@ -170,7 +173,7 @@ class Watcher:
         async with self._fetching:  # all nodes of a model have the same one: fetch it once
             tokenizer = self.tokenizer(name)
             if tokenizer is None and name:
-                tokenizer = await fetch_tokenizer(session, node.url, name)
+                tokenizer = await fetch_tokenizer(session, node.url, name, self._chat_template)
                 self._tokenizers[name] = tokenizer
             node.tokenizer = tokenizer
 
@@ -214,15 +217,20 @@ class _TokenizerFiles(msgspec.Struct, frozen=True):
 
 
 async def fetch_tokenizer(
-    session: aiohttp.ClientSession, url: str, expected_hash: str
+    session: aiohttp.ClientSession, url: str, expected_hash: str, chat_template: str
 ) -> Tokenizer:
-    """Fetch a node's tokenizer and load it. Raises `NodeUnusable`."""
+    """Fetch a node's tokenizer and load it, with another chat template unless it is empty.
+
+    Raises:
+        NodeUnusable: The node does not answer, or its tokenizer cannot be used.
+    """
     body = await _get(session, f"{url}/tokenizer", TOKENIZER_TIMEOUT_S, TOKENIZER_LIMIT_BYTES)
     try:
         files = msgspec.json.decode(body, type=_TokenizerFiles).files
         if tokenizer_hash(files) != expected_hash:
             raise NodeUnusable("/tokenizer gives other files than the node announced")
         # Reading a large vocabulary takes a second: streams go on meanwhile.
+        files = with_chat_template(files, chat_template)
         return await asyncio.to_thread(Tokenizer.from_files, files)
     except (*UNREADABLE, ConfigInvalid) as error:
         raise NodeUnusable(f"its tokenizer cannot be used: {error}") from error

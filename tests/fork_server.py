@@ -406,10 +406,11 @@ def _run(argv: Sequence[str]) -> int:
 
 def _is_ours(argv: Sequence[Any]) -> bool:
     words = [os.fsdecode(word) for word in argv[:4]]
-    # Not forked: a conversion runs once, and needs modules of transformers that the server has not imported.
-    is_conversion = words[3:] == ["tandem.node.checkpoint"]
+    # Not forked: a conversion runs once, and needs modules of transformers that the server has not imported. A
+    # download's library reads the environment when it is imported.
+    is_fresh = words[3:] in (["tandem.node.checkpoint"], ["tandem.node.hub"])
     is_module = words[:3] == [sys.executable, "-P", "-m"] and words[3].startswith("tandem")
-    return is_module and not is_conversion
+    return is_module and not is_fresh
 
 
 def _fork_exec(

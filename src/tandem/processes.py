@@ -34,6 +34,8 @@ STOP_GRACE_S = 10.0
 MOST_LINE_BYTES = 1 << 26
 # A log line of no interest while all is well; every other line, such as a traceback, is shown.
 ROUTINE = re.compile(r"\S+ \[(debug|info)\b")
+# A node's log line about its download, with the percentage until that ends.
+DOWNLOAD = re.compile(r"model\.(?:downloading .* percent=(\d+)|resolved)")
 HEALTH_INTERVAL_S = 0.1
 
 
@@ -115,6 +117,10 @@ class Screen:
         if self.log is not None:
             self.log.write(f"{name:<{self._width}} │ {said.plain}\n")
             if ROUTINE.match(said.plain):
+                if (found := DOWNLOAD.search(said.plain)) is not None:
+                    does = f"downloads: {found[1]} %" if found[1] else "starts"
+                    row = self._rows[name]
+                    self._progress.update(row, description=f"{name:<{self._width}} {does}")
                 return
         prefix = (f"{name:<{self._width}} │ ", self._colours[name])
         self.console.print(Text.assemble(prefix, said), soft_wrap=True)

@@ -35,6 +35,7 @@ OWN_OF_NODES = ("model", "transfer.bootstrap_port", "engine.num_threads")
 # Flags for router and nodes. Other flags that both have go to the router alone: they are about clients, which reach
 # only the router.
 SHARED = (
+    "--chat-template",
     "--drain-timeout-s",
     "--generation-config",
     "--heartbeat-interval-ms",
@@ -69,8 +70,8 @@ def build_parser() -> Parser:
     add(
         "--model",
         "--model-path",
-        metavar="PATH",
-        help="a transformers directory or a GGUF file; without it, the embedded model",
+        metavar="MODEL",
+        help="a directory, a GGUF file or a name on the Hugging Face Hub; without it, the embedded model",
     )
     add(
         "--num-threads",

@@ -27,6 +27,22 @@ with its own weights, a large one as a copy with few layers and random weights. 
 The lists hold for transformers {version("transformers")}. They name the `model_type` in `config.json`, and in brackets further tested configurations. A
 `model_type` in neither list is checked at the start like all others.
 
+## By name
+
+`--model org/name` downloads a model from the [Hugging Face Hub](https://huggingface.co/models). `org/name@REVISION` names a branch, tag or commit;
+`org/name:Q4_K_M` or `org/name:FILE.gguf` names a GGUF file, as in llama.cpp and vLLM. A path that exists wins; `org/name/FILE.gguf` is always a path.
+Clients know the model as `org/name`.
+
+A node fetches config, tokenizer, chat template and safetensors, never pickles. Nodes on one machine share the download, and after an interruption the next
+start keeps complete files. Each node logs the commit. Nodes with different weights do not pair: give `@COMMIT` when a model may change between starts.
+
+| variable | meaning |
+| --- | --- |
+| `HF_TOKEN` | token for gated and private models |
+| `HF_HOME` | directory of the cache and its `token` file |
+| `HF_ENDPOINT` | URL of a mirror |
+| `HF_HUB_OFFLINE=1` | use only the cache |
+
 ## Served
 
 Tests compare tokens and log-probabilities of each architecture with transformers' `generate`: a tiny random model, {NUM_NEW} tokens after prompts of

@@ -176,7 +176,7 @@ def test_a_decode_node_under_sglangs_protocol_answers_with_every_token(cluster):
 @pytest.mark.parametrize("command", ["prefill", "decode", "serve"])
 def test_a_model_that_is_not_there_is_refused_with_what_to_give(command):
     said = refused(command, "--model", "/no/such/model", is_fresh=command == "serve")
-    assert "models are not downloaded" in said
+    assert "a name on the Hugging Face Hub" in said
 
 
 def broken(path: Path, fault: str) -> str:

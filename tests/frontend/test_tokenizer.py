@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.frontend.chat_template import read_template
 from tandem.frontend.tokenizer import Tokenizer, tokenizer_files, tokenizer_hash
 from tandem.wire.errors import ConfigInvalid, InvalidRequest
 
@@ -126,8 +127,32 @@ def test_an_error_in_a_template_is_the_clients(tokenizer, template):
 
 
 def test_a_model_without_template_says_what_to_use_instead(tokenizer):
-    with pytest.raises(InvalidRequest, match="/v1/completions"):
-        with_config(tokenizer).render_chat(CHAT)
+    without = with_config(tokenizer)
+    with pytest.raises(InvalidRequest, match=r"/v1/completions.*--chat-template FILE"):
+        without.render_chat(CHAT)
+    assert (tokenizer.has_chat_template, without.has_chat_template) == (True, False)
+
+
+def test_a_given_template_replaces_the_models_own(tokenizer_dir):
+    given = Tokenizer.load(tokenizer_dir, "{{ messages | length }} messages")
+    assert given.render_chat(CHAT) == f"{len(CHAT)} messages"
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (None, "No such file"),
+        (b"{% for %}{{ messages }}", "is not valid Jinja"),
+        (b'{"name": "llama", "system": ""}', "give a Jinja template"),
+        (b"", "give a Jinja template"),
+        (b"\xff{{ messages }}", "utf-8"),
+    ],
+)
+def test_a_file_that_is_no_template_is_refused_by_its_name(tmp_path, data, reason):
+    if data is not None:
+        (tmp_path / "chat.jinja").write_bytes(data)
+    with pytest.raises(ConfigInvalid, match=f"--chat-template {tmp_path}/chat.jinja.*{reason}"):
+        read_template(str(tmp_path / "chat.jinja"))
 
 
 def test_the_hash_tells_apart_where_one_file_ends_and_the_next_begins():

@@ -143,8 +143,8 @@ def test_an_index_that_is_none_is_refused(model_dir, index):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("missing", "models are not downloaded"),
-        ("an-owner/a-repository", "models are not downloaded"),
+        ("missing", "a name on the Hugging Face Hub"),
+        ("an-owner/a-repository", "a name on the Hugging Face Hub"),
         ("empty", "config.json"),
         ("model.bin", ".gguf"),
     ],

@@ -42,6 +42,12 @@ def test_the_flags_of_sglangs_disaggregation_are_understood():
     assert meaningless == ["--disaggregation-ib-device", "--enable-metrics"]
 
 
+def test_a_chat_template_is_read_with_the_flags(tmp_path):
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    config, _ = read("--chat-template", str(tmp_path / "chat.jinja"))
+    assert config.chat_template == "{{ messages }}"
+
+
 def test_a_node_on_a_gpu_takes_transports_that_reach_its_memory():
     config, _ = read("--device", "cuda:0")
     assert config.engine.device == "cuda:0"

@@ -219,6 +219,15 @@ async def test_a_tokenizer_is_fetched_once_for_all_nodes_that_have_it():
         assert sum(node.num_tokenizer_fetches for node in prefills + decodes) == 1
 
 
+async def test_the_routers_chat_template_replaces_that_of_the_nodes():
+    files = {**tokenizer_files(), "chat_template.jinja": "of the node"}
+    model = model_info(tokenizer_hash=tokenizer_hash(files))
+    nodes = [FakeNode(role, tokenizer_files=files, model=model) for role in ("prefill", "decode")]
+    template = "{{ messages | length }}"
+    async with cluster(prefills=nodes[:1], decodes=nodes[1:], chat_template=template) as setup:
+        assert setup.backend.model().tokenizer.render_chat([{}, {}]) == "2"
+
+
 @pytest.mark.parametrize("taken", ["auto", "none"])
 async def test_sampling_defaults_are_those_of_the_nodes_unless_the_router_takes_none(taken):
     told = SamplingDefaults(temperature=0.25, top_k=7)

@@ -49,6 +49,14 @@ def test_each_flag_goes_to_the_processes_that_it_is_of(tmp_path, monkeypatch):
         assert not any("queued" in word or "admission" in word for word in node.argv)
 
 
+def test_a_chat_template_goes_to_the_router_and_to_the_nodes(tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ messages }}")
+    assert all(
+        f"--chat-template={path}" in each.argv for each in cluster(f"--chat-template={path}")
+    )
+
+
 def test_secrets_that_are_on_no_command_line_are_put_on_none(tmp_path, monkeypatch):
     path = tmp_path / "flags.yaml"
     path.write_text("kv-tier: ['redis://:s3cret@10.0.0.1/0', host:1GiB]\n")
@@ -93,6 +101,19 @@ def test_the_terminal_shows_who_is_ready_and_what_is_wrong_and_the_file_everythi
     assert f"log: {log.name}" in "".join(out.split("\n")[-3:])
     lines = (tmp_path / "log").read_text().splitlines()
     assert lines == [f"router   │ {line}" for line in (routine, warning, trace)]
+
+
+def test_a_nodes_row_shows_the_percentage_of_its_download(tmp_path):
+    events = ("model.downloading    model=org/m percent=42 total_mb=7", "model.resolved  commit=5")
+    with (
+        (tmp_path / "log").open("w") as log,
+        Screen(Console(width=80), ["decode-0"], log) as screen,
+    ):
+        shown = []
+        for event in events:
+            screen.line("decode-0", Text(f"10:00:00 [info     ] {event}"))
+            shown.append(screen._progress.tasks[0].description)
+    assert shown == ["decode-0 downloads: 42 %", "decode-0 starts"]
 
 
 def test_a_misspelt_flag_of_a_node_is_answered_before_anything_starts(capsys):

@@ -65,7 +65,7 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "--model",
             metavar="PATH|NAME",
-            help="model of cards: a directory with config.json, or a known name",
+            help="model of cards: a directory with config.json, a name on the Hugging Face Hub, or a known name",
         ),
     ] = ""
     costs: Annotated[

@@ -2,15 +2,20 @@
 
 For a directory the sizes come from the engine's own `model_needs`. So a token's KV is the KV that a node would
 store, including compressed latents, layers of different sizes and layers that share KV. Reading a directory
-imports torch, but loads no weights.
+imports torch, but loads no weights. A name on the Hugging Face Hub is downloaded without them.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tandem.engine.config import EngineConfig
 from tandem.engine.shape import ITEM_BYTES
+from tandem.engine.weight_files import INDEX, read_object, weight_files
+from tandem.node.checkpoint import model_name
+from tandem.node.hub import download, hub_model
 from tandem.wire.errors import ConfigInvalid
 
 # All have bfloat16, 8 KV heads of dimension 128, gated feed-forward layers and untied embeddings. Columns:
@@ -51,7 +56,7 @@ def read_model(model: str, tp: int) -> ModelFacts:
     """Return the facts of a model that `tp` devices share.
 
     Args:
-        model: A name in `KNOWN`, or a directory with config.json.
+        model: A name in `KNOWN`, a directory with config.json, or a name on the hub.
 
     Raises:
         ConfigInvalid: The model is unknown or cannot be estimated, or `tp` devices cannot share it.
@@ -60,16 +65,20 @@ def read_model(model: str, tp: int) -> ModelFacts:
         if tp < 1 or _KV_HEADS % tp:
             raise ConfigInvalid(f"{tp} devices cannot share {_KV_HEADS} KV heads evenly")
         return _of_table(model)
-    folder = Path(model).expanduser()
+    if (named := hub_model(model)) is not None:
+        folder = download(msgspec.structs.replace(named, has_weights=False))
+    else:
+        folder = Path(model).expanduser()
     if not (folder / "config.json").is_file():
         raise ConfigInvalid(
-            f"--model {model}: give a directory with config.json, or one of {', '.join(KNOWN)}"
+            f"--model {model}: give a directory with config.json, a name on the Hugging Face Hub (org/name), or one of "
+            f"{', '.join(KNOWN)}"
         )
     from tandem.engine.checkpoint import in_one_sentence  # imports torch, which takes seconds
 
     # A config may lack a size that only an estimate requires.
     with in_one_sentence(f"cannot estimate the model in {folder}"):
-        return _of_directory(folder, tp)
+        return _of_directory(model_name(model), folder, tp)
 
 
 def _of_table(name: str) -> ModelFacts:
@@ -90,11 +99,10 @@ def _of_table(name: str) -> ModelFacts:
     )
 
 
-def _of_directory(folder: Path, tp: int) -> ModelFacts:
+def _of_directory(name: str, folder: Path, tp: int) -> ModelFacts:
     from tandem.engine.attention import text_config_of
     from tandem.engine.checkpoint import read_config
     from tandem.engine.model import model_needs
-    from tandem.engine.weight_files import weight_files
 
     # Assume random weights: the directory may have no weights, and packed ones hide the number of parameters.
     config = EngineConfig(model_dir=str(folder), load_format="dummy", tp_size=tp)
@@ -106,17 +114,25 @@ def _of_directory(folder: Path, tp: int) -> ModelFacts:
     item_bytes, embedding = ITEM_BYTES[shape.dtype], text.vocab_size * text.hidden_size
     num_params = needs.weight_bytes / item_bytes - (not text.tie_word_embeddings) * embedding
     return ModelFacts(
-        name=folder.resolve().name,
+        name=name,
         num_layers=shape.num_layers,
         hidden=text.hidden_size,
         context_length=shape.context_length,
-        weight_bytes=sum(f.stat().st_size for f in weight_files(folder)) or needs.weight_bytes,
+        weight_bytes=_stored_bytes(folder) or needs.weight_bytes,
         item_bytes=item_bytes,
         layer_params=num_params - embedding - _idle_expert_params(text),
         head_params=embedding,
         kv_bytes=tp * shape.kv_bytes_per_token,
         pair_flops=2 * text.num_attention_heads * sum(key_and_value),
     )
+
+
+def _stored_bytes(folder: Path) -> int:
+    """Return the bytes of a directory's weights, which may be absent although an index lists them; 0: unknown."""
+    if (folder / INDEX).is_file():
+        metadata = read_object(folder / INDEX).get("metadata") or {}
+        return int(metadata.get("total_size", 0))
+    return sum(file.stat().st_size for file in weight_files(folder))
 
 
 def _idle_expert_params(text: Any) -> int:

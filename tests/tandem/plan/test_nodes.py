@@ -118,7 +118,7 @@ def test_an_estimate_follows_from_the_figures_of_the_card():
         ("h100-tp1", "llama-70b", "no room for KV on 1 x H100"),
         ("h100-tp3", "llama-70b", "cannot share 8 KV heads"),
         ("h100-tp0", "llama-70b", "cannot share 8 KV heads"),
-        ("h100", "/nowhere", "directory with config.json, or one of llama-8b"),
+        ("h100", "/nowhere", "a name on the Hugging Face Hub .* one of llama-8b"),
         ("h100", "", "give --model"),
         ("b200", "llama-70b", "neither a file nor a card"),
         ("/nowhere.json", "", "neither a file nor a card"),
