@@ -23,6 +23,7 @@ from tandem.frontend.middleware import (
 from tandem.frontend.openai_body import ChatBody, CompletionBody
 from tandem.frontend.openapi import DOCUMENT, Route, document, show_document, show_page
 from tandem.frontend.options import FrontendOptions
+from tandem.frontend.request_ids import answer_id
 from tandem.frontend.sampling import CompletionSampling, NativeSampling, OpenAISampling
 from tandem.frontend.tracing import Tracing, tracing_to
 from tandem.wire.keys import reader_key
@@ -49,7 +50,7 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
         app.cleanup_ctx.append(tracing.running)
     app[EDGE] = edge = Edge(backend, options)
     app.cleanup_ctx.append(edge.running)
-    app.on_response_prepare.append(close_when_leaving)
+    app.on_response_prepare.extend([close_when_leaving, answer_id])
     if options.http.cors_origins:
         app.on_response_prepare.append(tell_origin(options.http.cors_origins))
     table = route_table(options)

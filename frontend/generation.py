@@ -186,13 +186,3 @@ def generations_of(
             rules = asked.sampling.text_rules
             generations.append(Generation(request, rules, model.tokenizer, half))
     return generations
-
-
-def part_id(request_id: str, index: int) -> RequestId:
-    """Return the id of one generation of a request that has several."""
-    return RequestId(f"{request_id}_{index}")
-
-
-def is_part(part: str, request_id: str) -> bool:
-    """Return whether `part_id` made `part` of this id."""
-    return part.startswith(f"{request_id}_") and part[len(request_id) + 1 :].isdigit()

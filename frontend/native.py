@@ -31,13 +31,13 @@ from tandem.frontend.generation import (
     Texts,
     Wanted,
     generations_of,
-    part_id,
     prompt_ids,
     read_prompts,
 )
 from tandem.frontend.grammars import NativeGrammar, native_grammar
 from tandem.frontend.logprobs import MAX_TOP_LOGPROBS, NativeLogprobs
 from tandem.frontend.options import FrontendOptions
+from tandem.frontend.request_ids import MAX_ID_CHARS, NAMES, GivenId, ids_of
 from tandem.frontend.sampling import (
     MAX_STOP_PATTERNS,
     NativeSampling,
@@ -49,9 +49,7 @@ from tandem.frontend.transcript import Ending, Piece, failed
 from tandem.wire.errors import ErrorInfo, InvalidRequest
 from tandem.wire.generation import LogprobsWanted, RequestId, new_request_id
 
-_MAX_ID_CHARS = 256
-_RID_SENTENCE = f"must be a string of 1 to {_MAX_ID_CHARS} characters, or one for each prompt"
-_RID = Annotated[str, Field(min_length=1, max_length=_MAX_ID_CHARS)]
+_RID_SENTENCE = f"must be a string of 1 to {MAX_ID_CHARS} characters, or one for each prompt"
 _PARAMETERS = NativeSampling.names() | NativeGrammar.names()
 # SGLang has it for tokenizers that are not those of the `tokenizers` library.
 _WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens"})
@@ -65,7 +63,10 @@ class GenerateBody(GenerationBody):
     text: Texts | None = None
     input_ids: Ids | None = None
     sampling_params: PerPrompt[dict[str, Any]] | None = None
-    rid: Annotated[_RID | Many[_RID], worded(_RID_SENTENCE)] | None = None
+    rid: Annotated[
+        Annotated[GivenId | Many[GivenId], worded(_RID_SENTENCE)] | None,
+        Field(validation_alias=NAMES),
+    ] = None
     return_logprob: PerPrompt[bool] = False
     logprob_start_len: PerPrompt[Annotated[int, Field(ge=-1)]] = -1
     top_logprobs_num: PerPrompt[Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]] = 0
@@ -186,11 +187,7 @@ def _request_ids(rid: str | list[str] | None, count: int, n: int) -> list[Reques
     names = rid if isinstance(rid, list) else [rid]
     if len(names) not in {1, count}:
         raise InvalidRequest(f"rid: {_RID_SENTENCE}")
-    per_name = count * n // len(names)
-    if per_name == 1:
-        ids = [RequestId(name) for name in names]
-    else:
-        ids = [part_id(name, index) for name in names for index in range(per_name)]
+    ids = [id_ for name in names for id_ in ids_of(name, count * n // len(names))]
     if len(set(ids)) < len(ids):
         raise InvalidRequest("rid: must be different for each prompt")
     return ids

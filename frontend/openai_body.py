@@ -23,7 +23,6 @@ from tandem.frontend.generation import (
     Prompts,
     Wanted,
     generations_of,
-    part_id,
     prompt_ids,
     read_prompts,
     require_tokenizer,
@@ -32,6 +31,7 @@ from tandem.frontend.grammars import openai_grammar
 from tandem.frontend.logprobs import MAX_TOP_LOGPROBS
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.reply_parser import ReplyFormats
+from tandem.frontend.request_ids import NAMES, GivenId, ids_of
 from tandem.frontend.sampling import (
     CompletionSampling,
     OpenAISampling,
@@ -59,6 +59,7 @@ class OpenAIBody(GenerationBody):
     """What both routes share, without sampling parameters."""
 
     model: str | None = None
+    rid: Annotated[GivenId | None, Field(validation_alias=NAMES)] = None
     stream_options: StreamOptions = StreamOptions()
 
 
@@ -271,8 +272,8 @@ def _call(
 ) -> OpenAICall:
     is_chat = isinstance(body, ChatBody)
     ids = prompt_ids(model, prompts, body.add_special_tokens)
-    call_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{new_request_id()}"
-    names = [part_id(call_id, index) for index in range(sampling.n * len(ids))]
+    call_id = body.rid or f"{'chatcmpl' if is_chat else 'cmpl'}-{new_request_id()}"
+    names = ids_of(call_id, sampling.n * len(ids))
     wanted = [Wanted(sampling, grammar, body.wanted())] * len(ids)
     generations = generations_of(model, body, prompts, ids, wanted=wanted, names=names)
     return OpenAICall(
