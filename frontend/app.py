@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from tandem.frontend import answers, native, openai, routes
+from tandem.frontend import answers, loads, native, openai, routes
 from tandem.frontend.answering import note_caller
 from tandem.frontend.backend import Backend
 from tandem.frontend.edge import EDGE, Edge, close_when_leaving
@@ -115,9 +115,12 @@ def route_table(options: FrontendOptions) -> list[Route]:
         Route("get", "/get_model_info", routes.model_info),
         Route("get", "/server_info", routes.server_info),
         Route("get", "/get_server_info", routes.server_info),
+        Route("get", "/get_load", loads.get_load),
+        Route("get", "/v1/loads", loads.v1_loads),
         Route("get", "/metrics", routes.metrics, media="text/plain"),
         Route("get", "/openapi.json", show_document),
         Route("get", "/docs", show_page, media="text/html"),
+        Route("get", "/flush_cache", routes.flush_cache),
         Route("post", "/flush_cache", routes.flush_cache),
         Route("post", "/abort_request", routes.abort_request, bodies=(routes.AbortBody,)),
     ]

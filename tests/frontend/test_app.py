@@ -3,6 +3,7 @@ import dataclasses
 import json
 
 import pytest
+from yarl import URL
 
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.frontend.tokenizer import tokenizer_files, tokenizer_hash
@@ -97,11 +98,19 @@ async def test_the_model_is_described(client):
     assert [(card["id"], card["max_model_len"]) for card in listed["data"]] == [("smol", 8192)]
     assert (await get(client, "/v1/models/smol"))[0] == 200
     assert (await get(client, "/v1/models/other"))[0] == 404
+    assert (await get(client, "/v1/models/a/b"))[0] == 404
     for path in ("/model_info", "/get_model_info"):
         _, info = await get(client, path)
         assert (info["model_path"], info["is_generation"]) == ("smol", True)
     for path in ("/server_info", "/get_server_info"):
         assert await get(client, path) == (200, {"internal_states": [{}], "role": "fake"})
+
+
+@pytest.mark.parametrize("path", ["/v1/models/meta/llama:8b", "/v1/models/meta%2Fllama%3A8b"])
+async def test_a_model_whose_name_has_slashes_is_described(client, backend, path):
+    backend.served = dataclasses.replace(backend.served, name="meta/llama:8b")
+    status, card = await get(client, URL(path, encoded=True))
+    assert (status, card["id"]) == (200, "meta/llama:8b")
 
 
 async def test_a_model_not_known_yet_is_answered_with_503(client, backend):
@@ -127,7 +136,8 @@ async def test_metrics_join_the_backends_and_the_edges(client):
 
 async def test_the_cache_is_flushed(client, backend):
     assert (await post(client, "/flush_cache", None))[0] == 200
-    assert backend.num_flushes == 1
+    assert (await get(client, "/flush_cache"))[0] == 200
+    assert backend.num_flushes == 2
 
 
 async def test_an_unknown_route_is_answered_with_the_routes_there_are(client):
