@@ -70,6 +70,22 @@ class Usage(Struct, frozen=True):
     prompt_tokens_details: dict[str, int]
 
 
+class Tokenized(Struct, frozen=True):
+    """The token ids of a text, or lists of these; their strings as the vocabulary has them."""
+
+    tokens: Sequence[int | list[int]]
+    count: int | list[int]
+    max_model_len: int
+    token_strs: Sequence[str | list[str]] | None
+
+
+class Detokenized(Struct, frozen=True):
+    """The text of token ids as vLLM names it, with special tokens, and as SGLang does, without."""
+
+    prompt: str | list[str]
+    text: str | list[str]
+
+
 class CompletionChoice(Struct, frozen=True):
     """A choice of `/v1/completions`, or what is new of it."""
 

@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from tandem.frontend import answers, loads, native, openai, routes
+from tandem.frontend import answers, loads, native, openai, routes, tokenizing
 from tandem.frontend.answering import note_caller
 from tandem.frontend.backend import Backend
 from tandem.frontend.edge import EDGE, Edge, close_when_leaving
@@ -87,6 +87,8 @@ def route_table(options: FrontendOptions) -> list[Route]:
         (native.GenerateBody, NativeSampling, NativeGrammar),
         answers.Generated,
     )
+    tokenize = (tokenizing.to_ids, answers.Tokenized, (tokenizing.TokenizeBody,))
+    detokenize = (tokenizing.to_text, answers.Detokenized, (tokenizing.DetokenizeBody,))
     table = [
         Route("post", "/generate", *generate),
         Route("put", "/generate", *generate),
@@ -106,6 +108,8 @@ def route_table(options: FrontendOptions) -> list[Route]:
             (ChatBody, OpenAISampling, OpenAIGrammar),
             answers.ChatCompletionChunk,
         ),
+        *(Route("post", f"{base}/tokenize", *tokenize) for base in ("", "/v1")),
+        *(Route("post", f"{base}/detokenize", *detokenize) for base in ("", "/v1")),
         Route("get", "/v1/models", routes.models),
         Route("get", "/v1/models/{name:.+}", routes.one_model),
         Route("get", "/health", routes.health, unavailable=True),

@@ -199,15 +199,10 @@ def read_completion(
 
 def read_chat(model: ServedModel, options: FrontendOptions, data: dict[str, Any]) -> OpenAICall:
     """Check a body of `/v1/chat/completions`."""
-    body = _read_body(ChatBody, model, data, UNSUPPORTED_IN_CHATS)
+    body = read_chat_body(model, data)
     sampling = read_sampling(OpenAISampling, data, model)
-    choice = read_choice(body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls)
-    text = require_tokenizer(model).render_chat(
-        [message.for_template() for message in body.messages],
-        choice.tools or None,
-        body.add_generation_prompt,
-        body.for_template(),
-    )
+    choice = _choice(body)
+    text = chat_text(model, body, choice)
     asked = openai_grammar(data)
     if asked is not None and choice.grammar is not None:
         raise InvalidRequest("tool_choice: a call cannot be forced beside another grammar")
@@ -220,6 +215,25 @@ def read_chat(model: ServedModel, options: FrontendOptions, data: dict[str, Any]
     call = _call(model, body, sampling, prompts, grammar=asked or choice.grammar)
     call.make_reply = make_reply
     return call
+
+
+def read_chat_body(model: ServedModel, data: dict[str, Any]) -> ChatBody:
+    """Check the fields of a chat."""
+    return _read_body(ChatBody, model, data, UNSUPPORTED_IN_CHATS)
+
+
+def chat_text(model: ServedModel, body: ChatBody, choice: ToolChoice | None = None) -> str:
+    """Return the prompt of a chat, as its template makes it."""
+    return require_tokenizer(model).render_chat(
+        [message.for_template() for message in body.messages],
+        (choice or _choice(body)).tools or None,
+        body.add_generation_prompt,
+        body.for_template(),
+    )
+
+
+def _choice(body: ChatBody) -> ToolChoice:
+    return read_choice(body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls)
 
 
 def _make_reply(
@@ -250,9 +264,14 @@ def _read_body(
     if data.get("best_of") not in (None, 1 if n is None else n):
         raise InvalidRequest("best_of: not supported unless it equals n")
     body = validate(kind, data)
-    if body.model not in (None, ANY_MODEL, model.name):
-        raise ModelNotFound(body.model, model.name)
+    require_model(body.model, model)
     return body
+
+
+def require_model(asked: str | None, model: ServedModel) -> None:
+    """Reject the name of another model."""
+    if asked not in (None, ANY_MODEL, model.name):
+        raise ModelNotFound(asked, model.name)
 
 
 def _texts(model: ServedModel, prompts: Prompts) -> Sequence[str]:
