@@ -14,6 +14,8 @@ from tandem.frontend.timings import Report
 Triple = list[float | int | str | None]
 FinishReason = Literal["stop", "length", "tool_calls", "abort"] | None
 Timings = Report | list[Report] | UnsetType
+# Where the client asked for them, as vLLM sends them.
+TokenIds = Sequence[int] | UnsetType
 
 
 class ErrorDetail(Struct, frozen=True):
@@ -93,6 +95,8 @@ class CompletionChoice(Struct, frozen=True):
     text: str
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason
+    token_ids: TokenIds = UNSET
+    prompt_token_ids: TokenIds = UNSET
 
 
 class ChatChoice(Struct, frozen=True):
@@ -102,6 +106,7 @@ class ChatChoice(Struct, frozen=True):
     message: dict[str, Any]
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason
+    token_ids: TokenIds = UNSET
 
 
 class ChatDelta(Struct, frozen=True):
@@ -111,6 +116,7 @@ class ChatDelta(Struct, frozen=True):
     delta: dict[str, Any]
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason
+    token_ids: TokenIds = UNSET
 
 
 class _Head(Struct, kw_only=True):
@@ -133,6 +139,7 @@ class ChatCompletion(_Head, kw_only=True):
 
     choices: Sequence[ChatChoice]
     usage: Usage
+    prompt_token_ids: TokenIds = UNSET
     timings: Timings = UNSET
 
 
@@ -149,6 +156,7 @@ class ChatCompletionChunk(_Head, kw_only=True):
     """One event of `/v1/chat/completions`."""
 
     choices: Sequence[ChatDelta] = ()
+    prompt_token_ids: TokenIds = UNSET
     usage: Usage | Raw | UnsetType | None = UNSET
     error: ErrorDetail | UnsetType = UNSET
     timings: Timings = UNSET

@@ -108,8 +108,7 @@ _TOLD = (
     *("audio", "logprob_token_ids", "prompt_logprobs", "token_ids_logprob", "return_entropy"),
     *("return_flat_raw_top_logprobs", "return_hidden_states", "return_indexer_topk"),
     *("return_meta_info", "return_prompt_text", "return_prompt_token_ids"),
-    *("return_routed_experts", "return_sampling_mask", "return_token_ids"),
-    "return_tokens_as_token_ids",
+    *("return_routed_experts", "return_sampling_mask"),
 )
 # Each with the value by which it asks for nothing, beside null, false and empty.
 UNSUPPORTED: Mapping[str, object] = dict.fromkeys((*_PROMPT, *_CHOICE, *_TOLD)) | {

@@ -82,10 +82,16 @@ class CompletionLogprobs:
 
     The chosen token is among its `top_logprobs`. These are keyed by text: of two tokens with the same
     text the likelier counts. Offsets are in the text of all tokens, special ones included.
+
+    Args:
+        has_ids_as_tokens: Name each token `token_id:ID` instead of by its text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, num_top: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, num_top: int, *, has_ids_as_tokens: bool = False
+    ) -> None:
         self._tokenizer, self._num_top = tokenizer, num_top
+        self._names = None if has_ids_as_tokens else tokenizer
         # The offset of a token inside a character is that of the character.
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._offset = 0
@@ -96,7 +102,7 @@ class CompletionLogprobs:
             name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         }
         for token_id, entry in _entries(runs):
-            made["tokens"].append(_text(self._tokenizer, token_id))
+            made["tokens"].append(_text(self._names, token_id))
             made["token_logprobs"].append(_finite(entry.logprob))
             made["top_logprobs"].append(self._top(token_id, entry))
             made["text_offset"].append(self._offset)
@@ -108,15 +114,18 @@ class CompletionLogprobs:
             return None
         top: dict[str, float] = {}
         for id_, logprob in (*entry.top[: self._num_top], (token_id, entry.logprob)):
-            top.setdefault(_text(self._tokenizer, id_), max(logprob, _IMPOSSIBLE))
+            top.setdefault(_text(self._names, id_), max(logprob, _IMPOSSIBLE))
         return top
 
 
 class ChatLogprobs:
-    """Writes the `logprobs` of a choice of `/v1/chat/completions`, piece by piece."""
+    """Writes the `logprobs` of a choice of `/v1/chat/completions`; as `CompletionLogprobs`."""
 
-    def __init__(self, tokenizer: Tokenizer | None, num_top: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, num_top: int, *, has_ids_as_tokens: bool = False
+    ) -> None:
         self._tokenizer, self._num_top = tokenizer, num_top
+        self._names = None if has_ids_as_tokens else tokenizer
 
     def write(self, *runs: Run) -> dict[str, Any]:
         """Return `logprobs` for the next tokens of the choice."""
@@ -130,7 +139,7 @@ class ChatLogprobs:
 
     def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         return {
-            "token": _text(self._tokenizer, token_id),
+            "token": _text(self._names, token_id),
             "logprob": _finite(logprob),
             "bytes": list(_bytes(self._tokenizer, token_id)),
         }

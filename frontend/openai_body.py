@@ -60,6 +60,8 @@ class OpenAIBody(GenerationBody):
 
     model: str | None = None
     rid: Annotated[GivenId | None, Field(validation_alias=NAMES)] = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     stream_options: StreamOptions = StreamOptions()
 
 
@@ -168,6 +170,8 @@ class OpenAICall:
         generations: Those of the first prompt, then the next. The position is the choice's index.
         num_prompt_tokens: Of all prompts. One with several choices counts once.
         echoes: Text to put before each choice's own.
+        has_token_ids: Whether choices have their token ids, and the prompt's.
+        has_ids_as_tokens: Whether log-probabilities name tokens by their ids.
         make_reply: Makes the reader of one choice's text. None: all of it is content.
     """
 
@@ -179,6 +183,8 @@ class OpenAICall:
     echoes: list[str]
     is_stream: bool
     usage: StreamOptions
+    has_token_ids: bool
+    has_ids_as_tokens: bool
     make_reply: Callable[[], Reply] | None = None
 
 
@@ -304,4 +310,6 @@ def _call(
         echoes=[""] * len(generations),
         is_stream=body.stream,
         usage=body.stream_options,
+        has_token_ids=body.return_token_ids,
+        has_ids_as_tokens=body.return_tokens_as_token_ids,
     )

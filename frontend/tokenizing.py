@@ -73,7 +73,7 @@ def _tokenized(model: ServedModel, data: dict[str, Any]) -> Tokenized:
         found = tokenize(model, read_prompts(body.prompt).texts, body.add_special_tokens)
     strings: list[list[str]] | None = None
     if body.return_token_strs:
-        strings = [list(map(tokenizer.backend.id_to_token, ids)) for ids in found]
+        strings = [[tokenizer.backend.id_to_token(id_) or "" for id_ in ids] for ids in found]
     if isinstance(body.prompt, list):
         return Tokenized(found, list(map(len, found)), model.context_length, strings)
     return Tokenized(found[0], len(found[0]), model.context_length, strings and strings[0])
