@@ -119,6 +119,46 @@ class ChatDelta(Struct, frozen=True):
     token_ids: TokenIds = UNSET
 
 
+class InferenceChoice(Struct, frozen=True):
+    """A choice of `/inference/v1/generate`, or what is new of it.
+
+    Attributes:
+        stop_reason: The stop string or token of the request that ended it.
+    """
+
+    index: int
+    token_ids: list[int]
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    text: str | UnsetType = UNSET
+
+
+class Inference(Struct, kw_only=True):
+    """A whole answer of `/inference/v1/generate`."""
+
+    request_id: str
+    created: int
+    model: str
+    output_mode: str
+    choices: Sequence[InferenceChoice]
+    usage: Usage
+    prompt_token_ids: TokenIds = UNSET
+    timings: Timings = UNSET
+
+
+class InferenceChunk(Struct, kw_only=True):
+    """One event of `/inference/v1/generate`."""
+
+    request_id: str
+    output_mode: str
+    choices: Sequence[InferenceChoice] = ()
+    usage: Usage | UnsetType = UNSET
+    prompt_token_ids: TokenIds = UNSET
+    error: ErrorDetail | UnsetType = UNSET
+    timings: Timings = UNSET
+
+
 class _Head(Struct, kw_only=True):
     id: str
     object: str

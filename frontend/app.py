@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from tandem.frontend import answers, loads, native, openai, routes, tokenizing
+from tandem.frontend import answers, inference, loads, native, openai, routes, tokenizing
 from tandem.frontend.answering import note_caller
 from tandem.frontend.backend import Backend
 from tandem.frontend.edge import EDGE, Edge, close_when_leaving
@@ -107,6 +107,14 @@ def route_table(options: FrontendOptions) -> list[Route]:
             answers.ChatCompletion,
             (ChatBody, OpenAISampling, OpenAIGrammar),
             answers.ChatCompletionChunk,
+        ),
+        Route(
+            "post",
+            "/inference/v1/generate",
+            inference.generate,
+            answers.Inference,
+            (inference.InferenceBody,),
+            answers.InferenceChunk,
         ),
         *(Route("post", f"{base}/tokenize", *tokenize) for base in ("", "/v1")),
         *(Route("post", f"{base}/detokenize", *detokenize) for base in ("", "/v1")),

@@ -4,7 +4,7 @@ Whatever reads a body in this room raises `InvalidRequest`, whose sentence names
 the bodies of both APIs share. Their own fields are in `frontend/native.py` and `frontend/openai_body.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import pydantic_core
@@ -64,6 +64,9 @@ MAX_FIELDS = 1000
 # Lists, objects and fields together, counted before parsing: 30 MiB of `[]` would take seconds and a
 # GB. Brackets and colons within texts count too: no context holds a text with so many.
 MAX_PARTS = 500_000
+
+# Characters of an unknown name that an error repeats.
+_MAX_NAME_CHARS = 64
 
 # Pydantic's error types in the words of the API.
 _SENTENCES = {
@@ -267,6 +270,15 @@ def refuse_unsupported(
         is_unsupported = name in UNSUPPORTED or name in also
         if is_unsupported and value != UNSUPPORTED.get(name) and asks(value):
             raise InvalidRequest(f"{prefix}{name}: not supported here; leave it out")
+
+
+def refuse_unknown(params: Mapping[str, object], known: Set[str]) -> None:
+    """Reject a name in `sampling_params` that is no sampling parameter: most are misspelt."""
+    for name, value in params.items():
+        if value is not None and name not in known and name not in UNSUPPORTED:
+            raise InvalidRequest(
+                f"sampling_params.{name[:_MAX_NAME_CHARS]}: is no sampling parameter"
+            )
 
 
 def asks(value: object) -> bool:

@@ -4,6 +4,7 @@
  /generate              lists of [logprob, token id, text or null]
  /v1/completions        {tokens, token_logprobs, top_logprobs, text_offset}
  /v1/chat/completions   {content: [{token, logprob, bytes, top_logprobs}]}
+ /inference/v1/generate {content: [{token_id, logprob, rank, top_logprobs}]}
 ```
 """
 
@@ -143,6 +144,31 @@ class ChatLogprobs:
             "logprob": _finite(logprob),
             "bytes": list(_bytes(self._tokenizer, token_id)),
         }
+
+
+class IdLogprobs:
+    """Writes the `logprobs` of a choice of `/inference/v1/generate`, piece by piece.
+
+    The chosen token comes first among its `top_logprobs`, which are at least one. Its rank is known
+    where it is one of the likeliest.
+    """
+
+    def __init__(self, num_top: int) -> None:
+        self._num_top = num_top
+
+    def write(self, *runs: Run) -> dict[str, Any]:
+        """Return `logprobs` for the next tokens of the choice."""
+        return {"content": [self._token(*entry) for entry in _entries(runs)]}
+
+    def _token(self, token_id: int, entry: TokenLogprobs) -> dict[str, Any]:
+        top = [
+            {"token_id": id_, "logprob": _finite(logprob), "rank": rank}
+            for rank, (id_, logprob) in enumerate(entry.top, start=1)
+        ]
+        chosen = {"token_id": token_id, "logprob": _finite(entry.logprob), "rank": None}
+        chosen = next((each for each in top if each["token_id"] == token_id), chosen)
+        others = [each for each in top if each is not chosen]
+        return chosen | {"top_logprobs": [chosen, *others][: max(1, self._num_top)]}
 
 
 def _entries(runs: Sequence[Run]) -> Iterator[tuple[int, TokenLogprobs]]:

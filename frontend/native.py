@@ -16,10 +16,10 @@ from tandem.frontend import answering
 from tandem.frontend.answers import MetaInfo
 from tandem.frontend.backend import ServedModel
 from tandem.frontend.body import (
-    UNSUPPORTED,
     GenerationBody,
     Many,
     PerPrompt,
+    refuse_unknown,
     refuse_unsupported,
     validate,
     worded,
@@ -50,11 +50,8 @@ from tandem.wire.errors import ErrorInfo, InvalidRequest
 from tandem.wire.generation import LogprobsWanted, RequestId, new_request_id
 
 _RID_SENTENCE = f"must be a string of 1 to {MAX_ID_CHARS} characters, or one for each prompt"
-_PARAMETERS = NativeSampling.names() | NativeGrammar.names()
-# SGLang has it for tokenizers that are not those of the `tokenizers` library.
-_WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens"})
-# Characters of an unknown name that an error repeats.
-_MAX_NAME_CHARS = 64
+# SGLang has the last for tokenizers that are not those of the `tokenizers` library.
+_PARAMETERS = NativeSampling.names() | NativeGrammar.names() | {"spaces_between_special_tokens"}
 
 
 class GenerateBody(GenerationBody):
@@ -155,17 +152,8 @@ def _sampling_fields(
         )
     for part in parts:
         refuse_unsupported(part, "sampling_params.")
-        _check_names(part)
+        refuse_unknown(part, _PARAMETERS)
     return [data | part for part in parts], "sampling_params" if given else ""
-
-
-def _check_names(params: dict[str, Any]) -> None:
-    """Reject a name that is no sampling parameter, as SGLang does: most are misspelt."""
-    for name, value in params.items():
-        if value is None or name in _PARAMETERS or name in _WITHOUT_EFFECT or name in UNSUPPORTED:
-            continue
-        shown = name[:_MAX_NAME_CHARS]
-        raise InvalidRequest(f"sampling_params.{shown}: is no sampling parameter")
 
 
 def _check_counts(samplings: list[NativeSampling]) -> None:

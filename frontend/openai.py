@@ -21,6 +21,7 @@ from tandem.frontend.answers import (
     TokenIds,
     Usage,
 )
+from tandem.frontend.generation import Generation
 from tandem.frontend.logprobs import ChatLogprobs, CompletionLogprobs
 from tandem.frontend.middleware import error_body
 from tandem.frontend.openai_body import OpenAICall, read_chat, read_completion
@@ -69,11 +70,11 @@ def _prompt_ids(call: OpenAICall, index: int = 0) -> TokenIds:
     return _ids(call, call.generations[index].request.prompt_ids)
 
 
-def _timings(call: OpenAICall) -> Timings:
+def timings_of(generations: Sequence[Generation]) -> Timings:
     """Return the report of the one choice, or of each, if the client asked for it."""
-    if not call.generations[0].timings.is_wanted:
+    if not generations[0].timings.is_wanted:
         return msgspec.UNSET
-    reports = [generation.report() for generation in call.generations]
+    reports = [generation.report() for generation in generations]
     return reports if len(reports) > 1 else reports[0]
 
 
@@ -125,7 +126,7 @@ class OpenAIWriter:
                 **self._head,
                 choices=[_choice(self._call, index, piece) for index, piece in enumerate(pieces)],
                 usage=self._usage(sum(len(piece.token_ids) for piece in pieces), num_cached),
-                timings=_timings(self._call),
+                timings=timings_of(self._call.generations),
                 **extra,
             )
         )
@@ -165,7 +166,7 @@ class OpenAIWriter:
         found = b""
         if self._call.usage.include_usage:
             found = event(self._chunk(**self._head, usage=self.usage()))
-        if (timings := _timings(self._call)) is not msgspec.UNSET:
+        if (timings := timings_of(self._call.generations)) is not msgspec.UNSET:
             found += event(self._chunk(**self._head, timings=timings))
         return found
 

@@ -192,7 +192,7 @@ def read_completion(
     model: ServedModel, _options: FrontendOptions, data: dict[str, Any]
 ) -> OpenAICall:
     """Check a body of `/v1/completions`."""
-    body = _read_body(CompletionBody, model, data)
+    body = read_body(CompletionBody, model, data)
     sampling = read_sampling(CompletionSampling, data, model)
     if not body.echo:
         require_tokens(sampling, "max_tokens")
@@ -225,7 +225,7 @@ def read_chat(model: ServedModel, options: FrontendOptions, data: dict[str, Any]
 
 def read_chat_body(model: ServedModel, data: dict[str, Any]) -> ChatBody:
     """Check the fields of a chat."""
-    return _read_body(ChatBody, model, data, UNSUPPORTED_IN_CHATS)
+    return read_body(ChatBody, model, data, UNSUPPORTED_IN_CHATS)
 
 
 def chat_text(model: ServedModel, body: ChatBody, choice: ToolChoice | None = None) -> str:
@@ -259,12 +259,13 @@ def _make_reply(
     )
 
 
-def _read_body(
+def read_body(
     kind: type[OpenAIBodyT],
     model: ServedModel,
     data: dict[str, Any],
     also_unsupported: frozenset[str] = frozenset(),
 ) -> OpenAIBodyT:
+    """Check the fields of a body, and that it is for this model."""
     refuse_unsupported(data, also=also_unsupported)
     n = data.get("n")
     if data.get("best_of") not in (None, 1 if n is None else n):
