@@ -94,22 +94,30 @@ _SENTENCES = {
 
 # Fields of SGLang, vLLM and OpenAI that would change the answer and are not supported here. A request that
 # sets one is rejected: otherwise its answer would be wrong, and nobody would notice. Fields that cannot change
-# the answer, such as `user`, are ignored like unknown ones.
+# the answer, such as `user`, are ignored. So are names that none of them has: clients send extras.
 _PROMPT = (
     *("audio_data", "image_data", "video_data", "input_embeds", "positional_embed_overrides"),
-    *("prompt_embeds", "multi_item_delimiter_indices", "truncate_prompt_tokens", "suffix"),
+    *(
+        "prompt_embeds",
+        "token_indices_to_pool",
+        "multi_item_delimiter_indices",
+        "truncate_prompt_tokens",
+        "suffix",
+    ),
     *("chat_template", "continue_final_message", "documents", "functions", "session_params"),
     *("reasoning", "task", "web_search_options", "lora_id", "lora_path"),
 )
 _CHOICE = (
     *("allowed_token_ids", "bad_words", "custom_logit_processor", "custom_params"),
-    *("logits_processors", "watermarking", "vllm_xargs", "structural_tag"),
+    *("logits_processors", "watermark", "watermarking", "vllm_xargs", "structural_tag"),
     *("guided_whitespace_pattern", "moderation", "use_beam_search", "max_thinking_tokens"),
     "repetition_detection",
 )
 _TOLD = (
     *("audio", "logprob_token_ids", "prompt_logprobs", "token_ids_logprob", "return_entropy"),
-    *("return_flat_raw_top_logprobs", "return_hidden_states", "return_indexer_topk"),
+    *("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs"),
+    *("return_hidden_states", "return_indexer_topk", "return_input_ids_in_sglext"),
+    *("return_output_ids_in_sglext", "return_spec_tokens_details", "sampling_logprobs_mode"),
     *("return_meta_info", "return_prompt_text", "return_prompt_token_ids"),
     *("return_routed_experts", "return_sampling_mask"),
 )
@@ -119,8 +127,9 @@ UNSUPPORTED: Mapping[str, object] = dict.fromkeys((*_PROMPT, *_CHOICE, *_TOLD)) 
     "modalities": ["text"],
     "thinking_token_budget": -1,
 }
-# Supported on other routes.
-UNSUPPORTED_IN_CHATS = frozenset({"echo", "input_ids"})
+# On one route each. Some are supported on others.
+UNSUPPORTED_IN_CHATS = frozenset({"echo", "input_ids", "thinking"})
+UNSUPPORTED_IN_INFERENCE = frozenset({"features", "content_parts"})
 
 # Higher ones leave the queue first. Nodes compare 32 bits.
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]

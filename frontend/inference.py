@@ -17,7 +17,12 @@ from pydantic import Field
 from tandem.frontend import answering
 from tandem.frontend.answers import Inference, InferenceChoice, InferenceChunk, TokenIds, Usage
 from tandem.frontend.backend import ServedModel
-from tandem.frontend.body import Many, refuse_unknown, refuse_unsupported
+from tandem.frontend.body import (
+    UNSUPPORTED_IN_INFERENCE,
+    Many,
+    refuse_unknown,
+    refuse_unsupported,
+)
 from tandem.frontend.generation import (
     Generation,
     Prompts,
@@ -39,8 +44,6 @@ from tandem.frontend.transcript import Ending, Piece, failed
 from tandem.wire.errors import ErrorInfo, InvalidRequest
 from tandem.wire.generation import LogprobsWanted, new_request_id
 
-# Beside those that all routes refuse: images, and text around them.
-_UNSUPPORTED = frozenset({"features", "content_parts"})
 # vLLM's own among the sampling parameters, which its clients may send and which cannot change the answer.
 _WITHOUT_EFFECT = frozenset(
     {
@@ -77,17 +80,17 @@ class InferenceCall:
     is_stream: bool
 
 
-_PARAMETERS = InferenceSampling.names() | OpenAIGrammar.names() | _WITHOUT_EFFECT
+PARAMETERS = InferenceSampling.names() | OpenAIGrammar.names() | _WITHOUT_EFFECT
 
 
 def read_inference(
     model: ServedModel, _options: FrontendOptions, data: dict[str, Any]
 ) -> InferenceCall:
     """Check a body of `/inference/v1/generate`."""
-    body = read_body(InferenceBody, model, data, _UNSUPPORTED)
+    body = read_body(InferenceBody, model, data, UNSUPPORTED_IN_INFERENCE)
     params = body.sampling_params
     refuse_unsupported(params, "sampling_params.")
-    refuse_unknown(params, _PARAMETERS)
+    refuse_unknown(params, PARAMETERS)
     sampling = read_sampling(InferenceSampling, params, model, "sampling_params")
     grammar = openai_grammar(params)
     if grammar is not None and body.reasoning_ended is False:

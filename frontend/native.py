@@ -51,7 +51,7 @@ from tandem.wire.generation import LogprobsWanted, RequestId, new_request_id
 
 _RID_SENTENCE = f"must be a string of 1 to {MAX_ID_CHARS} characters, or one for each prompt"
 # SGLang has the last for tokenizers that are not those of the `tokenizers` library.
-_PARAMETERS = NativeSampling.names() | NativeGrammar.names() | {"spaces_between_special_tokens"}
+PARAMETERS = NativeSampling.names() | NativeGrammar.names() | {"spaces_between_special_tokens"}
 
 
 class GenerateBody(GenerationBody):
@@ -152,7 +152,7 @@ def _sampling_fields(
         )
     for part in parts:
         refuse_unsupported(part, "sampling_params.")
-        refuse_unknown(part, _PARAMETERS)
+        refuse_unknown(part, PARAMETERS)
     return [data | part for part in parts], "sampling_params" if given else ""
 
 

@@ -27,7 +27,7 @@ from tandem.frontend.middleware import error_body
 from tandem.frontend.openai_body import OpenAICall, read_chat, read_completion
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.sse import EventStream, encode, event
-from tandem.frontend.tool_calls import Reply, message
+from tandem.frontend.tool_calls import Part, Reply, message
 from tandem.frontend.transcript import Ending, Piece
 from tandem.wire.errors import ErrorInfo
 
@@ -57,8 +57,13 @@ def _choice(call: OpenAICall, index: int, answer: Piece) -> CompletionChoice | C
     if call.make_reply is None:
         return ChatChoice(index, {"role": "assistant", "content": text}, logprobs, reason, ids)
     reply = call.make_reply()
-    parts = [*reply.push(text), *reply.finish()]
+    parts = _shown(call, [*reply.push(text), *reply.finish()])
     return ChatChoice(index, message(parts), logprobs, _reason(answer.ending, reply), ids)
+
+
+def _shown(call: OpenAICall, parts: Sequence[Part]) -> list[Part]:
+    """Return the parts of a reply that the client wants to see."""
+    return [part for part in parts if call.has_reasoning or part.kind != "reasoning_content"]
 
 
 def _ids(call: OpenAICall, ids: Sequence[int]) -> TokenIds:
@@ -267,7 +272,7 @@ class _Choice:
             parts = self._reply.push(piece.text)
             if piece.ending is not None:
                 parts = [*parts, *self._reply.finish()]
-            yield from (self._delta(part.delta()) for part in parts)
+            yield from (self._delta(part.delta()) for part in _shown(self._call, parts))
             # They belong to tokens: text that a reader holds back has none of its own.
             yield from self._texts("", logprobs, None, piece.token_ids)
             reason = _reason(piece.ending, self._reply)

@@ -141,6 +141,7 @@ class ChatBody(OpenAIBody):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     separate_reasoning: bool = True
+    include_reasoning: bool = True
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
@@ -172,6 +173,7 @@ class OpenAICall:
         echoes: Text to put before each choice's own.
         has_token_ids: Whether choices have their token ids, and the prompt's.
         has_ids_as_tokens: Whether log-probabilities name tokens by their ids.
+        has_reasoning: Whether the answer has what the model thought, where that is told apart.
         make_reply: Makes the reader of one choice's text. None: all of it is content.
     """
 
@@ -185,6 +187,7 @@ class OpenAICall:
     usage: StreamOptions
     has_token_ids: bool
     has_ids_as_tokens: bool
+    has_reasoning: bool = True
     make_reply: Callable[[], Reply] | None = None
 
 
@@ -219,7 +222,7 @@ def read_chat(model: ServedModel, options: FrontendOptions, data: dict[str, Any]
         sampling = sampling.model_copy(update={"skip_special_tokens": False})
     prompts = Prompts(is_batch=False, texts=[text])
     call = _call(model, body, sampling, prompts, grammar=asked or choice.grammar)
-    call.make_reply = make_reply
+    call.make_reply, call.has_reasoning = make_reply, body.include_reasoning
     return call
 
 
