@@ -113,7 +113,7 @@ def read_inference(
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    """Answer `/inference/v1/generate`."""
+    """Answer `/inference/v1/generate`, whose `sampling_params` are those of chats."""
     return await answering.answer(request, read_inference, InferenceWriter)
 
 
