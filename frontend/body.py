@@ -97,15 +97,9 @@ _SENTENCES = {
 # the answer, such as `user`, are ignored. So are names that none of them has: clients send extras.
 _PROMPT = (
     *("audio_data", "image_data", "video_data", "input_embeds", "positional_embed_overrides"),
-    *(
-        "prompt_embeds",
-        "token_indices_to_pool",
-        "multi_item_delimiter_indices",
-        "truncate_prompt_tokens",
-        "suffix",
-    ),
+    *("prompt_embeds", "multi_item_delimiter_indices", "truncate_prompt_tokens", "suffix"),
     *("chat_template", "continue_final_message", "documents", "functions", "session_params"),
-    *("reasoning", "task", "web_search_options", "lora_id", "lora_path"),
+    *("reasoning", "task", "web_search_options", "lora_id", "lora_path", "token_indices_to_pool"),
 )
 _CHOICE = (
     *("allowed_token_ids", "bad_words", "custom_logit_processor", "custom_params"),

@@ -3,6 +3,7 @@
 The ids of messages are those that a chat of them would have as its prompt.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from aiohttp import web
@@ -20,8 +21,8 @@ from tandem.frontend.generation import (
     require_tokenizer,
     tokenize,
 )
-from tandem.frontend.middleware import json_response
 from tandem.frontend.openai_body import chat_text, read_chat_body, require_model
+from tandem.frontend.sse import encode
 from tandem.wire.errors import InvalidRequest
 
 
@@ -44,20 +45,23 @@ class DetokenizeBody(Body):
 
 async def to_ids(request: web.Request) -> web.Response:
     """Return the token ids of a prompt, of each of several, or of a chat."""
-    edge = request.app[EDGE]
-    model = edge.backend.model()
-    return json_response(
-        await edge.read(await request.read(), lambda data: _tokenized(model, data))
-    )
+    return await _converted(request, _tokenized)
 
 
 async def to_text(request: web.Request) -> web.Response:
     """Return the text of token ids: `prompt` with special tokens, `text` without them."""
+    return await _converted(request, _detokenized)
+
+
+async def _converted(
+    request: web.Request,
+    convert: Callable[[ServedModel, dict[str, Any]], Tokenized | Detokenized],
+) -> web.Response:
     edge = request.app[EDGE]
     model = edge.backend.model()
-    return json_response(
-        await edge.read(await request.read(), lambda data: _detokenized(model, data))
-    )
+    # Encoded where it is read: a large answer takes as long as a large body.
+    answer = await edge.read(await request.read(), lambda data: encode(convert(model, data)))
+    return web.Response(body=answer, content_type="application/json")
 
 
 def _tokenized(model: ServedModel, data: dict[str, Any]) -> Tokenized:

@@ -7,7 +7,7 @@ import pytest
 
 from tandem.wire.errors import EngineFailed
 from tests.frontend.fakes import length, say, stop
-from tests.frontend.helpers import each, post, stream
+from tests.frontend.helpers import each, events, post, stream
 
 PATH = "/inference/v1/generate"
 EOS = 2
@@ -157,6 +157,15 @@ async def test_an_error_in_a_stream_is_its_last_event(client, backend):
     *_, last = await stream(client, PATH, body())
     assert last["choices"][0]["finish_reason"] == "abort"
     assert last["error"]["code"] == "engine_failed"
+
+
+async def test_it_tells_where_its_time_went(client, ids):
+    headers = {"X-Tandem-Timings": "1"}
+    _, answer = await post(client, PATH, body() | {"rid": "mine"}, headers=headers)
+    assert answer["timings"]["request_id"] == "mine"
+    async with client.post(PATH, json=body() | {"stream": True}, headers=headers) as response:
+        *_, last = await events(response)
+    assert last["timings"]["num_output_tokens"] == len(ids)
 
 
 async def test_it_ends_by_its_id(client, backend):
