@@ -28,6 +28,7 @@ from tandem.frontend.generation import Generation
 from tandem.frontend.keys import key_of
 from tandem.frontend.middleware import public_info
 from tandem.frontend.options import FrontendOptions
+from tandem.frontend.request_ids import note_ids, with_id
 from tandem.frontend.sse import EventStream
 from tandem.frontend.tracing import TRACE
 from tandem.frontend.transcript import Piece, Sink, joined
@@ -185,10 +186,11 @@ async def answer(
     model, options = edge.backend.model(), edge.options
 
     def read_both(data: dict[str, Any]) -> tuple[CallT, str]:
-        return read(model, options, data), session_of(request.headers, data)
+        return read(model, options, with_id(request, data)), session_of(request.headers, data)
 
     call, session = await edge.read(await request.read(), read_both)
     call.generations = asked_by(request, call.generations, session)
+    note_ids(request, [generation.request.request_id for generation in call.generations])
     writer = writer_of(call, options)
     if not call.is_stream:
         body = writer.whole(await _whole(request, call.generations))

@@ -14,6 +14,8 @@ from tandem.frontend.timings import Report
 Triple = list[float | int | str | None]
 FinishReason = Literal["stop", "length", "tool_calls", "abort"] | None
 Timings = Report | list[Report] | UnsetType
+# Where the client asked for them, as vLLM sends them.
+TokenIds = Sequence[int] | UnsetType
 
 
 class ErrorDetail(Struct, frozen=True):
@@ -70,6 +72,22 @@ class Usage(Struct, frozen=True):
     prompt_tokens_details: dict[str, int]
 
 
+class Tokenized(Struct, frozen=True):
+    """The token ids of a text, or lists of these; their strings as the vocabulary has them."""
+
+    tokens: Sequence[int | list[int]]
+    count: int | list[int]
+    max_model_len: int
+    token_strs: Sequence[str | list[str]] | None
+
+
+class Detokenized(Struct, frozen=True):
+    """The text of token ids as vLLM names it, with special tokens, and as SGLang does, without."""
+
+    prompt: str | list[str]
+    text: str | list[str]
+
+
 class CompletionChoice(Struct, frozen=True):
     """A choice of `/v1/completions`, or what is new of it."""
 
@@ -77,6 +95,8 @@ class CompletionChoice(Struct, frozen=True):
     text: str
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason
+    token_ids: TokenIds = UNSET
+    prompt_token_ids: TokenIds = UNSET
 
 
 class ChatChoice(Struct, frozen=True):
@@ -86,6 +106,7 @@ class ChatChoice(Struct, frozen=True):
     message: dict[str, Any]
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason
+    token_ids: TokenIds = UNSET
 
 
 class ChatDelta(Struct, frozen=True):
@@ -95,6 +116,47 @@ class ChatDelta(Struct, frozen=True):
     delta: dict[str, Any]
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason
+    token_ids: TokenIds = UNSET
+
+
+class InferenceChoice(Struct, frozen=True):
+    """A choice of `/inference/v1/generate`, or what is new of it.
+
+    Attributes:
+        stop_reason: The stop string or token of the request that ended it.
+    """
+
+    index: int
+    token_ids: list[int]
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    text: str | UnsetType = UNSET
+
+
+class Inference(Struct, kw_only=True):
+    """A whole answer of `/inference/v1/generate`."""
+
+    request_id: str
+    created: int
+    model: str
+    output_mode: str
+    choices: Sequence[InferenceChoice]
+    usage: Usage
+    prompt_token_ids: TokenIds = UNSET
+    timings: Timings = UNSET
+
+
+class InferenceChunk(Struct, kw_only=True):
+    """One event of `/inference/v1/generate`."""
+
+    request_id: str
+    output_mode: str
+    choices: Sequence[InferenceChoice] = ()
+    usage: Usage | UnsetType = UNSET
+    prompt_token_ids: TokenIds = UNSET
+    error: ErrorDetail | UnsetType = UNSET
+    timings: Timings = UNSET
 
 
 class _Head(Struct, kw_only=True):
@@ -117,6 +179,7 @@ class ChatCompletion(_Head, kw_only=True):
 
     choices: Sequence[ChatChoice]
     usage: Usage
+    prompt_token_ids: TokenIds = UNSET
     timings: Timings = UNSET
 
 
@@ -133,6 +196,7 @@ class ChatCompletionChunk(_Head, kw_only=True):
     """One event of `/v1/chat/completions`."""
 
     choices: Sequence[ChatDelta] = ()
+    prompt_token_ids: TokenIds = UNSET
     usage: Usage | Raw | UnsetType | None = UNSET
     error: ErrorDetail | UnsetType = UNSET
     timings: Timings = UNSET

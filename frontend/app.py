@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from tandem.frontend import answers, native, openai, routes
+from tandem.frontend import answers, inference, loads, native, openai, routes, tokenizing
 from tandem.frontend.answering import note_caller
 from tandem.frontend.backend import Backend
 from tandem.frontend.edge import EDGE, Edge, close_when_leaving
@@ -23,6 +23,7 @@ from tandem.frontend.middleware import (
 from tandem.frontend.openai_body import ChatBody, CompletionBody
 from tandem.frontend.openapi import DOCUMENT, Route, document, show_document, show_page
 from tandem.frontend.options import FrontendOptions
+from tandem.frontend.request_ids import answer_id
 from tandem.frontend.sampling import CompletionSampling, NativeSampling, OpenAISampling
 from tandem.frontend.tracing import Tracing, tracing_to
 from tandem.wire.keys import reader_key
@@ -49,7 +50,7 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
         app.cleanup_ctx.append(tracing.running)
     app[EDGE] = edge = Edge(backend, options)
     app.cleanup_ctx.append(edge.running)
-    app.on_response_prepare.append(close_when_leaving)
+    app.on_response_prepare.extend([close_when_leaving, answer_id])
     if options.http.cors_origins:
         app.on_response_prepare.append(tell_origin(options.http.cors_origins))
     table = route_table(options)
@@ -86,6 +87,8 @@ def route_table(options: FrontendOptions) -> list[Route]:
         (native.GenerateBody, NativeSampling, NativeGrammar),
         answers.Generated,
     )
+    tokenize = (tokenizing.to_ids, answers.Tokenized, (tokenizing.TokenizeBody,))
+    detokenize = (tokenizing.to_text, answers.Detokenized, (tokenizing.DetokenizeBody,))
     table = [
         Route("post", "/generate", *generate),
         Route("put", "/generate", *generate),
@@ -105,6 +108,16 @@ def route_table(options: FrontendOptions) -> list[Route]:
             (ChatBody, OpenAISampling, OpenAIGrammar),
             answers.ChatCompletionChunk,
         ),
+        Route(
+            "post",
+            "/inference/v1/generate",
+            inference.generate,
+            answers.Inference,
+            (inference.InferenceBody,),
+            answers.InferenceChunk,
+        ),
+        *(Route("post", f"{base}/tokenize", *tokenize) for base in ("", "/v1")),
+        *(Route("post", f"{base}/detokenize", *detokenize) for base in ("", "/v1")),
         Route("get", "/v1/models", routes.models),
         Route("get", "/v1/models/{name:.+}", routes.one_model),
         Route("get", "/health", routes.health, unavailable=True),
@@ -114,9 +127,12 @@ def route_table(options: FrontendOptions) -> list[Route]:
         Route("get", "/get_model_info", routes.model_info),
         Route("get", "/server_info", routes.server_info),
         Route("get", "/get_server_info", routes.server_info),
+        Route("get", "/get_load", loads.get_load),
+        Route("get", "/v1/loads", loads.v1_loads),
         Route("get", "/metrics", routes.metrics, media="text/plain"),
         Route("get", "/openapi.json", show_document),
         Route("get", "/docs", show_page, media="text/html"),
+        Route("get", "/flush_cache", routes.flush_cache),
         Route("post", "/flush_cache", routes.flush_cache),
         Route("post", "/abort_request", routes.abort_request, bodies=(routes.AbortBody,)),
     ]

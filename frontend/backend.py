@@ -9,7 +9,7 @@ from typing import Protocol
 
 from tandem.frontend.tokenizer import Tokenizer
 from tandem.wire.generation import GenerateRequest, SamplingDefaults
-from tandem.wire.messages import TokenDelta
+from tandem.wire.messages import NodeLoad, TokenDelta
 
 
 class Tap(Protocol):
@@ -109,6 +109,9 @@ class Backend(Protocol):
 
         They grow while it works. An engine that restarted or has a new link has a new key.
         """
+
+    def loads(self) -> Sequence[NodeLoad]:
+        """Return the load of each node by its last report."""
 
     def server_info(self) -> Mapping[str, object]:
         """Return what `/server_info` shows, as JSON-like values."""

@@ -4,7 +4,7 @@ Whatever reads a body in this room raises `InvalidRequest`, whose sentence names
 the bodies of both APIs share. Their own fields are in `frontend/native.py` and `frontend/openai_body.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import pydantic_core
@@ -65,6 +65,9 @@ MAX_FIELDS = 1000
 # GB. Brackets and colons within texts count too: no context holds a text with so many.
 MAX_PARTS = 500_000
 
+# Characters of an unknown name that an error repeats.
+_MAX_NAME_CHARS = 64
+
 # Pydantic's error types in the words of the API.
 _SENTENCES = {
     "missing": "is missing",
@@ -91,25 +94,26 @@ _SENTENCES = {
 
 # Fields of SGLang, vLLM and OpenAI that would change the answer and are not supported here. A request that
 # sets one is rejected: otherwise its answer would be wrong, and nobody would notice. Fields that cannot change
-# the answer, such as `user`, are ignored like unknown ones.
+# the answer, such as `user`, are ignored. So are names that none of them has: clients send extras.
 _PROMPT = (
     *("audio_data", "image_data", "video_data", "input_embeds", "positional_embed_overrides"),
     *("prompt_embeds", "multi_item_delimiter_indices", "truncate_prompt_tokens", "suffix"),
     *("chat_template", "continue_final_message", "documents", "functions", "session_params"),
-    *("reasoning", "task", "web_search_options", "lora_id", "lora_path"),
+    *("reasoning", "task", "web_search_options", "lora_id", "lora_path", "token_indices_to_pool"),
 )
 _CHOICE = (
     *("allowed_token_ids", "bad_words", "custom_logit_processor", "custom_params"),
-    *("logits_processors", "watermarking", "vllm_xargs", "structural_tag"),
+    *("logits_processors", "watermark", "watermarking", "vllm_xargs", "structural_tag"),
     *("guided_whitespace_pattern", "moderation", "use_beam_search", "max_thinking_tokens"),
     "repetition_detection",
 )
 _TOLD = (
     *("audio", "logprob_token_ids", "prompt_logprobs", "token_ids_logprob", "return_entropy"),
-    *("return_flat_raw_top_logprobs", "return_hidden_states", "return_indexer_topk"),
+    *("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs"),
+    *("return_hidden_states", "return_indexer_topk", "return_input_ids_in_sglext"),
+    *("return_output_ids_in_sglext", "return_spec_tokens_details", "sampling_logprobs_mode"),
     *("return_meta_info", "return_prompt_text", "return_prompt_token_ids"),
-    *("return_routed_experts", "return_sampling_mask", "return_token_ids"),
-    "return_tokens_as_token_ids",
+    *("return_routed_experts", "return_sampling_mask"),
 )
 # Each with the value by which it asks for nothing, beside null, false and empty.
 UNSUPPORTED: Mapping[str, object] = dict.fromkeys((*_PROMPT, *_CHOICE, *_TOLD)) | {
@@ -117,8 +121,9 @@ UNSUPPORTED: Mapping[str, object] = dict.fromkeys((*_PROMPT, *_CHOICE, *_TOLD)) 
     "modalities": ["text"],
     "thinking_token_budget": -1,
 }
-# Supported on other routes.
-UNSUPPORTED_IN_CHATS = frozenset({"echo", "input_ids"})
+# On one route each. Some are supported on others.
+UNSUPPORTED_IN_CHATS = frozenset({"echo", "input_ids", "thinking"})
+UNSUPPORTED_IN_INFERENCE = frozenset({"features", "content_parts"})
 
 # Higher ones leave the queue first. Nodes compare 32 bits.
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -268,6 +273,15 @@ def refuse_unsupported(
         is_unsupported = name in UNSUPPORTED or name in also
         if is_unsupported and value != UNSUPPORTED.get(name) and asks(value):
             raise InvalidRequest(f"{prefix}{name}: not supported here; leave it out")
+
+
+def refuse_unknown(params: Mapping[str, object], known: Set[str]) -> None:
+    """Reject a name in `sampling_params` that is no sampling parameter: most are misspelt."""
+    for name, value in params.items():
+        if value is not None and name not in known and name not in UNSUPPORTED:
+            raise InvalidRequest(
+                f"sampling_params.{name[:_MAX_NAME_CHARS]}: is no sampling parameter"
+            )
 
 
 def asks(value: object) -> bool:

@@ -21,9 +21,10 @@ from typing_extensions import override
 from tandem.frontend.backend import Backend, Health
 from tandem.frontend.body import read_json
 from tandem.frontend.detokenizer import NoText
-from tandem.frontend.generation import Generation, is_part
+from tandem.frontend.generation import Generation
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.frontend.options import FrontendOptions
+from tandem.frontend.request_ids import is_part
 from tandem.frontend.sse import Outbox
 from tandem.frontend.timings import Outcome, Report, TimingsSink
 from tandem.frontend.transcript import Sink, Transcript

@@ -72,7 +72,7 @@ def prompt_ids(
     Args:
         add_special_tokens: Whether texts get those that the model's tokenizer puts around them.
     """
-    ids = prompts.ids or _tokenize(model, prompts.texts, add_special_tokens)
+    ids = prompts.ids or tokenize(model, prompts.texts, add_special_tokens)
     for one in ids:
         _check(model, one)
     return ids
@@ -85,9 +85,8 @@ def require_tokenizer(model: ServedModel) -> Tokenizer:
     return model.tokenizer
 
 
-def _tokenize(
-    model: ServedModel, texts: Sequence[str], add_special_tokens: bool
-) -> list[list[int]]:
+def tokenize(model: ServedModel, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    """Return the token ids of each text. One that no context could hold is rejected unread."""
     tokenizer = require_tokenizer(model)
     for text in texts:
         least = tokenizer.least_tokens(text)
@@ -103,6 +102,15 @@ def _check(model: ServedModel, ids: list[int]) -> None:
         raise InvalidRequest("the prompt is empty: it must have at least one token")
     if len(ids) > model.max_prompt_tokens:
         raise _too_long(model, str(len(ids)))
+    check_ids(model, ids)
+
+
+def check_ids(model: ServedModel, ids: Sequence[int]) -> None:
+    """Reject ids that the model does not have.
+
+    Args:
+        ids: At least one.
+    """
     for wrong in (min(ids), max(ids)):
         if not 0 <= wrong < model.vocab_size:
             raise InvalidRequest(
@@ -186,13 +194,3 @@ def generations_of(
             rules = asked.sampling.text_rules
             generations.append(Generation(request, rules, model.tokenizer, half))
     return generations
-
-
-def part_id(request_id: str, index: int) -> RequestId:
-    """Return the id of one generation of a request that has several."""
-    return RequestId(f"{request_id}_{index}")
-
-
-def is_part(part: str, request_id: str) -> bool:
-    """Return whether `part_id` made `part` of this id."""
-    return part.startswith(f"{request_id}_") and part[len(request_id) + 1 :].isdigit()

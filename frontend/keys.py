@@ -26,8 +26,8 @@ from tandem.wire.keys import is_loopback
 OPEN_ROUTES = frozenset({"/health", "/live", "/metrics", "/openapi.json", "/docs"})
 # Routers read these from nodes.
 READER_ROUTES = frozenset({"/server_info", "/tokenizer"})
-# Added by proxies, and by browsers for a web page.
-_OF_OTHERS = frozenset({"origin", "forwarded", "via", "x-real-ip"})
+# Added by proxies, and by browsers for a web page: an image of one is a GET without an origin.
+_OF_OTHERS = frozenset({"origin", "sec-fetch-site", "referer", "forwarded", "via", "x-real-ip"})
 
 
 def check_key(

@@ -4,6 +4,7 @@
  /generate              lists of [logprob, token id, text or null]
  /v1/completions        {tokens, token_logprobs, top_logprobs, text_offset}
  /v1/chat/completions   {content: [{token, logprob, bytes, top_logprobs}]}
+ /inference/v1/generate {content: [{token_id, logprob, rank, top_logprobs}]}
 ```
 """
 
@@ -82,10 +83,16 @@ class CompletionLogprobs:
 
     The chosen token is among its `top_logprobs`. These are keyed by text: of two tokens with the same
     text the likelier counts. Offsets are in the text of all tokens, special ones included.
+
+    Args:
+        has_ids_as_tokens: Name each token `token_id:ID` instead of by its text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, num_top: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, num_top: int, *, has_ids_as_tokens: bool = False
+    ) -> None:
         self._tokenizer, self._num_top = tokenizer, num_top
+        self._names = None if has_ids_as_tokens else tokenizer
         # The offset of a token inside a character is that of the character.
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._offset = 0
@@ -96,7 +103,7 @@ class CompletionLogprobs:
             name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         }
         for token_id, entry in _entries(runs):
-            made["tokens"].append(_text(self._tokenizer, token_id))
+            made["tokens"].append(_text(self._names, token_id))
             made["token_logprobs"].append(_finite(entry.logprob))
             made["top_logprobs"].append(self._top(token_id, entry))
             made["text_offset"].append(self._offset)
@@ -108,15 +115,18 @@ class CompletionLogprobs:
             return None
         top: dict[str, float] = {}
         for id_, logprob in (*entry.top[: self._num_top], (token_id, entry.logprob)):
-            top.setdefault(_text(self._tokenizer, id_), max(logprob, _IMPOSSIBLE))
+            top.setdefault(_text(self._names, id_), max(logprob, _IMPOSSIBLE))
         return top
 
 
 class ChatLogprobs:
-    """Writes the `logprobs` of a choice of `/v1/chat/completions`, piece by piece."""
+    """Writes the `logprobs` of a choice of `/v1/chat/completions`; as `CompletionLogprobs`."""
 
-    def __init__(self, tokenizer: Tokenizer | None, num_top: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, num_top: int, *, has_ids_as_tokens: bool = False
+    ) -> None:
         self._tokenizer, self._num_top = tokenizer, num_top
+        self._names = None if has_ids_as_tokens else tokenizer
 
     def write(self, *runs: Run) -> dict[str, Any]:
         """Return `logprobs` for the next tokens of the choice."""
@@ -130,10 +140,35 @@ class ChatLogprobs:
 
     def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         return {
-            "token": _text(self._tokenizer, token_id),
+            "token": _text(self._names, token_id),
             "logprob": _finite(logprob),
             "bytes": list(_bytes(self._tokenizer, token_id)),
         }
+
+
+class IdLogprobs:
+    """Writes the `logprobs` of a choice of `/inference/v1/generate`, piece by piece.
+
+    The chosen token comes first among its `top_logprobs`, which are at least one. Its rank is known
+    where it is one of the likeliest.
+    """
+
+    def __init__(self, num_top: int) -> None:
+        self._num_top = num_top
+
+    def write(self, *runs: Run) -> dict[str, Any]:
+        """Return `logprobs` for the next tokens of the choice."""
+        return {"content": [self._token(*entry) for entry in _entries(runs)]}
+
+    def _token(self, token_id: int, entry: TokenLogprobs) -> dict[str, Any]:
+        top = [
+            {"token_id": id_, "logprob": _finite(logprob), "rank": rank}
+            for rank, (id_, logprob) in enumerate(entry.top, start=1)
+        ]
+        chosen = {"token_id": token_id, "logprob": _finite(entry.logprob), "rank": None}
+        chosen = next((each for each in top if each["token_id"] == token_id), chosen)
+        others = [each for each in top if each is not chosen]
+        return chosen | {"top_logprobs": [chosen, *others][: max(1, self._num_top)]}
 
 
 def _entries(runs: Sequence[Run]) -> Iterator[tuple[int, TokenLogprobs]]:

@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
+from tandem.frontend.absent_routes import instead_of
 from tandem.frontend.answers import Error, ErrorDetail
 from tandem.frontend.edge import EDGE
 from tandem.telemetry.log import get_logger
@@ -131,11 +132,8 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
                 f"{request.path} takes {allowed}, not {request.method}",
             )
         case web.HTTPNotFound():
-            routes = sorted(resource.canonical for resource in request.app.router.resources())
-            code, message = (
-                "not_found",
-                f"there is no {request.path}; there are {', '.join(routes)}",
-            )
+            instead = instead_of(request.path) or "/docs lists the routes"
+            code, message = "not_found", f"there is no {request.path}: {instead}"
         case _:
             pass
     return error_response(ErrorInfo(code=code, message=message, status=error.status), headers)

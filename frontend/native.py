@@ -16,10 +16,10 @@ from tandem.frontend import answering
 from tandem.frontend.answers import MetaInfo
 from tandem.frontend.backend import ServedModel
 from tandem.frontend.body import (
-    UNSUPPORTED,
     GenerationBody,
     Many,
     PerPrompt,
+    refuse_unknown,
     refuse_unsupported,
     validate,
     worded,
@@ -31,13 +31,13 @@ from tandem.frontend.generation import (
     Texts,
     Wanted,
     generations_of,
-    part_id,
     prompt_ids,
     read_prompts,
 )
 from tandem.frontend.grammars import NativeGrammar, native_grammar
 from tandem.frontend.logprobs import MAX_TOP_LOGPROBS, NativeLogprobs
 from tandem.frontend.options import FrontendOptions
+from tandem.frontend.request_ids import MAX_ID_CHARS, NAMES, GivenId, ids_of
 from tandem.frontend.sampling import (
     MAX_STOP_PATTERNS,
     NativeSampling,
@@ -49,14 +49,9 @@ from tandem.frontend.transcript import Ending, Piece, failed
 from tandem.wire.errors import ErrorInfo, InvalidRequest
 from tandem.wire.generation import LogprobsWanted, RequestId, new_request_id
 
-_MAX_ID_CHARS = 256
-_RID_SENTENCE = f"must be a string of 1 to {_MAX_ID_CHARS} characters, or one for each prompt"
-_RID = Annotated[str, Field(min_length=1, max_length=_MAX_ID_CHARS)]
-_PARAMETERS = NativeSampling.names() | NativeGrammar.names()
-# SGLang has it for tokenizers that are not those of the `tokenizers` library.
-_WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens"})
-# Characters of an unknown name that an error repeats.
-_MAX_NAME_CHARS = 64
+_RID_SENTENCE = f"must be a string of 1 to {MAX_ID_CHARS} characters, or one for each prompt"
+# SGLang has the last for tokenizers that are not those of the `tokenizers` library.
+PARAMETERS = NativeSampling.names() | NativeGrammar.names() | {"spaces_between_special_tokens"}
 
 
 class GenerateBody(GenerationBody):
@@ -65,7 +60,10 @@ class GenerateBody(GenerationBody):
     text: Texts | None = None
     input_ids: Ids | None = None
     sampling_params: PerPrompt[dict[str, Any]] | None = None
-    rid: Annotated[_RID | Many[_RID], worded(_RID_SENTENCE)] | None = None
+    rid: Annotated[
+        Annotated[GivenId | Many[GivenId], worded(_RID_SENTENCE)] | None,
+        Field(validation_alias=NAMES),
+    ] = None
     return_logprob: PerPrompt[bool] = False
     logprob_start_len: PerPrompt[Annotated[int, Field(ge=-1)]] = -1
     top_logprobs_num: PerPrompt[Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]] = 0
@@ -154,17 +152,8 @@ def _sampling_fields(
         )
     for part in parts:
         refuse_unsupported(part, "sampling_params.")
-        _check_names(part)
+        refuse_unknown(part, PARAMETERS)
     return [data | part for part in parts], "sampling_params" if given else ""
-
-
-def _check_names(params: dict[str, Any]) -> None:
-    """Reject a name that is no sampling parameter, as SGLang does: most are misspelt."""
-    for name, value in params.items():
-        if value is None or name in _PARAMETERS or name in _WITHOUT_EFFECT or name in UNSUPPORTED:
-            continue
-        shown = name[:_MAX_NAME_CHARS]
-        raise InvalidRequest(f"sampling_params.{shown}: is no sampling parameter")
 
 
 def _check_counts(samplings: list[NativeSampling]) -> None:
@@ -186,11 +175,7 @@ def _request_ids(rid: str | list[str] | None, count: int, n: int) -> list[Reques
     names = rid if isinstance(rid, list) else [rid]
     if len(names) not in {1, count}:
         raise InvalidRequest(f"rid: {_RID_SENTENCE}")
-    per_name = count * n // len(names)
-    if per_name == 1:
-        ids = [RequestId(name) for name in names]
-    else:
-        ids = [part_id(name, index) for name in names for index in range(per_name)]
+    ids = [id_ for name in names for id_ in ids_of(name, count * n // len(names))]
     if len(set(ids)) < len(ids):
         raise InvalidRequest("rid: must be different for each prompt")
     return ids

@@ -18,14 +18,16 @@ from tandem.frontend.answers import (
     CompletionChunk,
     FinishReason,
     Timings,
+    TokenIds,
     Usage,
 )
+from tandem.frontend.generation import Generation
 from tandem.frontend.logprobs import ChatLogprobs, CompletionLogprobs
 from tandem.frontend.middleware import error_body
 from tandem.frontend.openai_body import OpenAICall, read_chat, read_completion
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.sse import EventStream, encode, event
-from tandem.frontend.tool_calls import Reply, message
+from tandem.frontend.tool_calls import Part, Reply, message
 from tandem.frontend.transcript import Ending, Piece
 from tandem.wire.errors import ErrorInfo
 
@@ -49,21 +51,35 @@ def _choice(call: OpenAICall, index: int, answer: Piece) -> CompletionChoice | C
         prompt_run = (call.generations[index].request.prompt_ids, answer.prompt_logprobs)
         logprobs = writer.write(prompt_run, (answer.token_ids, answer.logprobs))
     reason = _reason(answer.ending)
-    text = call.echoes[index] + answer.text
+    text, ids = call.echoes[index] + answer.text, _ids(call, answer.token_ids)
     if not call.is_chat:
-        return CompletionChoice(index, text, logprobs, reason)
+        return CompletionChoice(index, text, logprobs, reason, ids, _prompt_ids(call, index))
     if call.make_reply is None:
-        return ChatChoice(index, {"role": "assistant", "content": text}, logprobs, reason)
+        return ChatChoice(index, {"role": "assistant", "content": text}, logprobs, reason, ids)
     reply = call.make_reply()
-    parts = [*reply.push(text), *reply.finish()]
-    return ChatChoice(index, message(parts), logprobs, _reason(answer.ending, reply))
+    parts = _shown(call, [*reply.push(text), *reply.finish()])
+    return ChatChoice(index, message(parts), logprobs, _reason(answer.ending, reply), ids)
 
 
-def _timings(call: OpenAICall) -> Timings:
+def _shown(call: OpenAICall, parts: Sequence[Part]) -> list[Part]:
+    """Return the parts of a reply that the client wants to see."""
+    return [part for part in parts if call.has_reasoning or part.kind != "reasoning_content"]
+
+
+def _ids(call: OpenAICall, ids: Sequence[int]) -> TokenIds:
+    """Return token ids if the client wants to see them."""
+    return list(ids) if call.has_token_ids else msgspec.UNSET
+
+
+def _prompt_ids(call: OpenAICall, index: int = 0) -> TokenIds:
+    return _ids(call, call.generations[index].request.prompt_ids)
+
+
+def timings_of(generations: Sequence[Generation]) -> Timings:
     """Return the report of the one choice, or of each, if the client asked for it."""
-    if not call.generations[0].timings.is_wanted:
+    if not generations[0].timings.is_wanted:
         return msgspec.UNSET
-    reports = [generation.report() for generation in call.generations]
+    reports = [generation.report() for generation in generations]
     return reports if len(reports) > 1 else reports[0]
 
 
@@ -80,7 +96,7 @@ def _writer(call: OpenAICall, index: int) -> CompletionLogprobs | ChatLogprobs |
     if (wanted := generation.request.logprobs) is None:
         return None
     kind = ChatLogprobs if call.is_chat else CompletionLogprobs
-    return kind(generation.tokenizer, wanted.num_top)
+    return kind(generation.tokenizer, wanted.num_top, has_ids_as_tokens=call.has_ids_as_tokens)
 
 
 class OpenAIWriter:
@@ -109,12 +125,14 @@ class OpenAIWriter:
         """Return the answer with a choice for each generation."""
         whole: Callable[..., msgspec.Struct] = ChatCompletion if self._call.is_chat else Completion
         num_cached = sum(piece.cached_tokens for piece in pieces)
+        extra = {"prompt_token_ids": _prompt_ids(self._call)} if self._call.is_chat else {}
         return encode(
             whole(
                 **self._head,
                 choices=[_choice(self._call, index, piece) for index, piece in enumerate(pieces)],
                 usage=self._usage(sum(len(piece.token_ids) for piece in pieces), num_cached),
-                timings=_timings(self._call),
+                timings=timings_of(self._call.generations),
+                **extra,
             )
         )
 
@@ -139,6 +157,8 @@ class OpenAIWriter:
         extra: dict[str, Any] = {"usage": None} if options.include_usage else {}
         if options.continuous_usage_stats:
             extra = {"usage": usage}
+        if isinstance(choice, ChatDelta) and "role" in choice.delta:  # the first of its choice
+            extra["prompt_token_ids"] = _prompt_ids(self._call)
         return event(self._chunk(**self._head, choices=[choice], **extra))
 
     def failure(self, choice: Choice, error: ErrorInfo) -> bytes:
@@ -151,7 +171,7 @@ class OpenAIWriter:
         found = b""
         if self._call.usage.include_usage:
             found = event(self._chunk(**self._head, usage=self.usage()))
-        if (timings := _timings(self._call)) is not msgspec.UNSET:
+        if (timings := timings_of(self._call.generations)) is not msgspec.UNSET:
             found += event(self._chunk(**self._head, timings=timings))
         return found
 
@@ -168,6 +188,7 @@ class _Choice:
     """
 
     __slots__ = (
+        "_call",
         "_chunks",
         "_echo",
         "_events",
@@ -188,7 +209,7 @@ class _Choice:
     def __init__(
         self, chunks: OpenAIWriter, events: EventStream, call: OpenAICall, index: int
     ) -> None:
-        self.generation = call.generations[index]
+        self._call, self.generation = call, call.generations[index]
         self.num_tokens = self.cached_tokens = 0
         self._chunks, self._index, self._is_chat = chunks, index, call.is_chat
         self._events, self.drain = events, events.drain
@@ -237,21 +258,23 @@ class _Choice:
         if not self._is_opened:
             self._is_opened = True
             # From here on most pieces are but text.
-            self._is_plain = self._writer is None and self._reply is None
+            has_ids = self._call.has_token_ids
+            self._is_plain = self._writer is None and self._reply is None and not has_ids
             yield from self._opening(piece)
         logprobs: Logprobs = None
         if self._writer is not None and piece.token_ids:
             logprobs = self._writer.write((piece.token_ids, piece.logprobs))
         reason = _reason(piece.ending, self._reply)
         if self._reply is None:
-            yield from self._texts(piece.text, logprobs, reason if not self._is_chat else None)
+            own = None if self._is_chat else reason
+            yield from self._texts(piece.text, logprobs, own, piece.token_ids)
         else:
             parts = self._reply.push(piece.text)
             if piece.ending is not None:
                 parts = [*parts, *self._reply.finish()]
-            yield from (self._delta(part.delta()) for part in parts)
+            yield from (self._delta(part.delta()) for part in _shown(self._call, parts))
             # They belong to tokens: text that a reader holds back has none of its own.
-            yield from self._texts("", logprobs)
+            yield from self._texts("", logprobs, None, piece.token_ids)
             reason = _reason(piece.ending, self._reply)
         if self._is_chat and reason:  # the end of a chat has a chunk of its own
             yield self._delta({}, reason)
@@ -265,21 +288,26 @@ class _Choice:
             logprobs = self._writer.write(
                 (self.generation.request.prompt_ids, piece.prompt_logprobs)
             )
-        if self._echo or (logprobs is not None and logprobs["tokens"]):
-            yield CompletionChoice(self._index, self._echo, logprobs, None)
+        prompt_ids = _prompt_ids(self._call, self._index)
+        if self._echo or prompt_ids or (logprobs is not None and logprobs["tokens"]):
+            ids = _ids(self._call, ())
+            yield CompletionChoice(self._index, self._echo, logprobs, None, ids, prompt_ids)
 
     def _texts(
-        self, text: str, logprobs: Logprobs, reason: FinishReason = None
+        self,
+        text: str,
+        logprobs: Logprobs,
+        reason: FinishReason = None,
+        token_ids: Sequence[int] = (),
     ) -> Iterator[Choice]:
         """Yield a choice that adds text. One without news is not worth a chunk."""
-        if not (text or logprobs or reason):
+        ids = _ids(self._call, token_ids)
+        if not (text or logprobs or reason or ids):
             return
         if self._is_chat:
-            yield self._delta({"content": text}, reason, logprobs)
+            yield ChatDelta(self._index, {"content": text}, logprobs, reason, ids)
         else:
-            yield CompletionChoice(self._index, text, logprobs, reason)
+            yield CompletionChoice(self._index, text, logprobs, reason, ids)
 
-    def _delta(
-        self, delta: dict[str, Any], reason: FinishReason = None, logprobs: Logprobs = None
-    ) -> ChatDelta:
-        return ChatDelta(self._index, delta, logprobs, reason)
+    def _delta(self, delta: dict[str, Any], reason: FinishReason = None) -> ChatDelta:
+        return ChatDelta(self._index, delta, None, reason, _ids(self._call, ()))

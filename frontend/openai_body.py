@@ -23,7 +23,6 @@ from tandem.frontend.generation import (
     Prompts,
     Wanted,
     generations_of,
-    part_id,
     prompt_ids,
     read_prompts,
     require_tokenizer,
@@ -32,6 +31,7 @@ from tandem.frontend.grammars import openai_grammar
 from tandem.frontend.logprobs import MAX_TOP_LOGPROBS
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.reply_parser import ReplyFormats
+from tandem.frontend.request_ids import NAMES, GivenId, ids_of
 from tandem.frontend.sampling import (
     CompletionSampling,
     OpenAISampling,
@@ -59,6 +59,9 @@ class OpenAIBody(GenerationBody):
     """What both routes share, without sampling parameters."""
 
     model: str | None = None
+    rid: Annotated[GivenId | None, Field(validation_alias=NAMES)] = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     stream_options: StreamOptions = StreamOptions()
 
 
@@ -138,6 +141,7 @@ class ChatBody(OpenAIBody):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     separate_reasoning: bool = True
+    include_reasoning: bool = True
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
@@ -167,6 +171,9 @@ class OpenAICall:
         generations: Those of the first prompt, then the next. The position is the choice's index.
         num_prompt_tokens: Of all prompts. One with several choices counts once.
         echoes: Text to put before each choice's own.
+        has_token_ids: Whether choices have their token ids, and the prompt's.
+        has_ids_as_tokens: Whether log-probabilities name tokens by their ids.
+        has_reasoning: Whether the answer has what the model thought, where that is told apart.
         make_reply: Makes the reader of one choice's text. None: all of it is content.
     """
 
@@ -178,6 +185,9 @@ class OpenAICall:
     echoes: list[str]
     is_stream: bool
     usage: StreamOptions
+    has_token_ids: bool
+    has_ids_as_tokens: bool
+    has_reasoning: bool = True
     make_reply: Callable[[], Reply] | None = None
 
 
@@ -185,7 +195,7 @@ def read_completion(
     model: ServedModel, _options: FrontendOptions, data: dict[str, Any]
 ) -> OpenAICall:
     """Check a body of `/v1/completions`."""
-    body = _read_body(CompletionBody, model, data)
+    body = read_body(CompletionBody, model, data)
     sampling = read_sampling(CompletionSampling, data, model)
     if not body.echo:
         require_tokens(sampling, "max_tokens")
@@ -198,15 +208,10 @@ def read_completion(
 
 def read_chat(model: ServedModel, options: FrontendOptions, data: dict[str, Any]) -> OpenAICall:
     """Check a body of `/v1/chat/completions`."""
-    body = _read_body(ChatBody, model, data, UNSUPPORTED_IN_CHATS)
+    body = read_chat_body(model, data)
     sampling = read_sampling(OpenAISampling, data, model)
-    choice = read_choice(body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls)
-    text = require_tokenizer(model).render_chat(
-        [message.for_template() for message in body.messages],
-        choice.tools or None,
-        body.add_generation_prompt,
-        body.for_template(),
-    )
+    choice = _choice(body)
+    text = chat_text(model, body, choice)
     asked = openai_grammar(data)
     if asked is not None and choice.grammar is not None:
         raise InvalidRequest("tool_choice: a call cannot be forced beside another grammar")
@@ -217,8 +222,27 @@ def read_chat(model: ServedModel, options: FrontendOptions, data: dict[str, Any]
         sampling = sampling.model_copy(update={"skip_special_tokens": False})
     prompts = Prompts(is_batch=False, texts=[text])
     call = _call(model, body, sampling, prompts, grammar=asked or choice.grammar)
-    call.make_reply = make_reply
+    call.make_reply, call.has_reasoning = make_reply, body.include_reasoning
     return call
+
+
+def read_chat_body(model: ServedModel, data: dict[str, Any]) -> ChatBody:
+    """Check the fields of a chat."""
+    return read_body(ChatBody, model, data, UNSUPPORTED_IN_CHATS)
+
+
+def chat_text(model: ServedModel, body: ChatBody, choice: ToolChoice | None = None) -> str:
+    """Return the prompt of a chat, as its template makes it."""
+    return require_tokenizer(model).render_chat(
+        [message.for_template() for message in body.messages],
+        (choice or _choice(body)).tools or None,
+        body.add_generation_prompt,
+        body.for_template(),
+    )
+
+
+def _choice(body: ChatBody) -> ToolChoice:
+    return read_choice(body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls)
 
 
 def _make_reply(
@@ -238,20 +262,26 @@ def _make_reply(
     )
 
 
-def _read_body(
+def read_body(
     kind: type[OpenAIBodyT],
     model: ServedModel,
     data: dict[str, Any],
     also_unsupported: frozenset[str] = frozenset(),
 ) -> OpenAIBodyT:
+    """Check the fields of a body, and that it is for this model."""
     refuse_unsupported(data, also=also_unsupported)
     n = data.get("n")
     if data.get("best_of") not in (None, 1 if n is None else n):
         raise InvalidRequest("best_of: not supported unless it equals n")
     body = validate(kind, data)
-    if body.model not in (None, ANY_MODEL, model.name):
-        raise ModelNotFound(body.model, model.name)
+    require_model(body.model, model)
     return body
+
+
+def require_model(asked: str | None, model: ServedModel) -> None:
+    """Reject the name of another model."""
+    if asked not in (None, ANY_MODEL, model.name):
+        raise ModelNotFound(asked, model.name)
 
 
 def _texts(model: ServedModel, prompts: Prompts) -> Sequence[str]:
@@ -271,8 +301,8 @@ def _call(
 ) -> OpenAICall:
     is_chat = isinstance(body, ChatBody)
     ids = prompt_ids(model, prompts, body.add_special_tokens)
-    call_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{new_request_id()}"
-    names = [part_id(call_id, index) for index in range(sampling.n * len(ids))]
+    call_id = body.rid or f"{'chatcmpl' if is_chat else 'cmpl'}-{new_request_id()}"
+    names = ids_of(call_id, sampling.n * len(ids))
     wanted = [Wanted(sampling, grammar, body.wanted())] * len(ids)
     generations = generations_of(model, body, prompts, ids, wanted=wanted, names=names)
     return OpenAICall(
@@ -284,4 +314,6 @@ def _call(
         echoes=[""] * len(generations),
         is_stream=body.stream,
         usage=body.stream_options,
+        has_token_ids=body.return_token_ids,
+        has_ids_as_tokens=body.return_tokens_as_token_ids,
     )

@@ -4,7 +4,7 @@ On prefill and decode nodes a request is one half and carries the address of the
 routers made for SGLang's disaggregation can drive these nodes. On a colocated node it is a whole request.
 """
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
 
@@ -148,6 +148,10 @@ class LocalBackend:
         if client is None or not client.is_up:
             return {}
         return {client: client.load.prompt_tokens + client.load.generated_tokens}
+
+    def loads(self) -> Sequence[NodeLoad]:
+        """Return the load of this node."""
+        return [self._load()]
 
     def server_info(self) -> Mapping[str, object]:
         """Return a `NodeInfo` as JSON-like values; raise `NoNodeAvailable` while the engine is not ready."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
 
@@ -18,7 +18,7 @@ from tandem.router.request import NodeWait, Request, Shared
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import NoNodeAvailable, PeerLost, TandemError
 from tandem.wire.generation import GenerateRequest
-from tandem.wire.messages import TokenDelta
+from tandem.wire.messages import NodeLoad, TokenDelta
 
 log = get_logger(__name__)
 
@@ -155,6 +155,11 @@ class ClusterBackend:
             for client in clients
             if client is not None and client.is_up
         }
+
+    def loads(self) -> Sequence[NodeLoad]:
+        """Return the loads of the prefills, then of the decodes."""
+        snapshot = self._cluster.snapshot()
+        return [node.load for node in (*snapshot.prefills, *snapshot.decodes)]
 
     def server_info(self) -> Mapping[str, object]:
         """Return the nodes with their loads, as JSON-like values."""

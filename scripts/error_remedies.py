@@ -69,7 +69,7 @@ OTHER_ERRORS = {
         404,
         False,
         "There is no such route.",
-        "The message lists the routes; so does `/docs`.",
+        "The message names what to use instead of a route of SGLang, vLLM or OpenAI. `/docs` lists the routes.",
     ),
     "method_not_allowed": (
         405,

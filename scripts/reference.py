@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.error_remedies import NOT_OVER_HTTP, OTHER_ERRORS, REMEDIES
 from tandem.frontend.app import FrontendOptions, route_table
-from tandem.frontend.body import UNSUPPORTED, UNSUPPORTED_IN_CHATS
+from tandem.frontend.body import UNSUPPORTED, UNSUPPORTED_IN_CHATS, UNSUPPORTED_IN_INFERENCE
 from tandem.frontend.openapi import document
 from tandem.node.flags import MEANINGLESS
 from tandem.parsers import parsers
@@ -34,6 +34,8 @@ MADE = "<!-- Written by scripts/reference.py; do not edit. -->\n\n"
 _DEFAULT = re.compile(r" ?\(default: ([^()]*)\)$")
 # A bound this large means no bound.
 _LARGEST = 2**63
+# Fewer fields than these that routes share are listed with each of them.
+_LEAST_SHARED = 3
 _TOPIC = re.compile(r"tandem docs ([a-z][\w-]*)((?:#[\w-]+)?)")
 
 # Flags that several commands share are listed once, under these titles.
@@ -218,28 +220,37 @@ def _answer(responses: Mapping[str, Any]) -> str:
 
 
 def _bodies(paths: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
-    """Return a table of fields for each set of routes that share them."""
+    """Return a table of fields for each set of routes that share them, aliases left out."""
     sharing: dict[tuple[str, str, str], list[str]] = {}
-    for path, methods in paths.items():
-        body = next(iter(methods.values())).get("requestBody")
+    operations = {path: next(iter(methods.values())) for path, methods in paths.items()}
+    by_summary = {each["summary"]: path for path, each in reversed(operations.items())}
+    for path in reversed(by_summary.values()):
+        body = operations[path].get("requestBody")
         [content] = body["content"].values() if body else [{"schema": {}}]
         for name, field in _properties(content["schema"], schemas).items():
             row = (f"`{name}`", _kind(field), _default(field))
             sharing.setdefault(row, []).append(f"`{path}`")
+    tables: dict[tuple[str, ...], list[tuple[str, str, str]]] = {}
+    for row, routes in sharing.items():
+        tables.setdefault(tuple(routes), []).append(row)
+    for routes in [routes for routes, rows in tables.items() if len(rows) < _LEAST_SHARED]:
+        rows = tables.pop(routes)
+        for route in routes:
+            tables[(route,)] = rows + tables.get((route,), [])
     text = "\n## Bodies\n\nnull is the same as absent. Unknown fields are ignored, except [some](#fields-that-are-refused).\n"
-    for routes in sorted(dict.fromkeys(map(tuple, sharing.values())), key=len, reverse=True):
-        rows = [row for row, of in sharing.items() if tuple(of) == routes]
+    for routes, rows in sorted(tables.items(), key=lambda table: len(table[0]), reverse=True):
         text += f"\n### {', '.join(routes)}\n" + _table(("field", "type", "default"), rows)
     return text
 
 
 def _refused_fields() -> str:
     names = ", ".join(f"`{name}`" for name in sorted(UNSUPPORTED))
-    in_chats = " and ".join(f"`{name}`" for name in sorted(UNSUPPORTED_IN_CHATS))
+    in_chats = _codes(sorted(UNSUPPORTED_IN_CHATS))
+    in_inference = _codes(sorted(UNSUPPORTED_IN_INFERENCE))
     return (
         "\n## Fields that are refused\n\nSGLang, vLLM or OpenAI have these fields, and they would change the answer. A request that "
         "sets one gets a 400 that names it. Null, false and empty values set nothing.\n\n"
-        f"{names}; in a chat {in_chats}; `best_of` other than `n`; in `structured_outputs` `structural_tag`, "
+        f"{names}; in a chat {in_chats}; for `/inference/v1/generate` {in_inference}; `best_of` other than `n`; in `structured_outputs` `structural_tag`, "
         "`whitespace_pattern`, `disable_any_whitespace` and `disable_additional_properties`.\n"
     )
 

@@ -8,7 +8,7 @@ from tandem.frontend.backend import Bootstrap, Health, ServedModel, Tap
 from tandem.frontend.tokenizer import Tokenizer
 from tandem.wire.errors import TandemError
 from tandem.wire.generation import Finish, GenerateRequest, SamplingDefaults, TokenLogprobs
-from tandem.wire.messages import TokenDelta
+from tandem.wire.messages import NodeLoad, TokenDelta
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ class FakeBackend:
         self.num_flushes = 0
         self.told = {"life of an engine": 1000}
         self.is_serving = True
+        self.node_loads: list[NodeLoad] = []
         self.no_model: TandemError | None = None
 
     def model(self) -> ServedModel:
@@ -159,6 +160,9 @@ class FakeBackend:
 
     def tokens_told(self):
         return self.told
+
+    def loads(self):
+        return self.node_loads
 
     def server_info(self):
         return {"role": "fake"}

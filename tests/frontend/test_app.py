@@ -3,7 +3,9 @@ import dataclasses
 import json
 
 import pytest
+from yarl import URL
 
+from tandem.frontend.absent_routes import instead_of
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.frontend.tokenizer import tokenizer_files, tokenizer_hash
 from tandem.telemetry import log as logs
@@ -97,11 +99,19 @@ async def test_the_model_is_described(client):
     assert [(card["id"], card["max_model_len"]) for card in listed["data"]] == [("smol", 8192)]
     assert (await get(client, "/v1/models/smol"))[0] == 200
     assert (await get(client, "/v1/models/other"))[0] == 404
+    assert (await get(client, "/v1/models/a/b"))[0] == 404
     for path in ("/model_info", "/get_model_info"):
         _, info = await get(client, path)
         assert (info["model_path"], info["is_generation"]) == ("smol", True)
     for path in ("/server_info", "/get_server_info"):
         assert await get(client, path) == (200, {"internal_states": [{}], "role": "fake"})
+
+
+@pytest.mark.parametrize("path", ["/v1/models/meta/llama:8b", "/v1/models/meta%2Fllama%3A8b"])
+async def test_a_model_whose_name_has_slashes_is_described(client, backend, path):
+    backend.served = dataclasses.replace(backend.served, name="meta/llama:8b")
+    status, card = await get(client, URL(path, encoded=True))
+    assert (status, card["id"]) == (200, "meta/llama:8b")
 
 
 async def test_a_model_not_known_yet_is_answered_with_503(client, backend):
@@ -127,13 +137,42 @@ async def test_metrics_join_the_backends_and_the_edges(client):
 
 async def test_the_cache_is_flushed(client, backend):
     assert (await post(client, "/flush_cache", None))[0] == 200
-    assert backend.num_flushes == 1
+    assert (await get(client, "/flush_cache"))[0] == 200
+    assert backend.num_flushes == 2
 
 
-async def test_an_unknown_route_is_answered_with_the_routes_there_are(client):
-    status, answer = await get(client, "/v1/embeddings")
-    assert status == 404
-    assert "/v1/chat/completions" in answer["error"]["message"]
+async def test_an_unknown_route_is_answered_with_the_page_of_the_routes(client):
+    status, answer = await get(client, "/nowhere")
+    assert (status, answer["error"]["code"]) == (404, "not_found")
+    assert answer["error"]["message"] == "there is no /nowhere: /docs lists the routes"
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("/v1/embeddings", "generates text"),
+        ("/score", "/v1/completions with echo"),
+        ("/v1/audio/transcriptions", "text only"),
+        ("/v1/images/generations", "text only"),
+        ("/v1/batches", "tandem batch"),
+        ("/v1/load_lora_adapter", "merge one into its model"),
+        ("/load_lora_adapter", "merge one into its model"),
+        ("/load", "/get_load"),
+        ("/sleep", "POST /drain"),
+        ("/update_weights_from_disk", "restart"),
+        ("/reset_prefix_cache", "/flush_cache"),
+        ("/inference/v1/abort_requests", "/abort_request"),
+    ],
+)
+async def test_a_route_of_others_is_answered_with_what_to_use_instead(client, path, sentence):
+    status, answer = await post(client, path, {})
+    assert (status, sentence in answer["error"]["message"]) == (404, True)
+
+
+async def test_no_route_that_is_here_is_told_to_be_absent(client):
+    async with client.get("/openapi.json") as response:
+        paths = (await response.json())["paths"]
+    assert {path: told for path in paths if (told := instead_of(path))} == {}
 
 
 async def test_a_wrong_method_is_answered_with_the_right_ones(client):

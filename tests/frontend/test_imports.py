@@ -29,6 +29,9 @@ REQUESTS = [
     ("/v1/chat/completions", CHAT | {"tools": TOOLS}),
     ("/v1/chat/completions", CHAT | {"tools": TOOLS, "tool_choice": "required"}),
     ("/v1/chat/completions", CHAT | {"response_format": SCHEMA}),
+    ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 2}}),
+    ("/tokenize", {"prompt": "a"}),
+    ("/detokenize", {"tokens": [5]}),
 ]
 
 async def main():

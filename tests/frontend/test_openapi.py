@@ -6,10 +6,12 @@ from hypothesis import strategies as st
 
 from tandem.frontend.app import create_app
 from tandem.frontend.grammars import OpenAIGrammar
+from tandem.frontend.inference import InferenceBody
 from tandem.frontend.native import GenerateBody
 from tandem.frontend.openai_body import ChatBody, CompletionBody
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.frontend.sampling import CompletionSampling, NativeSampling
+from tandem.frontend.tokenizing import DetokenizeBody, TokenizeBody
 from tests.frontend.conftest import serve
 
 WITH_KEYS = FrontendOptions(http=HttpOptions(api_keys=("k",)), tokenizer_files=dict)
@@ -102,13 +104,19 @@ JUNK = st.recursive(
     ),
     max_leaves=5,
 )
-BODIES = (GenerateBody, NativeSampling, CompletionBody, CompletionSampling, ChatBody, OpenAIGrammar)
+BODIES = (
+    *(GenerateBody, NativeSampling, CompletionBody, CompletionSampling, ChatBody, OpenAIGrammar),
+    *(InferenceBody, TokenizeBody, DetokenizeBody),
+)
 FIELDS = sorted(frozenset().union(*(body.names() for body in BODIES), {"best_of", "suffix"}))
 GOOD = {
     "/generate": {"input_ids": [5], "max_new_tokens": 2},
     "/v1/completions": {"prompt": [5], "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
     "/abort_request": {"rid": "a"},
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 2}},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
 }
 
 

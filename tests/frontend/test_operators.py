@@ -61,6 +61,8 @@ async def test_without_any_key_the_servers_own_machine_is_the_operators():
         ("127.0.0.1", {"x-forwarded-proto": "https"}),
         ("::1", {"X-Real-IP": "10.0.0.7"}),
         ("127.0.0.1", {"Via": "1.1 proxy"}),
+        ("127.0.0.1", {"Sec-Fetch-Site": "cross-site"}),
+        ("127.0.0.1", {"Referer": "https://chat.example/"}),
     ],
 )
 async def test_without_any_key_no_other_machine_no_proxy_and_no_web_page_is(remote, headers):

@@ -186,6 +186,14 @@ async def test_calls_and_thoughts_are_told_apart(backend):
     assert (calls, reason) == ([("weather", ARGUMENTS)], "tool_calls")
 
 
+async def test_thoughts_are_left_out_where_the_client_wants_none(backend):
+    speak(backend, SAID)
+    async with client_of(backend, FORMATS) as sdk:
+        fields = {"tools": WEATHER, "extra_body": {"include_reasoning": False}}
+        said, calls, _ = await ask(sdk, **fields)
+    assert (said, len(calls)) == ({"content": "I look."}, 1)
+
+
 async def test_without_formats_all_is_content(backend):
     speak(backend, SAID)
     async with client_of(backend) as sdk:

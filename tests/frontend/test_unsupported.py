@@ -6,24 +6,28 @@ import pytest
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
-from tandem.frontend.body import UNSUPPORTED, UNSUPPORTED_IN_CHATS
+from tandem.frontend import inference, native
+from tandem.frontend.body import UNSUPPORTED, UNSUPPORTED_IN_CHATS, UNSUPPORTED_IN_INFERENCE
 from tandem.frontend.grammars import OpenAIGrammar
+from tandem.frontend.inference import InferenceBody
+from tandem.frontend.native import GenerateBody
 from tandem.frontend.openai_body import ChatBody, CompletionBody
 from tandem.frontend.sampling import CompletionSampling, OpenAISampling
 from tests.frontend.fakes import length, say
 from tests.frontend.helpers import ROUTES, post
+from tests.frontend.peer_fields import FIELDS, PARAMETERS
 
 # What SGLang's GenerateReqInput and SamplingParams, and its and vLLM's OpenAI requests, have beside what is taken
 # here, and cannot change the answer. Names that others share stand once.
 WITHOUT_EFFECT = (
     # How a request is told apart, logged, measured, routed or paid for.
     "background conversation_id custom_labels external_trace_header log_metrics metadata no_logs received_time "
-    "request_id rid routing_key safety_identifier service_tier session_id store user "
+    "routing_key safety_identifier service_tier session_id store user "
     "data_parallel_rank disagg_prefill_dp_rank routed_dp_rank decode_tp_size bootstrap_pair_key http_worker_ipc "
-    "kv_router_hint kv_transfer_params ec_transfer_params encoder_urls need_wait_for_mm_inputs "
+    "kv_hints kv_transfer_params ec_transfer_params encoder_urls need_wait_for_mm_inputs "
     "num_items_assigned "
     # How soon it comes, and what is kept of it.
-    "extra_key ngram_corpus_id prediction prompt_cache_key prompt_cache_options prompt_cache_retention "
+    "extra_key prediction prompt_cache_key prompt_cache_options prompt_cache_retention "
     "stream_reasoning "
     # Of images and sound, which are refused themselves.
     "image_max_dynamic_patch images_config max_dynamic_patch media_io_kwargs min_dynamic_patch mm_content_hashes "
@@ -32,49 +36,91 @@ WITHOUT_EFFECT = (
     "function_call length_penalty return_flat_raw_top_logprobs_b64 routed_experts_prompt_start "
     "routed_experts_start_len truncation_side "
     # Without effect on the tokenizers that there are, on these routes, or but a wish.
-    "require_reasoning return_mm_kwargs return_token_offsets spaces_between_special_tokens verbosity "
+    "mm_payload reasoning_parser_kwargs require_reasoning return_mm_kwargs return_token_offsets "
+    "spaces_between_special_tokens token_offsets verbosity "
     # More is told than was wanted, in fields of its own.
-    "include_reasoning return_cached_tokens_details"
+    "return_cached_tokens_details"
 )
 IGNORED = frozenset(WITHOUT_EFFECT.split())
-# Of the client that is installed.
+# Of the client that is installed, and of other servers.
 THEIRS = {
-    "/v1/completions": typing.get_type_hints(CompletionCreateParamsBase),
-    "/v1/chat/completions": typing.get_type_hints(chat_params.CompletionCreateParamsBase),
+    "/generate": FIELDS["/generate"],
+    "/v1/completions": FIELDS["/v1/completions"]
+    | set(typing.get_type_hints(CompletionCreateParamsBase)),
+    "/v1/chat/completions": FIELDS["/v1/chat/completions"]
+    | set(typing.get_type_hints(chat_params.CompletionCreateParamsBase)),
+    "/inference/v1/generate": FIELDS["/inference/v1/generate"],
 }
 GRAMMARS = OpenAIGrammar.names()
 TAKEN = {
+    "/generate": GenerateBody.names(),
     "/v1/completions": CompletionBody.names() | CompletionSampling.names() | GRAMMARS | {"best_of"},
     "/v1/chat/completions": ChatBody.names() | OpenAISampling.names() | GRAMMARS,
+    "/inference/v1/generate": InferenceBody.names(),
+}
+REFUSED = {path: frozenset(UNSUPPORTED) for path in TAKEN} | {
+    "/v1/chat/completions": UNSUPPORTED.keys() | UNSUPPORTED_IN_CHATS,
+    "/inference/v1/generate": UNSUPPORTED.keys() | UNSUPPORTED_IN_INFERENCE,
+}
+ALL_ROUTES = ROUTES | {"/inference/v1/generate": {"token_ids": [5]}}
+# Those in `sampling_params` may be misspelt: what is neither taken nor known to be without effect is refused.
+PARAMETERS_TAKEN = {
+    "/generate": native.PARAMETERS,
+    "/inference/v1/generate": inference.PARAMETERS,
 }
 
 
-@pytest.mark.parametrize("place", THEIRS)
-def test_every_field_of_others_is_taken_refused_or_without_effect(place):
-    refused = UNSUPPORTED.keys() | (UNSUPPORTED_IN_CHATS if "chat" in place else set())
-    assert set(THEIRS[place]) - TAKEN[place] - refused - IGNORED == set()
-    assert not refused & IGNORED
-    assert not TAKEN[place] & refused
+@pytest.mark.parametrize("path", THEIRS)
+def test_every_field_of_others_is_taken_refused_or_without_effect(path):
+    assert THEIRS[path] - TAKEN[path] - REFUSED[path] - IGNORED == set()
+    assert not REFUSED[path] & IGNORED
+    assert not TAKEN[path] & REFUSED[path]
+    assert not TAKEN[path] & IGNORED
 
 
-@pytest.mark.parametrize("path", ROUTES)
+def test_nothing_is_ignored_that_nobody_has():
+    assert frozenset().union(*THEIRS.values()) >= IGNORED
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (path, name)
+        for path in PARAMETERS
+        for name in sorted(PARAMETERS[path] - PARAMETERS_TAKEN[path])
+    ],
+)
+async def test_a_sampling_parameter_that_is_not_taken_is_refused_by_its_name(client, path, name):
+    body = ALL_ROUTES[path] | {"sampling_params": {name: 5}}
+    status, answer = await post(client, path, body)
+    assert status == 400
+    assert answer["error"]["message"].startswith(f"sampling_params.{name}: ")
+
+
+@pytest.mark.parametrize("path", ALL_ROUTES)
+async def test_a_name_that_nobody_has_is_passed_over(client, backend, path):
+    backend.script = say(length(5))
+    assert (await post(client, path, ALL_ROUTES[path] | {"litellm_extra": {"a": 1}}))[0] == 200
+
+
+@pytest.mark.parametrize("path", ALL_ROUTES)
 @pytest.mark.parametrize("name", UNSUPPORTED)
 async def test_what_would_change_the_answer_is_refused_by_its_name(client, backend, path, name):
     for value in ("x", 5, 0, True, ["x"], [None, "x"], {"a": 1}):
         if value == UNSUPPORTED[name]:
             continue
-        status, answer = await post(client, path, ROUTES[path] | {name: value})
+        status, answer = await post(client, path, ALL_ROUTES[path] | {name: value})
         assert (status, answer["error"]["message"].split(":")[0]) == (400, name)
     assert backend.requests == []
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", ALL_ROUTES)
 async def test_what_asks_for_nothing_is_passed_over(client, backend, path):
     backend.script = say(length(5))
     for value in (None, False, "", [], {}, [None], [False, None]):
-        body = ROUTES[path] | dict.fromkeys(UNSUPPORTED, value)
+        body = ALL_ROUTES[path] | dict.fromkeys(UNSUPPORTED, value)
         assert (await post(client, path, body))[0] == 200, value
-    assert (await post(client, path, ROUTES[path] | UNSUPPORTED))[0] == 200
+    assert (await post(client, path, ALL_ROUTES[path] | UNSUPPORTED))[0] == 200
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED_IN_CHATS))
@@ -84,10 +130,10 @@ async def test_what_is_no_part_of_a_chat_is_refused_in_one(client, name):
     assert (status, answer["error"]["message"].split(":")[0]) == (400, name)
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", ALL_ROUTES)
 async def test_what_has_no_effect_is_passed_over(client, backend, path):
     backend.script = say(length(5))
-    assert (await post(client, path, dict.fromkeys(IGNORED, "x") | ROUTES[path]))[0] == 200
+    assert (await post(client, path, dict.fromkeys(IGNORED, "x") | ALL_ROUTES[path]))[0] == 200
 
 
 async def test_what_is_unsupported_is_refused_among_sampling_parameters_too(client):

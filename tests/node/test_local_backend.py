@@ -52,6 +52,10 @@ def test_a_lost_link_to_the_engine_lets_no_counter_begin_again(backend):
     assert 'tandem_step_cpu_seconds_count{role="decode"} 0.0' in lines
 
 
+def test_a_node_tells_its_own_load(backend):
+    assert [load.generated_tokens for load in backend.loads()] == [70]
+
+
 def test_what_an_older_engine_does_not_tell_is_no_negative_number(backend):
     assert 'tandem_queued_tokens{role="decode"} 0.0' in backend.metrics().splitlines()
 

@@ -732,6 +732,8 @@ async def test_every_node_is_shown_with_its_load():
         assert [node["prefixes"]["num_blocks"] for node in info["nodes"]] == [0, 0]
         assert json.dumps(info)
         assert info["is_serving"]
+        shown = [node["load"]["num_pages"] for node in info["nodes"]]
+        assert [load.num_pages for load in setup.backend.loads()] == shown
 
 
 async def test_a_node_hears_how_long_a_client_still_waits_and_not_who_it_is():

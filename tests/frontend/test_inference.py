@@ -1,0 +1,178 @@
+"""vLLM's `/inference/v1/generate`: token ids in, token ids out."""
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from tandem.wire.errors import EngineFailed
+from tests.frontend.fakes import length, say, stop
+from tests.frontend.helpers import each, events, post, stream
+
+PATH = "/inference/v1/generate"
+EOS = 2
+
+
+def body(**params):
+    return {"token_ids": [5, 6, 7, 8], "sampling_params": params}
+
+
+@pytest.fixture
+def ids(backend, tokenizer):
+    """What the model answers, its stop token included."""
+    backend.script = say(*each(tokenizer, "Hello you"), stop(EOS))
+    return [*tokenizer.encode("Hello you"), EOS]
+
+
+async def test_ids_are_answered_with_ids(client, backend, ids):
+    status, answer = await post(client, PATH, body(temperature=0.5) | {"request_id": "mine"})
+    assert status == 200
+    assert answer.pop("created") > 0
+    choice = {"index": 0, "token_ids": ids, "logprobs": None, "finish_reason": "stop"}
+    assert answer == {
+        "request_id": "mine",
+        "model": "smol",
+        "output_mode": "tokens",
+        "choices": [choice | {"stop_reason": None}],
+        "usage": {
+            "prompt_tokens": 4,
+            "completion_tokens": 3,
+            "total_tokens": 7,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        },
+    }
+    [asked] = backend.requests
+    assert (asked.request_id, asked.prompt_ids) == ("mine", [5, 6, 7, 8])
+    assert (asked.sampling.temperature, asked.sampling.max_new_tokens) == (0.5, 8188)
+
+
+async def test_text_and_prompt_are_told_where_they_are_asked_for(client, ids):
+    more = {"output_mode": "text", "return_token_ids": True, "model": "smol"}
+    _, answer = await post(client, PATH, body(n=2) | more)
+    assert [choice["text"] for choice in answer["choices"]] == ["Hello you"] * 2
+    assert answer["prompt_token_ids"] == [5, 6, 7, 8]
+    assert answer["usage"]["completion_tokens"] == 6
+
+
+@pytest.mark.parametrize("mode", ["tokens", "text"])
+async def test_a_stream_tells_what_the_whole_does(client, ids, mode):
+    more = {
+        "output_mode": mode,
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True},
+    }
+    asked = body(n=2, logprobs=1) | more
+    _, whole = await post(client, PATH, asked)
+    *chunks, last = await stream(client, PATH, asked)
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    told = [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk]
+    assert told == [chunks[0]["prompt_token_ids"]] == [[5, 6, 7, 8]]
+    assert {chunk["request_id"] for chunk in chunks} == {last["request_id"]}
+    for index, choice in enumerate(whole["choices"]):
+        parts = [each for chunk in chunks for each in chunk["choices"] if each["index"] == index]
+        assert [id_ for part in parts for id_ in part["token_ids"]] == choice["token_ids"]
+        told = [entry for part in parts for entry in part["logprobs"]["content"]]
+        assert told == choice["logprobs"]["content"]
+        assert "".join(part.get("text", "") for part in parts) == choice.get("text", "")
+        reasons = [part["finish_reason"] for part in parts]
+        assert reasons == [None] * (len(parts) - 1) + ["stop"]
+
+
+async def test_each_chunk_has_the_usage_where_the_client_wants_it(client, ids):
+    asked = body() | {"stream_options": {"continuous_usage_stats": True}}
+    chunks = await stream(client, PATH, asked)
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
+
+
+async def test_log_probabilities_begin_with_the_chosen_token(client, backend):
+    backend.script = say(length(9))
+    _, answer = await post(client, PATH, body(logprobs=2))
+    chosen = {"token_id": 9, "logprob": -0.09, "rank": 1}
+    other = {"token_id": 10, "logprob": -1.09, "rank": 2}
+    assert answer["choices"][0]["logprobs"] == {
+        "content": [chosen | {"top_logprobs": [chosen, other]}]
+    }
+    _, answer = await post(client, PATH, body(logprobs=0))
+    chosen["rank"] = None
+    assert answer["choices"][0]["logprobs"] == {"content": [chosen | {"top_logprobs": [chosen]}]}
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"), [({"stop_token_ids": [9]}, 9), ({"stop": "you"}, "you")]
+)
+async def test_the_clients_own_stop_is_told(client, backend, tokenizer, params, reason):
+    backend.script = say(*each(tokenizer, "Hello you"), stop(9))
+    _, answer = await post(client, PATH, body(**params))
+    [choice] = answer["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
+
+
+async def test_a_grammar_is_followed(client, backend):
+    await post(client, PATH, body(structured_outputs={"regex": "a+"}) | {"reasoning_ended": True})
+    assert backend.requests[0].sampling.grammar.text == "a+"
+
+
+async def test_what_vllm_sends_by_itself_is_passed_over(client, ids):
+    own = {"flat_logprobs": False, "detokenize": False, "skip_clone": True, "output_kind": 2}
+    asked = body(**own, bad_words=[], extra_args=None, top_k=0)
+    more = {"token_offsets": [[0, 1]], "kv_transfer_params": {"a": 1}, "features": None}
+    assert (await post(client, PATH, asked | more))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({}, "token_ids: is missing"),
+        ({"token_ids": []}, "token_ids: must have at least 1"),
+        ({"token_ids": ["a"]}, "token_ids"),
+        ({"token_ids": [-1]}, "outside the vocabulary"),
+        (body() | {"model": 5}, "model: must be a string"),
+        (body() | {"output_mode": "x"}, "output_mode: must be 'tokens' or 'text'"),
+        (body() | {"features": {"a": 1}}, "features: not supported"),
+        (body() | {"content_parts": [{"a": 1}]}, "content_parts: not supported"),
+        (body(prompt_logprobs=1), "sampling_params.prompt_logprobs: not supported"),
+        (body(trace_decode_token_ids=[5]), "sampling_params.trace_decode_token_ids: is no"),
+        (body(extra_args={"a": 1}), "sampling_params.extra_args: is no"),
+        (body(temprature=1), "sampling_params.temprature: is no"),
+        (body(logprobs=-1), "sampling_params.logprobs: must be at least 0"),
+        (body(regex="a") | {"reasoning_ended": False}, "reasoning_ended: a grammar holds"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_by_its_name(client, backend, asked, sentence):
+    status, answer = await post(client, PATH, asked)
+    assert (status, sentence in answer["error"]["message"]) == (400, True), answer
+    assert backend.requests == []
+
+
+async def test_text_needs_a_tokenizer_and_ids_do_not(client, backend):
+    backend.served = dataclasses.replace(backend.served, tokenizer=None)
+    asked = body(max_tokens=2)
+    assert (await post(client, PATH, asked))[1]["choices"][0]["token_ids"] == [5, 6]
+    status, answer = await post(client, PATH, asked | {"output_mode": "text"})
+    assert (status, "no tokenizer" in answer["error"]["message"]) == (400, True)
+
+
+async def test_an_error_in_a_stream_is_its_last_event(client, backend):
+    backend.script = say([5], EngineFailed("the device is gone"))
+    *_, last = await stream(client, PATH, body())
+    assert last["choices"][0]["finish_reason"] == "abort"
+    assert last["error"]["code"] == "engine_failed"
+
+
+async def test_it_tells_where_its_time_went(client, ids):
+    headers = {"X-Tandem-Timings": "1"}
+    _, answer = await post(client, PATH, body() | {"rid": "mine"}, headers=headers)
+    assert answer["timings"]["request_id"] == "mine"
+    async with client.post(PATH, json=body() | {"stream": True}, headers=headers) as response:
+        *_, last = await events(response)
+    assert last["timings"]["num_output_tokens"] == len(ids)
+
+
+async def test_it_ends_by_its_id(client, backend):
+    backend.script = say([5], asyncio.Event())
+    async with asyncio.TaskGroup() as group:
+        asking = group.create_task(post(client, PATH, body(n=2) | {"request_id": "mine"}))
+        await backend.until(lambda: len(backend.aborts) == 2)
+        assert (await post(client, "/abort_request", {"rid": "mine"}))[1] == {"aborted": True}
+    _, answer = await asking
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["abort"] * 2

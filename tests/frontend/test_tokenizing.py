@@ -1,0 +1,83 @@
+import dataclasses
+
+import pytest
+
+from tests.frontend.helpers import post
+
+MESSAGES = [{"role": "user", "content": "Hi there"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+BOS = "<|im_start|>"
+each_place = pytest.mark.parametrize("base", ["", "/v1"])
+
+
+@each_place
+@pytest.mark.parametrize("name", ["prompt", "text"])
+async def test_a_prompt_becomes_its_token_ids(client, tokenizer, base, name):
+    status, answer = await post(client, f"{base}/tokenize", {name: "Hello world", "model": "smol"})
+    ids = tokenizer.encode("Hello world")
+    told = {"tokens": ids, "count": 2, "max_model_len": 8192, "token_strs": None}
+    assert (status, answer) == (200, told)
+
+
+async def test_several_prompts_become_lists_with_the_strings_of_the_vocabulary(client, tokenizer):
+    body = {"prompt": ["Hello world", "Hi"], "return_token_strs": True}
+    _, answer = await post(client, "/tokenize", body)
+    assert answer["tokens"] == [tokenizer.encode("Hello world"), tokenizer.encode("Hi")]
+    assert (answer["count"], answer["token_strs"]) == ([2, 1], [["Hello", "Ġworld"], ["Hi"]])
+
+
+@pytest.mark.parametrize("extra", [{}, {"tools": TOOLS}, {"add_generation_prompt": False}])
+async def test_messages_become_the_prompt_that_a_chat_of_them_has(client, backend, extra):
+    body = {"messages": MESSAGES, **extra}
+    _, answer = await post(client, "/tokenize", body)
+    await post(client, "/v1/chat/completions", body | {"max_tokens": 1})
+    assert answer["tokens"] == backend.requests[0].prompt_ids
+
+
+@each_place
+async def test_token_ids_become_text_with_and_without_special_tokens(client, tokenizer, base):
+    ids = tokenizer.encode(f"{BOS}Hi")
+    path = f"{base}/detokenize"
+    assert await post(client, path, {"tokens": ids}) == (200, {"prompt": f"{BOS}Hi", "text": "Hi"})
+    for skips, text in ((True, "Hi"), (False, f"{BOS}Hi")):
+        _, answer = await post(client, path, {"tokens": ids, "skip_special_tokens": skips})
+        assert answer == {"prompt": text, "text": text}
+    _, answer = await post(client, path, {"tokens": [ids, ids[1:]]})
+    assert answer == {"prompt": [f"{BOS}Hi", "Hi"], "text": ["Hi", "Hi"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "sentence"),
+    [
+        ("/tokenize", {}, 400, "either prompt or messages"),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, 400, "either prompt or messages"),
+        ("/tokenize", {"prompt": [5]}, 400, "prompt: must be a string"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "other"),
+        ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, 400, "chat_template: not"),
+        ("/tokenize", {"prompt": "a", "truncate_prompt_tokens": 5}, 400, "truncate_prompt_tokens"),
+        ("/detokenize", {}, 400, "tokens: is missing"),
+        ("/detokenize", {"tokens": ["a"]}, 400, "tokens: must be a list of integers"),
+        ("/detokenize", {"tokens": [49152]}, 400, "outside the vocabulary"),
+        ("/detokenize", {"tokens": [-1]}, 400, "outside the vocabulary"),
+        ("/detokenize", {"tokens": [5] * 8193}, 400, "at most 8192"),
+        ("/detokenize", {"tokens": [5], "model": "other"}, 404, "other"),
+    ],
+)
+async def test_what_cannot_be_converted_is_refused(client, path, body, status, sentence):
+    got, answer = await post(client, path, body)
+    assert (got, sentence in answer["error"]["message"]) == (status, True), answer
+
+
+async def test_a_text_beyond_the_context_is_counted_and_one_far_beyond_is_refused(client, backend):
+    backend.served = dataclasses.replace(backend.served, max_prompt_tokens=7, context_length=8)
+    _, answer = await post(client, "/tokenize", {"prompt": "word " * 20})
+    assert answer["count"] > 8
+    status, answer = await post(client, "/tokenize", {"prompt": "word " * 2000})
+    assert (status, "at least" in answer["error"]["message"]) == (400, True)
+
+
+async def test_a_model_without_tokenizer_has_no_text_to_convert(client, backend):
+    backend.served = dataclasses.replace(backend.served, tokenizer=None)
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
+        status, answer = await post(client, path, body)
+        assert (status, "no tokenizer" in answer["error"]["message"]) == (400, True)
