@@ -213,7 +213,7 @@ async def test_a_port_in_use_is_refused_with_what_to_do():
         process = await start(*NOWHERE, "--port", str(taken.getsockname()[1]))
         _, said = await process.communicate()
     assert process.returncode == 2
-    assert b"in use: choose another --port" in said
+    assert b"choose another --port" in said
 
 
 async def test_a_tokenizer_that_is_none_ends_the_router_instead_of_restarting_it(tmp_path):
