@@ -39,7 +39,7 @@ from tandem.frontend.openai_body import NumTop, OpenAIBody, read_body
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.request_ids import ids_of
 from tandem.frontend.sampling import OpenAISampling, read_sampling
-from tandem.frontend.sse import EventStream, encode, event
+from tandem.frontend.sse import DONE, EventStream, encode, event
 from tandem.frontend.transcript import Ending, Piece, failed
 from tandem.wire.errors import ErrorInfo, InvalidRequest
 from tandem.wire.generation import LogprobsWanted, new_request_id
@@ -165,13 +165,13 @@ class InferenceWriter:
         )
 
     def summary(self) -> bytes:
-        """Return the usage and the timings, where the client wants them."""
+        """Return the usage and the timings, where the client wants them, and the end."""
         found = b""
         if self._call.body.stream_options.include_usage:
             found = self.chunk(usage=self._usage())
         if (timings := timings_of(self._call.generations)) is not UNSET:
             found += self.chunk(timings=timings)
-        return found
+        return found + DONE
 
     def _usage(self) -> Usage:
         num_prompt = len(self._call.body.token_ids)

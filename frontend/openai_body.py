@@ -200,13 +200,18 @@ def read_completion(
     if not body.echo:
         require_tokens(sampling, "max_tokens")
     prompts = read_prompts(body.prompt)
-    call = _call(model, body, sampling, prompts, grammar=openai_grammar(data))
+    call = _call(model, body, sampling, prompts, "cmpl-", grammar=openai_grammar(data))
     if body.echo:
         call.echoes = [text for text in _texts(model, prompts) for _ in range(sampling.n)]
     return call
 
 
-def read_chat(model: ServedModel, options: FrontendOptions, data: dict[str, Any]) -> OpenAICall:
+def read_chat(
+    model: ServedModel,
+    options: FrontendOptions,
+    data: dict[str, Any],
+    id_prefix: str = "chatcmpl-",
+) -> OpenAICall:
     """Check a body of `/v1/chat/completions`."""
     body = read_chat_body(model, data)
     sampling = read_sampling(OpenAISampling, data, model)
@@ -221,7 +226,7 @@ def read_chat(model: ServedModel, options: FrontendOptions, data: dict[str, Any]
         # In many formats marks are special tokens. A forced call has none.
         sampling = sampling.model_copy(update={"skip_special_tokens": False})
     prompts = Prompts(is_batch=False, texts=[text])
-    call = _call(model, body, sampling, prompts, grammar=asked or choice.grammar)
+    call = _call(model, body, sampling, prompts, id_prefix, grammar=asked or choice.grammar)
     call.make_reply, call.has_reasoning = make_reply, body.include_reasoning
     return call
 
@@ -296,19 +301,19 @@ def _call(
     body: CompletionBody | ChatBody,
     sampling: OpenAISampling,
     prompts: Prompts,
+    id_prefix: str,
     *,
     grammar: Grammar | None,
 ) -> OpenAICall:
-    is_chat = isinstance(body, ChatBody)
     ids = prompt_ids(model, prompts, body.add_special_tokens)
-    call_id = body.rid or f"{'chatcmpl' if is_chat else 'cmpl'}-{new_request_id()}"
+    call_id = body.rid or f"{id_prefix}{new_request_id()}"
     names = ids_of(call_id, sampling.n * len(ids))
     wanted = [Wanted(sampling, grammar, body.wanted())] * len(ids)
     generations = generations_of(model, body, prompts, ids, wanted=wanted, names=names)
     return OpenAICall(
         call_id=call_id,
         model_name=model.name,
-        is_chat=is_chat,
+        is_chat=isinstance(body, ChatBody),
         generations=generations,
         num_prompt_tokens=sum(map(len, ids)),
         echoes=[""] * len(generations),
