@@ -183,6 +183,42 @@ class ChatCompletion(_Head, kw_only=True):
     timings: Timings = UNSET
 
 
+class ResponseObject(Struct, frozen=True, kw_only=True):
+    """The answer of `/v1/responses`."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: str
+    model: str
+    output: Sequence[dict[str, Any]]
+    usage: dict[str, Any] | None = None
+    error: dict[str, str] | None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None
+    previous_response_id: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    reasoning: dict[str, str | None]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, str]
+    tools: Sequence[dict[str, Any]]
+    top_p: float
+    truncation: str = "disabled"
+    background: bool = False
+    service_tier: str = "default"
+
+
+class ResponseEvent(Struct, frozen=True):
+    """One event of `/v1/responses`: beside these, the fields of its type."""
+
+    type: str
+    sequence_number: int
+
+
 class CompletionChunk(_Head, kw_only=True):
     """One event of `/v1/completions`."""
 

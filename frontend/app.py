@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from tandem.frontend import answers, inference, loads, native, openai, routes, tokenizing
+from tandem.frontend import answers, inference, loads, native, openai, responses, routes, tokenizing
 from tandem.frontend.answering import note_caller
 from tandem.frontend.backend import Backend
 from tandem.frontend.edge import EDGE, Edge, close_when_leaving
@@ -24,6 +24,7 @@ from tandem.frontend.openai_body import ChatBody, CompletionBody
 from tandem.frontend.openapi import DOCUMENT, Route, document, show_document, show_page
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.request_ids import answer_id
+from tandem.frontend.responses_body import ResponsesBody
 from tandem.frontend.sampling import CompletionSampling, NativeSampling, OpenAISampling
 from tandem.frontend.tracing import Tracing, tracing_to
 from tandem.wire.keys import reader_key
@@ -55,7 +56,9 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
         app.on_response_prepare.append(tell_origin(options.http.cors_origins))
     table = route_table(options)
     for route in table:
-        add = {"get": web.get, "post": web.post, "put": web.put}[route.method]  # `get` adds HEAD
+        add = {"get": web.get, "post": web.post, "put": web.put, "delete": web.delete}[
+            route.method
+        ]  # `get` adds HEAD
         app.add_routes([add(route.path, route.handler)])
     # Made at the first request: most processes get none.
     has_keys = bool(options.http.api_keys)
@@ -116,6 +119,16 @@ def route_table(options: FrontendOptions) -> list[Route]:
             (inference.InferenceBody,),
             answers.InferenceChunk,
         ),
+        Route(
+            "post",
+            "/v1/responses",
+            responses.create_response,
+            answers.ResponseObject,
+            (ResponsesBody, OpenAISampling),
+            answers.ResponseEvent,
+        ),
+        Route("get", "/v1/responses/{id}", responses.get_response, answers.ResponseObject),
+        Route("delete", "/v1/responses/{id}", responses.delete_response),
         *(Route("post", f"{base}/tokenize", *tokenize) for base in ("", "/v1")),
         *(Route("post", f"{base}/detokenize", *detokenize) for base in ("", "/v1")),
         Route("get", "/v1/models", routes.models),

@@ -25,6 +25,7 @@ from tandem.frontend.generation import Generation
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.request_ids import is_part
+from tandem.frontend.response_store import ResponseStore
 from tandem.frontend.sse import Outbox
 from tandem.frontend.timings import Outcome, Report, TimingsSink
 from tandem.frontend.transcript import Sink, Transcript
@@ -48,6 +49,7 @@ class Edge:
     """Runs generations for the routes, times them, and ends them by their id.
 
     Attributes:
+        responses: The conversations that clients may continue.
         timings_sinks: Each gets the report of every generation that is over.
         is_leaving: Whether the server is about to end.
     """
@@ -57,6 +59,7 @@ class Edge:
         self.options = options
         self.metrics = FrontendMetrics()
         self.outbox = Outbox()
+        self.responses = ResponseStore()
         self.timings_sinks: list[TimingsSink] = []
         self.is_leaving = False
         self._running: dict[RequestId, tuple[Generation, Transcript]] = {}

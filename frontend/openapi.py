@@ -41,7 +41,7 @@ class Route:
         unavailable: Whether 503 has the answer's own shape instead of an error's.
     """
 
-    method: Literal["get", "post", "put"]
+    method: Literal["get", "post", "put", "delete"]
     path: str
     handler: Handler
     answer: type[msgspec.Struct] | None = None

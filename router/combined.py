@@ -20,12 +20,14 @@ from aiohttp.typedefs import Handler, Middleware
 
 from tandem.frontend.edge import Edge
 from tandem.frontend.middleware import json_response
+from tandem.frontend.response_store import Wanted
 from tandem.frontend.routes import ABORTED
 from tandem.router.cluster import Cluster
 from tandem.router.console import Observer
 from tandem.router.control import Asked, Link
 from tandem.router.metrics import render_pool
 from tandem.router.nodes_api import NODES_ROUTE
+from tandem.wire.errors import NoNodeAvailable
 
 ABORT_ROUTE, METRICS_ROUTE = "/abort_request", "/metrics"
 INFO_ROUTES = frozenset({"/server_info", "/get_server_info"})
@@ -69,11 +71,34 @@ class Combined:
 
     def replies(self) -> Asked:
         """Return what answers the questions of other workers."""
-        return {"abort": self._abort, "overview": self._overview, "status": self._status}
+        return {
+            "abort": self._abort,
+            "overview": self._overview,
+            "response": self._response,
+            "status": self._status,
+        }
 
     async def _abort(self, body: msgspec.Raw) -> object:
         wanted, edge = msgspec.json.decode(body, type=_Abort), self.edge
         return await edge.abort_all() if wanted.abort_all else await edge.abort(wanted.rid)
+
+    async def _response(self, body: msgspec.Raw) -> msgspec.Raw:
+        entry = self.edge.responses.own(msgspec.json.decode(body, type=Wanted))
+        return msgspec.Raw(entry or b"null")
+
+    async def response_elsewhere(self, wanted: Wanted) -> bytes | None:
+        """Return a stored response that another worker keeps.
+
+        Raises:
+            NoNodeAvailable: A worker that may keep it did not answer.
+        """
+        answers = await self.link.ask_others("response", wanted)
+        found = [bytes(each) for each in answers.given if bytes(each) != b"null"]
+        if not found and answers.silent:
+            raise NoNodeAvailable(
+                "an edge worker that may keep the response does not answer; retry"
+            )
+        return next(iter(found), None)
 
     async def _overview(self, _body: msgspec.Raw) -> object:
         return self.observer.overview()

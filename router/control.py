@@ -32,7 +32,7 @@ PARENT_TIMEOUT_S = 5.0
 LINE_LIMIT_BYTES = 16 << 20
 
 Kind = Literal[
-    "members", "leave", "abort", "overview", "status",
+    "members", "leave", "abort", "overview", "response", "status",
     "ready", "up", "announce", "others",
 ]  # fmt: skip
 NOTHING = msgspec.Raw(b"null")

@@ -88,6 +88,7 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
             metrics_directory=start.metrics_directory,
         )
         link.on_asked = combined.replies()
+        app[EDGE].responses.ask_others = combined.response_elsewhere
         app.middlewares.append(combined.middleware())
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)

@@ -1,0 +1,271 @@
+"""`/v1/responses`, as the `openai` client sees it."""
+
+import json
+from contextlib import asynccontextmanager
+
+import openai
+import pytest
+
+from tandem.frontend.app import create_app
+from tandem.frontend.body import validate
+from tandem.frontend.options import FrontendOptions, HttpOptions
+from tandem.frontend.reply_parser import reply_formats
+from tandem.frontend.response_store import ResponseNotFound, ResponseStore, Stored, Wanted
+from tandem.frontend.responses_body import ResponsesBody, _messages
+from tandem.wire.errors import NoNodeAvailable
+from tests.frontend.conftest import serve, serve_app
+from tests.frontend.fakes import length, say, stop
+from tests.frontend.helpers import each, post
+
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+FORMATS = FrontendOptions(reply_formats=reply_formats("hermes", "qwen3"))
+
+
+@asynccontextmanager
+async def client_of(backend, options: FrontendOptions | None = None, key="none"):
+    async with serve(backend, options) as client:
+        base = str(client._base_url / "v1")
+        async with openai.AsyncOpenAI(base_url=base, api_key=key, max_retries=0) as sdk:
+            yield sdk
+
+
+def speak(backend, text: str) -> None:
+    backend.script = say(*each(backend.served.tokenizer, text), stop(2))
+
+
+def prompt_of(backend) -> str:
+    return backend.served.tokenizer.decode(backend.requests[-1].prompt_ids, False)
+
+
+async def test_a_text_is_answered_by_a_message(backend):
+    speak(backend, "Paris.")
+    async with client_of(backend) as sdk:
+        found = await sdk.responses.create(
+            model="smol", input="Capital?", instructions="Be brief.", metadata={"a": "b"}
+        )
+    assert (found.status, found.output_text) == ("completed", "Paris.")
+    assert (found.metadata, found.instructions) == ({"a": "b"}, "Be brief.")
+    assert "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nCapital?" in prompt_of(
+        backend
+    )
+    assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
+    assert found.usage.input_tokens == len(backend.requests[-1].prompt_ids)
+
+
+async def test_an_answer_that_is_cut_is_incomplete(backend):
+    backend.script = say([5], length(6))
+    async with client_of(backend) as sdk:
+        found = await sdk.responses.create(model="smol", input="Hi", max_output_tokens=2)
+    assert backend.requests[-1].sampling.max_new_tokens == 2
+    assert (found.status, found.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert found.output[0].status == "incomplete"
+
+
+async def streamed(sdk, **fields) -> list:
+    stream = await sdk.responses.create(model="smol", stream=True, **fields)
+    events = [event async for event in stream]
+    for event in events:  # the client itself checks nothing
+        type(event).model_validate(event.model_dump(exclude_unset=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    return events
+
+
+async def test_a_stream_tells_of_thoughts_text_and_calls_by_the_events_of_openai(backend):
+    speak(backend, f"<think>Hm, Rome.</think>I ask.{CALL}{CALL}")
+    async with client_of(backend, FORMATS) as sdk:
+        events = await streamed(sdk, input="Weather?", tools=[WEATHER])
+    kinds = [event.type for event in events if not event.type.endswith("delta")]
+    text_item = ["output_item.added", "content_part.added", "{}.done", "content_part.done"]
+    call = ["output_item.added", "function_call_arguments.done", "output_item.done"]
+    assert kinds == [
+        f"response.{kind}"
+        for kind in [
+            *("created", "in_progress"),
+            *(part.format("reasoning_text") for part in text_item),
+            "output_item.done",
+            *(part.format("output_text") for part in text_item),
+            "output_item.done",
+            *call,
+            *call,
+            "completed",
+        ]
+    ]
+    whole = events[-1].response
+    thoughts, said, *calls = whole.output
+    assert (thoughts.content[0].text, said.content[0].text) == ("Hm, Rome.", "I ask.")
+    assert [(each.name, json.loads(each.arguments)) for each in calls] == [
+        ("weather", {"city": "Rome"})
+    ] * 2
+    assert 0 < whole.usage.output_tokens_details.reasoning_tokens < whole.usage.output_tokens
+    for item in whole.output:
+        deltas = "".join(
+            event.delta
+            for event in events
+            if event.type.endswith("delta") and event.item_id == item.id
+        )
+        assert deltas == (item.arguments if item.type == "function_call" else item.content[0].text)
+
+
+async def test_an_error_within_a_stream_is_its_last_event(backend):
+    backend.script = say([5], NoNodeAvailable("no pair"))
+    async with client_of(backend) as sdk:
+        events = await streamed(sdk, input="Hi")
+    assert events[-1].type == "response.failed"
+    assert "no pair" in events[-1].response.error.message
+
+
+async def test_a_conversation_goes_on_where_it_ended_without_its_instructions(backend):
+    async with client_of(backend, FORMATS) as sdk:
+        speak(backend, CALL)
+        first = await sdk.responses.create(
+            model="smol", input="Weather?", instructions="Use tools.", tools=[WEATHER]
+        )
+        [call] = first.output
+        speak(backend, "Sunny.")
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+        second = await sdk.responses.create(
+            model="smol", input=[result], previous_response_id=first.id, tools=[WEATHER]
+        )
+        assert second.previous_response_id == first.id
+        prompt = prompt_of(backend)
+        assert "Use tools." not in prompt
+        assert prompt.index("Weather?") < prompt.index("sunny")
+        speak(backend, "Bye.")
+        await sdk.responses.create(model="smol", input="Bye", previous_response_id=second.id)
+        assert prompt_of(backend).index("Sunny.") < prompt_of(backend).index("Bye")
+
+
+async def test_stored_responses_are_returned_and_deleted_and_others_are_not_found(backend):
+    speak(backend, "Hi")
+    async with client_of(backend) as sdk:
+        kept = await sdk.responses.create(model="smol", input="Hi")
+        lost = await sdk.responses.create(model="smol", input="Hi", store=False)
+        assert await sdk.responses.retrieve(kept.id) == kept
+        for unknown in (lost.id, "resp_x"):
+            with pytest.raises(openai.NotFoundError, match="send the whole conversation as input"):
+                await sdk.responses.create(model="smol", input="Go", previous_response_id=unknown)
+        await sdk.responses.delete(kept.id)
+        with pytest.raises(openai.NotFoundError):
+            await sdk.responses.retrieve(kept.id)
+
+
+async def test_nobody_gets_a_response_of_another_key(backend):
+    speak(backend, "Hi")
+    options = FrontendOptions(http=HttpOptions(api_keys=("one", "two")))
+    async with serve_app(create_app(backend, options)) as client:
+        base = str(client._base_url / "v1")
+        one, two = (
+            openai.AsyncOpenAI(base_url=base, api_key=key, max_retries=0) for key in ("one", "two")
+        )
+        async with one, two:
+            kept = await one.responses.create(model="smol", input="Hi")
+            for act in (two.responses.retrieve, two.responses.delete):
+                with pytest.raises(openai.NotFoundError):
+                    await act(kept.id)
+            assert (await one.responses.retrieve(kept.id)).id == kept.id
+
+
+async def test_a_format_is_followed_as_in_chats(backend):
+    speak(backend, "{}")
+    schema = {"type": "object", "properties": {}}
+    asked = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
+    async with client_of(backend) as sdk:
+        await sdk.responses.create(model="smol", input="Hi", text=asked)
+    assert json.loads(backend.requests[-1].sampling.grammar.text) == schema
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"background": True}, "background: "),
+        ({"conversation": "c"}, "conversation: not supported here"),
+        ({"truncation": "auto"}, "truncation: must be 'disabled'"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type: must be 'function'"),
+        ({"include": ["file_search_call.results"]}, "include.0: "),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: "),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.message"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]},
+            "no function_call with",
+        ),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "encrypted reasoning"),
+        ({"input": []}, "input: "),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary: must be 'auto'"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity: must be 'medium'"),
+        ({"top_logprobs": 2}, "top_logprobs: not supported here"),
+        ({"max_tokens": 2}, "max_tokens: not supported here"),
+        ({"n": 2}, "n: a response is one answer"),
+        ({"previous_response_id": 5}, "previous_response_id: must be a string"),
+        ({"image_data": "x"}, "image_data: not supported here"),
+    ],
+)
+async def test_what_is_not_done_is_refused_by_its_name(client, backend, fields, said):
+    status, answer = await post(client, "/v1/responses", {"input": "Hi"} | fields)
+    assert (status, backend.requests) == (400, [])
+    assert said in answer["error"]["message"]
+
+
+def test_items_of_one_answer_are_one_message():
+    items = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "I ask."}]},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "b", "name": "g", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "b", "output": "1"},
+        {"role": "assistant", "content": "One."},
+        {"role": "assistant", "content": "Two."},
+    ]
+    messages = _messages(validate(ResponsesBody, {"input": items}).input)
+    assert [message["role"] for message in messages] == [
+        *("system", "user", "assistant", "tool", "assistant", "assistant"),
+    ]
+    answer = messages[2]
+    assert (answer["reasoning_content"], answer["content"]) == ("Hm", "I ask.")
+    assert [call["id"] for call in answer["tool_calls"]] == ["a", "b"]
+    assert messages[3]["name"] == "g"
+
+
+# ── the store ────────────────────────────────────────────────────────────────────────────────────
+
+
+def stored(text: str) -> Stored:
+    return Stored(json.dumps({"id": text}).encode(), [{"role": "user", "content": text}])
+
+
+async def test_the_store_drops_what_was_not_asked_for_the_longest():
+    store = ResponseStore(max_bytes=400)
+    for name in "abc":
+        store.put("", name, stored(name * 40))
+    await store.find(Wanted("", "a")) if store.own(Wanted("", "a")) else None
+    store.put("", "d", stored("d" * 40))
+    kept = [name for name in "abcd" if store.own(Wanted("", name))]
+    assert "d" in kept
+    assert 0 < len(kept) < 4
+    assert sum(map(len, store._entries.values())) == store._num_bytes <= 400
+    store.put("", "e", stored("e" * 500))
+    assert store.own(Wanted("", "e")) is None
+
+
+async def test_another_edge_worker_is_asked_for_what_is_not_here():
+    here, there = ResponseStore(), ResponseStore()
+    there.put("k", "r", stored("x"))
+
+    async def ask(wanted: Wanted) -> bytes | None:
+        return there.own(wanted)
+
+    here.ask_others = ask
+    found = await here.find(Wanted("k", "r"))
+    assert found.messages == [{"role": "user", "content": "x"}]
+    with pytest.raises(ResponseNotFound):
+        await here.find(Wanted("other", "r"))
+    await here.find(Wanted("k", "r", "delete"))
+    with pytest.raises(ResponseNotFound):
+        await here.find(Wanted("k", "r"))
