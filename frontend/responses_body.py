@@ -30,7 +30,8 @@ from tandem.wire.errors import InvalidRequest
 
 Message: TypeAlias = dict[str, Any]
 
-_OWN_REFUSED = frozenset(
+# Beside those that no route takes: what other routes take, and what this server does not do.
+REFUSED = frozenset(
     {
         *("background_options", "context_management", "conversation", "image", "prompt"),
         *("messages", "logprobs", "response_format", "reasoning_effort", "max_tokens"),
@@ -224,7 +225,7 @@ def read_responses(
         past: The messages of the response that `previous_response_id` names.
     """
     refused = {name: value for name, value in data.items() if name != "reasoning"}
-    refuse_unsupported(refused, also=_OWN_REFUSED)
+    refuse_unsupported(refused, also=REFUSED)
     if data.get("n") not in (None, 1):
         raise InvalidRequest("n: a response is one answer; leave it out")
     body = validate(ResponsesBody, data)

@@ -5,13 +5,15 @@ from contextlib import asynccontextmanager
 
 import openai
 import pytest
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
 from tandem.frontend.app import create_app
-from tandem.frontend.body import validate
+from tandem.frontend.body import UNSUPPORTED, validate
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.frontend.reply_parser import reply_formats
 from tandem.frontend.response_store import ResponseNotFound, ResponseStore, Stored, Wanted
-from tandem.frontend.responses_body import ResponsesBody, _messages
+from tandem.frontend.responses_body import REFUSED, ResponsesBody, _messages
+from tandem.frontend.sampling import OpenAISampling
 from tandem.wire.errors import NoNodeAvailable
 from tests.frontend.conftest import serve, serve_app
 from tests.frontend.fakes import length, say, stop
@@ -209,6 +211,21 @@ async def test_what_is_not_done_is_refused_by_its_name(client, backend, fields, 
     status, answer = await post(client, "/v1/responses", {"input": "Hi"} | fields)
     assert (status, backend.requests) == (400, [])
     assert said in answer["error"]["message"]
+
+
+# Of OpenAI's fields. They cannot change the answer; tools that the server runs are refused anyway.
+WITHOUT_EFFECT = {
+    *("access_programs", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"),
+    *("prompt_cache_retention", "safety_identifier", "service_tier", "stream_options", "user"),
+}
+
+
+def test_every_field_of_openai_is_taken_refused_or_without_effect():
+    theirs = set(ResponseCreateParamsBase.__annotations__)
+    taken = ResponsesBody.names() | OpenAISampling.names()
+    refused = REFUSED | (UNSUPPORTED.keys() - {"reasoning"})
+    assert theirs - taken - refused == WITHOUT_EFFECT
+    assert not ResponsesBody.names() & refused
 
 
 def test_items_of_one_answer_are_one_message():

@@ -11,6 +11,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from tandem.frontend.app import create_app
 from tandem.frontend.edge import EDGE
 from tandem.frontend.options import FrontendOptions
+from tandem.frontend.response_store import Stored, Wanted
 from tandem.router import control
 from tandem.router.cluster import Cluster
 from tandem.router.combined import Combined, WorkerStatus, with_others
@@ -57,6 +58,7 @@ class Worker:
         )
         self.has_left = False
         link.on_asked = combined.replies()
+        self.app[EDGE].responses.ask_others = combined.response_elsewhere
         link.on_told = {
             "members": lambda body: self.cluster.apply(msgspec.json.decode(body, type=Members)),
             "leave": lambda _body: setattr(self, "has_left", True),
@@ -111,6 +113,20 @@ async def test_an_operator_ends_all_requests_whichever_worker_is_asked(router):
         assert answer == {"aborted": True, "silent_workers": [2, 3]}
         async with await posting as response:
             assert (await response.json())["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_a_stored_response_is_found_and_deleted_whichever_worker_is_asked(router):
+    _, asked, keeping = router
+    keeping.app[EDGE].responses.put("", "r", Stored(msgspec.Raw(b'{"id":"r"}'), []))
+    async with asked.client.get("/v1/responses/r") as response:
+        assert await response.json() == {"id": "r"}
+    async with asked.client.delete("/v1/responses/r") as response:
+        assert (await response.json())["deleted"]
+    assert keeping.app[EDGE].responses.own(Wanted("", "r")) is None
+    # Two workers of this router do not run: they might keep it.
+    async with asked.client.get("/v1/responses/r") as response:
+        assert response.status == 503
+        assert "retry" in (await response.json())["error"]["message"]
 
 
 async def test_a_worker_that_does_not_reply_is_named_and_holds_nothing_up(router, monkeypatch):
