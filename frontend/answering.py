@@ -150,7 +150,7 @@ class Writer(Protocol):
         """Return what writes each generation to the stream."""
 
     def summary(self) -> bytes:
-        """Return the events behind those of the generations, maybe none."""
+        """Return the events behind those of the generations, `[DONE]` included, maybe none."""
 
 
 class Answer:
@@ -195,9 +195,7 @@ async def answer(
         return web.Response(body=body, content_type="application/json")
     async with EventStream(request, options.stall_timeout_s, edge.outbox) as events:
         await _side_by_side([_stream(edge, events, sink) for sink in writer.sinks(events)])
-        if summary := writer.summary():
-            events.put(summary)
-        return await events.finish()
+        return await events.finish(writer.summary())
 
 
 @asynccontextmanager

@@ -7,8 +7,9 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from tandem.frontend import answers, native, openai, routes
+from tandem.frontend import answers, anthropic, native, openai, routes
 from tandem.frontend.answering import note_caller
+from tandem.frontend.anthropic_body import CountBody, MessagesBody
 from tandem.frontend.backend import Backend
 from tandem.frontend.edge import EDGE, Edge, close_when_leaving
 from tandem.frontend.grammars import NativeGrammar, OpenAIGrammar
@@ -104,6 +105,24 @@ def route_table(options: FrontendOptions) -> list[Route]:
             answers.ChatCompletion,
             (ChatBody, OpenAISampling, OpenAIGrammar),
             answers.ChatCompletionChunk,
+        ),
+        Route(
+            "post",
+            "/v1/messages",
+            anthropic.messages,
+            answers.AnthropicMessage,
+            (MessagesBody,),
+            answers.AnthropicEvent,
+            answers.AnthropicError,
+            has_named_events=True,
+        ),
+        Route(
+            "post",
+            "/v1/messages/count_tokens",
+            anthropic.count_tokens,
+            answers.TokenCount,
+            (CountBody,),
+            error=answers.AnthropicError,
         ),
         Route("get", "/v1/models", routes.models),
         Route("get", "/v1/models/{name:.+}", routes.one_model),

@@ -72,7 +72,7 @@ def prompt_ids(
     Args:
         add_special_tokens: Whether texts get those that the model's tokenizer puts around them.
     """
-    ids = prompts.ids or _tokenize(model, prompts.texts, add_special_tokens)
+    ids = prompts.ids or tokenize(model, prompts.texts, add_special_tokens)
     for one in ids:
         _check(model, one)
     return ids
@@ -85,9 +85,8 @@ def require_tokenizer(model: ServedModel) -> Tokenizer:
     return model.tokenizer
 
 
-def _tokenize(
-    model: ServedModel, texts: Sequence[str], add_special_tokens: bool
-) -> list[list[int]]:
+def tokenize(model: ServedModel, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    """Return the token ids of each text. One that cannot fit the context is rejected unread."""
     tokenizer = require_tokenizer(model)
     for text in texts:
         least = tokenizer.least_tokens(text)

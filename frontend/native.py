@@ -44,7 +44,7 @@ from tandem.frontend.sampling import (
     read_sampling,
     require_tokens,
 )
-from tandem.frontend.sse import EventStream, encode
+from tandem.frontend.sse import DONE, EventStream, encode
 from tandem.frontend.transcript import Ending, Piece, failed
 from tandem.wire.errors import ErrorInfo, InvalidRequest
 from tandem.wire.generation import LogprobsWanted, RequestId, new_request_id
@@ -218,8 +218,8 @@ class NativeWriter:
         return [_Events(events, self._call, i, self._is_incremental) for i in indexes]
 
     def summary(self) -> bytes:
-        """Return nothing: each generation has its own counts."""
-        return b""
+        """Return the end: each generation has its own counts."""
+        return DONE
 
 
 def _meta(

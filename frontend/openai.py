@@ -24,7 +24,7 @@ from tandem.frontend.logprobs import ChatLogprobs, CompletionLogprobs
 from tandem.frontend.middleware import error_body
 from tandem.frontend.openai_body import OpenAICall, read_chat, read_completion
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.sse import EventStream, encode, event
+from tandem.frontend.sse import DONE, EventStream, encode, event
 from tandem.frontend.tool_calls import Reply, message
 from tandem.frontend.transcript import Ending, Piece
 from tandem.wire.errors import ErrorInfo
@@ -147,13 +147,13 @@ class OpenAIWriter:
         return event(self._chunk(**self._head, choices=[choice], error=detail))
 
     def summary(self) -> bytes:
-        """Return the usage and the timings, where the client wants them."""
+        """Return the usage and the timings, where the client wants them, and the end."""
         found = b""
         if self._call.usage.include_usage:
             found = event(self._chunk(**self._head, usage=self.usage()))
         if (timings := _timings(self._call)) is not msgspec.UNSET:
             found += event(self._chunk(**self._head, timings=timings))
-        return found
+        return found + DONE
 
 
 # Stand for what changes from chunk to chunk, to find its place. No text has them: it is escaped.

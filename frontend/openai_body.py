@@ -190,16 +190,24 @@ def read_completion(
     if not body.echo:
         require_tokens(sampling, "max_tokens")
     prompts = read_prompts(body.prompt)
-    call = _call(model, body, sampling, prompts, grammar=openai_grammar(data))
+    call = _call(model, body, sampling, prompts, "cmpl-", grammar=openai_grammar(data))
     if body.echo:
         call.echoes = [text for text in _texts(model, prompts) for _ in range(sampling.n)]
     return call
 
 
-def read_chat(model: ServedModel, options: FrontendOptions, data: dict[str, Any]) -> OpenAICall:
-    """Check a body of `/v1/chat/completions`."""
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A checked chat and its prompt."""
+
+    body: ChatBody
+    choice: ToolChoice
+    text: str
+
+
+def read_conversation(model: ServedModel, data: dict[str, Any]) -> Conversation:
+    """Check a body of `/v1/chat/completions`, without sampling, and render its prompt."""
     body = _read_body(ChatBody, model, data, UNSUPPORTED_IN_CHATS)
-    sampling = read_sampling(OpenAISampling, data, model)
     choice = read_choice(body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls)
     text = require_tokenizer(model).render_chat(
         [message.for_template() for message in body.messages],
@@ -207,6 +215,19 @@ def read_chat(model: ServedModel, options: FrontendOptions, data: dict[str, Any]
         body.add_generation_prompt,
         body.for_template(),
     )
+    return Conversation(body, choice, text)
+
+
+def read_chat(
+    model: ServedModel,
+    options: FrontendOptions,
+    data: dict[str, Any],
+    id_prefix: str = "chatcmpl-",
+) -> OpenAICall:
+    """Check a body of `/v1/chat/completions`."""
+    sampling = read_sampling(OpenAISampling, data, model)
+    conversation = read_conversation(model, data)
+    body, choice, text = conversation.body, conversation.choice, conversation.text
     asked = openai_grammar(data)
     if asked is not None and choice.grammar is not None:
         raise InvalidRequest("tool_choice: a call cannot be forced beside another grammar")
@@ -216,7 +237,7 @@ def read_chat(model: ServedModel, options: FrontendOptions, data: dict[str, Any]
         # In many formats marks are special tokens. A forced call has none.
         sampling = sampling.model_copy(update={"skip_special_tokens": False})
     prompts = Prompts(is_batch=False, texts=[text])
-    call = _call(model, body, sampling, prompts, grammar=asked or choice.grammar)
+    call = _call(model, body, sampling, prompts, id_prefix, grammar=asked or choice.grammar)
     call.make_reply = make_reply
     return call
 
@@ -266,19 +287,19 @@ def _call(
     body: CompletionBody | ChatBody,
     sampling: OpenAISampling,
     prompts: Prompts,
+    id_prefix: str,
     *,
     grammar: Grammar | None,
 ) -> OpenAICall:
-    is_chat = isinstance(body, ChatBody)
     ids = prompt_ids(model, prompts, body.add_special_tokens)
-    call_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{new_request_id()}"
+    call_id = f"{id_prefix}{new_request_id()}"
     names = [part_id(call_id, index) for index in range(sampling.n * len(ids))]
     wanted = [Wanted(sampling, grammar, body.wanted())] * len(ids)
     generations = generations_of(model, body, prompts, ids, wanted=wanted, names=names)
     return OpenAICall(
         call_id=call_id,
         model_name=model.name,
-        is_chat=is_chat,
+        is_chat=isinstance(body, ChatBody),
         generations=generations,
         num_prompt_tokens=sum(map(len, ids)),
         echoes=[""] * len(generations),

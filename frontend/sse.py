@@ -44,6 +44,11 @@ def event(data: object) -> bytes:
     return b"data: " + encode(data) + b"\n\n"
 
 
+def named_event(name: str, data: object) -> bytes:
+    """Return `data` as one event with a name."""
+    return b"event: %b\n%b" % (name.encode(), event(data))
+
+
 class Outbox:
     """Writes that wait until every token of a step has become an event.
 
@@ -175,8 +180,8 @@ class EventStream:
             await self._within_stall_time(self.request.writer.drain())
         return transport is not None
 
-    async def finish(self) -> web.StreamResponse:
-        """Send the end of the stream. Returns the response for aiohttp.
+    async def finish(self, last: bytes) -> web.StreamResponse:
+        """Send the last events and the end of the stream. Returns the response for aiohttp.
 
         Raises:
             ConnectionError: The client is gone, or was cut off because it does not read.
@@ -184,7 +189,7 @@ class EventStream:
         if not self.is_started:
             await self._start()
         self._outbox.flush()  # what aiohttp writes now stands behind it
-        await self._within_stall_time(self._response.write_eof(DONE))
+        await self._within_stall_time(self._response.write_eof(last))
         return self._response
 
     async def _start(self) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # of an extra
 log = get_logger(__name__)
 
 # Other routes have no traces.
-TRACED = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
+TRACED = frozenset({"/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages"})
 # Of one batch.
 _EXPORT_TIMEOUT_S = 5.0
 # A router's worker has two seconds from its last stream to its end, even if the collector is away.
