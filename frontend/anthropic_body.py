@@ -25,11 +25,12 @@ from tandem.frontend.sampling import MAX_STOPS, OpenAISampling, Stop
 from tandem.wire.errors import InvalidRequest
 
 T = TypeVar("T")
+BlockT = TypeVar("BlockT", bound=Body)
 
 _SAMPLING = frozenset({"max_tokens", "temperature", "top_p", "top_k"})
 # Anthropic's fields that would change the answer, and those of OpenAI's API for which this one has others.
 _UNSUPPORTED = (
-    frozenset({"container", "context_management", "inference_geo", "mcp_servers", "output_format"})
+    frozenset({"container", "inference_geo", "mcp_servers", "output_format"})
     | frozenset({"logprobs", "parallel_tool_calls", "reasoning_effort", "top_logprobs"})
     | (OpenAISampling.names() - _SAMPLING)
     | OpenAIGrammar.names()
@@ -197,6 +198,19 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
+class KeepThinking(Body):
+    """An edit of the context that leaves it as it is. Claude Code asks for it."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Body):
+    """`context_management`."""
+
+    edits: Many[KeepThinking] = Field(default_factory=list)
+
+
 class CountBody(GenerationBody):
     """`/v1/messages/count_tokens`."""
 
@@ -207,6 +221,7 @@ class CountBody(GenerationBody):
     tool_choice: CustomToolChoice = CustomToolChoice()
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig = OutputConfig()
+    context_management: ContextManagement = ContextManagement()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -229,7 +244,11 @@ def read_messages(model: ServedModel, options: FrontendOptions, data: dict[str, 
 
 
 def count_prompt(model: ServedModel, options: FrontendOptions, data: dict[str, Any]) -> int:
-    """Return how many tokens the prompt of a body has, which may be more than the model takes."""
+    """Return how many tokens the prompt of a body has, which may be more than the model takes.
+
+    Raises:
+        InvalidRequest: It is so long that it was not tokenized.
+    """
     refuse_unsupported(data, also=_UNSUPPORTED)
     text = read_conversation(model, _chat(validate(CountBody, data), model, options)).text
     [ids] = tokenize(model, [text], add_special_tokens=False)
@@ -272,25 +291,29 @@ def _turns(body: CountBody) -> Iterator[dict[str, Any]]:
     for role, messages in groupby(body.messages, key=lambda message: message.role):
         blocks = [block for message in messages for block in message.content]
         if role == "assistant":
-            names |= {block.id: block.name for block in blocks if isinstance(block, ToolUseBlock)}
+            names |= {block.id: block.name for block in _only(ToolUseBlock, blocks)}
             yield _answer(blocks)
             continue
         for kind, run in groupby(blocks, key=type):
             if kind is ToolResultBlock:
-                yield from (block.for_chat(names) for block in run)
+                yield from (result.for_chat(names) for result in _only(ToolResultBlock, run))
             else:
-                yield {"role": role, "content": _joined(run)}
+                yield {"role": role, "content": _joined(_only(TextBlock, run))}
+
+
+def _only(kind: type[BlockT], blocks: Iterable[Body]) -> list[BlockT]:
+    return [block for block in blocks if isinstance(block, kind)]
 
 
 def _answer(blocks: Sequence[Body]) -> dict[str, Any]:
     """Return an earlier answer. Templates write thoughts, then text, then calls."""
     turn: dict[str, Any] = {
         "role": "assistant",
-        "content": _joined(block for block in blocks if isinstance(block, TextBlock)),
+        "content": _joined(_only(TextBlock, blocks)),
     }
-    if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
+    if thoughts := [block.thinking for block in _only(ThinkingBlock, blocks)]:
         turn["reasoning_content"] = "\n".join(thoughts)
-    if calls := [block.for_chat() for block in blocks if isinstance(block, ToolUseBlock)]:
+    if calls := [block.for_chat() for block in _only(ToolUseBlock, blocks)]:
         turn["tool_calls"] = calls
     return turn
 

@@ -1,7 +1,7 @@
 """Around every route: counts answers, reads bodies, allows web pages, turns errors into JSON.
 
-Errors have OpenAI's shape on all routes but Anthropic's: `{"error": {"message", "type", "code"}}`. Web pages may use the
-server from a browser only if an operator names their origins (Fetch standard, section 3.3).
+Errors have OpenAI's shape, `{"error": {"message", "type", "code"}}`, except on Anthropic's routes. Web pages
+may use the server from a browser only if an operator names their origins (Fetch standard, section 3.3).
 """
 
 import asyncio

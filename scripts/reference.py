@@ -202,7 +202,7 @@ def _routes(paths: Mapping[str, Any]) -> str:
     )
     return (
         f"\n## Routes\n{table}\nEvery other answer is an [Error](#error). Its status and code are on the page of [errors](errors.md). "
-        "The last event of a stream is `[DONE]`.\n"
+        "The last event of a stream is `[DONE]`. Routes of `/v1/messages` have Anthropic's errors, and no `[DONE]`.\n"
     )
 
 
@@ -336,7 +336,7 @@ def _named(text: str, schemas: Mapping[str, Any]) -> list[str]:
 def errors() -> str:
     """Return the page of all error codes."""
     text = (
-        f"{MADE}# Errors\n\nEvery error over HTTP has one shape:\n\n"
+        f"{MADE}# Errors\n\nEvery error over HTTP has one shape, except on the routes of `/v1/messages`, which have Anthropic's:\n\n"
         '```json\n{"error": {"message": "…", "type": "…", "param": null, "code": "out_of_pages"}}\n```\n\n'
         "Each section gives the status, the meaning and the remedy. *Retry*: the same request may succeed if it is sent again. 429 and "
         "503 come with `Retry-After`. The router [retries](../replay.md) failures of nodes by itself. "

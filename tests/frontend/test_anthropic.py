@@ -156,7 +156,10 @@ REFUSED = {
         "thinking.display: must be 'summarized'",
     ),
     "servers": ({"mcp_servers": [{"name": "x"}]}, "mcp_servers: not supported"),
-    "context": ({"context_management": {"edits": [{}]}}, "context_management: not supported"),
+    "context": (
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        "context_management.edits.0.type: must be 'clear_thinking_20251015'",
+    ),
     "chat's stop": ({"stop": ["a"]}, "stop: not supported"),
     "chat's format": ({"response_format": {"type": "json_object"}}, "response_format: not supp"),
     "a seed": ({"seed": 5}, "seed: not supported"),
@@ -196,6 +199,7 @@ async def test_what_means_nothing_here_is_passed_over(client, backend):
         "cache_control": {"type": "ephemeral"},
         "thinking": {"type": "disabled"},
         "mcp_servers": [],
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "system": None,
     }
     headers = {"anthropic-version": "2099-01-01", "anthropic-beta": "anything-2025-01-01"}
