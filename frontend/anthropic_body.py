@@ -28,10 +28,13 @@ T = TypeVar("T")
 BlockT = TypeVar("BlockT", bound=Body)
 
 _SAMPLING = frozenset({"max_tokens", "temperature", "top_p", "top_k"})
-# Anthropic's fields that would change the answer, and those of OpenAI's API for which this one has others.
-_UNSUPPORTED = (
-    frozenset({"container", "inference_geo", "mcp_servers", "output_format"})
-    | frozenset({"logprobs", "parallel_tool_calls", "reasoning_effort", "top_logprobs"})
+# Anthropic's fields that would change the answer, or what it reports.
+UNSUPPORTED_IN_MESSAGES = frozenset(
+    {"container", "diagnostics", "inference_geo", "mcp_servers", "output_format"}
+)
+# Supported on other routes.
+_OF_OTHER_APIS = (
+    frozenset({"logprobs", "parallel_tool_calls", "reasoning_effort", "top_logprobs"})
     | (OpenAISampling.names() - _SAMPLING)
     | OpenAIGrammar.names()
 )
@@ -237,7 +240,7 @@ class MessagesBody(CountBody):
 
 def read_messages(model: ServedModel, options: FrontendOptions, data: dict[str, Any]) -> OpenAICall:
     """Check a body of `/v1/messages`."""
-    refuse_unsupported(data, also=_UNSUPPORTED)
+    refuse_unsupported(data, also=UNSUPPORTED_IN_MESSAGES | _OF_OTHER_APIS)
     body = validate(MessagesBody, data)
     chat = _chat(body, model, options) | {"stop": body.stop_sequences}
     return read_chat(model, options, chat, id_prefix="msg_")
@@ -249,7 +252,7 @@ def count_prompt(model: ServedModel, options: FrontendOptions, data: dict[str, A
     Raises:
         InvalidRequest: It is so long that it was not tokenized.
     """
-    refuse_unsupported(data, also=_UNSUPPORTED)
+    refuse_unsupported(data, also=UNSUPPORTED_IN_MESSAGES | _OF_OTHER_APIS)
     text = read_conversation(model, _chat(validate(CountBody, data), model, options)).text
     [ids] = tokenize(model, [text], add_special_tokens=False)
     return len(ids)

@@ -17,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.error_remedies import NOT_OVER_HTTP, OTHER_ERRORS, REMEDIES
+from tandem.frontend.anthropic_body import UNSUPPORTED_IN_MESSAGES
 from tandem.frontend.app import FrontendOptions, route_table
 from tandem.frontend.body import UNSUPPORTED, UNSUPPORTED_IN_CHATS
 from tandem.frontend.openapi import document
@@ -236,10 +237,12 @@ def _bodies(paths: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
 def _refused_fields() -> str:
     names = ", ".join(f"`{name}`" for name in sorted(UNSUPPORTED))
     in_chats = " and ".join(f"`{name}`" for name in sorted(UNSUPPORTED_IN_CHATS))
+    in_messages = ", ".join(f"`{name}`" for name in sorted(UNSUPPORTED_IN_MESSAGES))
     return (
-        "\n## Fields that are refused\n\nSGLang, vLLM or OpenAI have these fields, and they would change the answer. A request that "
+        "\n## Fields that are refused\n\nSGLang, vLLM, OpenAI or Anthropic have these fields, and they would change the answer. A request that "
         "sets one gets a 400 that names it. Null, false and empty values set nothing.\n\n"
-        f"{names}; in a chat {in_chats}; `best_of` other than `n`; in `structured_outputs` `structural_tag`, "
+        f"{names}; in a chat {in_chats}; in a message {in_messages}, and "
+        "sampling parameters and grammars of the other APIs; `best_of` other than `n`; in `structured_outputs` `structural_tag`, "
         "`whitespace_pattern`, `disable_any_whitespace` and `disable_additional_properties`.\n"
     )
 

@@ -1,10 +1,14 @@
 """Anthropic's API as its own client sees it: whole messages, streams, tools, thoughts, counts, errors."""
 
+import typing
 from contextlib import asynccontextmanager
 
 import anthropic
 import pytest
+from anthropic.types import MessageCountTokensParams
+from anthropic.types.message_create_params import MessageCreateParamsBase
 
+from tandem.frontend.anthropic_body import UNSUPPORTED_IN_MESSAGES, CountBody, MessagesBody
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.frontend.reply_parser import reply_formats
 from tandem.wire.errors import EngineFailed, NoNodeAvailable, Overloaded, RateLimited
@@ -55,6 +59,27 @@ async def ask(client, **fields):
     assert told[0] == told[1]
     assert whole.usage.to_dict() == streamed.usage.to_dict()
     return told[0]
+
+
+# They say how a message is paid for, and how soon it comes.
+WITHOUT_EFFECT = {
+    "cache_control",
+    "metadata",
+    "service_tier",
+    "speed",
+    "user_profile_id",
+    "workspace_id",
+}
+
+
+@pytest.mark.parametrize(
+    ("params", "body"),
+    [(MessageCreateParamsBase, MessagesBody), (MessageCountTokensParams, CountBody)],
+)
+def test_every_field_of_the_client_is_taken_refused_or_without_effect(params, body):
+    fields = set(typing.get_type_hints(params))
+    assert fields - body.names() - UNSUPPORTED_IN_MESSAGES - WITHOUT_EFFECT == set()
+    assert not body.names() & (UNSUPPORTED_IN_MESSAGES | WITHOUT_EFFECT)
 
 
 async def test_a_message_and_its_usage(backend, tokenizer):
