@@ -236,3 +236,71 @@ class ChatCompletionChunk(_Head, kw_only=True):
     usage: Usage | Raw | UnsetType | None = UNSET
     error: ErrorDetail | UnsetType = UNSET
     timings: Timings = UNSET
+
+
+class AnthropicErrorDetail(Struct, frozen=True):
+    """What went wrong, in Anthropic's form."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(Struct, frozen=True, tag_field="type", tag="error"):
+    """An answer of Anthropic's API that is an error, or the last event of a stream.
+
+    Attributes:
+        request_id: The message's id. Null where none was begun.
+    """
+
+    error: AnthropicErrorDetail
+    request_id: str | None = None
+
+
+class AnthropicUsage(Struct, frozen=True):
+    """Tokens of a message. Those of the prompt are `input_tokens` and `cache_read_input_tokens` together."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+
+
+class AnthropicMessage(Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
+    """A whole answer of `/v1/messages`, or its beginning in a stream."""
+
+    id: str
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: StopReason = None
+    stop_sequence: str | None = None
+    usage: AnthropicUsage
+    timings: Timings = UNSET
+
+
+class AnthropicEvent(Struct, frozen=True, kw_only=True):
+    """One event of `/v1/messages`. Its type is also the event's name."""
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    message: AnthropicMessage | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: dict[str, Any] | UnsetType = UNSET
+    delta: dict[str, Any] | UnsetType = UNSET
+    usage: AnthropicUsage | UnsetType = UNSET
+    timings: Timings = UNSET
+
+
+class TokenCount(Struct, frozen=True):
+    """An answer of `/v1/messages/count_tokens`."""
+
+    input_tokens: int

@@ -7,8 +7,19 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from tandem.frontend import answers, inference, loads, native, openai, responses, routes, tokenizing
+from tandem.frontend import (
+    answers,
+    anthropic,
+    inference,
+    loads,
+    native,
+    openai,
+    responses,
+    routes,
+    tokenizing,
+)
 from tandem.frontend.answering import note_caller
+from tandem.frontend.anthropic_body import CountBody, MessagesBody
 from tandem.frontend.backend import Backend
 from tandem.frontend.edge import EDGE, Edge, close_when_leaving
 from tandem.frontend.grammars import NativeGrammar, OpenAIGrammar
@@ -126,11 +137,30 @@ def route_table(options: FrontendOptions) -> list[Route]:
             answers.ResponseObject,
             (ResponsesBody, OpenAISampling),
             answers.ResponseEvent,
+            has_named_events=True,
         ),
         Route("get", "/v1/responses/{id}", responses.get_response, answers.ResponseObject),
         Route("delete", "/v1/responses/{id}", responses.delete_response),
         *(Route("post", f"{base}/tokenize", *tokenize) for base in ("", "/v1")),
         *(Route("post", f"{base}/detokenize", *detokenize) for base in ("", "/v1")),
+        Route(
+            "post",
+            "/v1/messages",
+            anthropic.messages,
+            answers.AnthropicMessage,
+            (MessagesBody,),
+            answers.AnthropicEvent,
+            answers.AnthropicError,
+            has_named_events=True,
+        ),
+        Route(
+            "post",
+            "/v1/messages/count_tokens",
+            anthropic.count_tokens,
+            answers.TokenCount,
+            (CountBody,),
+            error=answers.AnthropicError,
+        ),
         Route("get", "/v1/models", routes.models),
         Route("get", "/v1/models/{name:.+}", routes.one_model),
         Route("get", "/health", routes.health, unavailable=True),

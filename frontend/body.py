@@ -90,6 +90,8 @@ _SENTENCES = {
     "too_long": "must have at most {max_length} entries",
     "string_too_short": "must have at least {min_length} characters",
     "string_too_long": "must have at most {max_length} characters",
+    "union_tag_invalid": "{discriminator} {tag!r} is not supported here, only {expected_tags}",
+    "union_tag_not_found": "must be an object with {discriminator}",
 }
 
 # Fields of SGLang, vLLM and OpenAI that would change the answer and are not supported here. A request that
@@ -210,7 +212,9 @@ _MAX_SESSION_CHARS = 256
 
 def session_of(headers: Mapping[str, str], data: Mapping[str, object]) -> str:
     """Return the session that a request names, or empty. It is a hint: nothing is rejected."""
-    named = [*map(headers.get, _SESSION_HEADERS), *map(data.get, _SESSION_FIELDS)]
+    metadata = data.get("metadata")  # of Anthropic's API
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    named = [*map(headers.get, _SESSION_HEADERS), *map(data.get, _SESSION_FIELDS), user]
     for value in named:
         if isinstance(value, str) and value:
             # A header may have bytes that are no text.

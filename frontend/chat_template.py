@@ -11,6 +11,7 @@ from typing import Any
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -76,6 +77,9 @@ class ChatTemplate:
     Args:
         sources: Template text by name. `tool_use`, if present, serves requests with tools.
         special_tokens: `bos_token` and the like, by name.
+
+    Attributes:
+        names: What the templates read, such as `enable_thinking`.
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
@@ -84,6 +88,8 @@ class ChatTemplate:
             self._templates = {
                 name: environment.from_string(text) for name, text in sources.items()
             }
+            trees = [environment.parse(text) for text in sources.values()]
+            self.names = frozenset[str]().union(*map(find_undeclared_variables, trees))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigInvalid(f"the chat template is not valid Jinja: {error}") from error
         self._special_tokens = special_tokens

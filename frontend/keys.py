@@ -17,6 +17,7 @@ from functools import wraps
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from tandem.frontend.anthropic_errors import ANTHROPIC_ROUTES
 from tandem.frontend.edge import EDGE
 from tandem.wire.errors import TandemError, Unauthorized
 from tandem.wire.keys import is_loopback
@@ -53,9 +54,11 @@ def check_key(
 
 
 def key_of(request: web.Request) -> bytes:
-    """Return the bearer token of a request, or empty."""
+    """Return the bearer token of a request, or empty. Anthropic's routes take `x-api-key` as well."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key.strip().encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""
+    if scheme.lower() != "bearer":
+        key = request.headers.get("x-api-key", "") if request.path in ANTHROPIC_ROUTES else ""
+    return key.strip().encode(errors="surrogateescape")
 
 
 def _digest(key: bytes) -> bytes:

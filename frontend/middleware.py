@@ -1,7 +1,7 @@
 """Around every route: counts answers, reads bodies, allows web pages, turns errors into JSON.
 
-Errors have OpenAI's shape on all routes: `{"error": {"message", "type", "code"}}`. Web pages may use the
-server from a browser only if an operator names their origins (Fetch standard, section 3.3).
+Errors have OpenAI's shape, `{"error": {"message", "type", "code"}}`, except on Anthropic's routes. Web pages
+may use the server from a browser only if an operator names their origins (Fetch standard, section 3.3).
 """
 
 import asyncio
@@ -13,6 +13,11 @@ from aiohttp.typedefs import Handler, Middleware
 
 from tandem.frontend.absent_routes import instead_of
 from tandem.frontend.answers import Error, ErrorDetail
+from tandem.frontend.anthropic_errors import (
+    ANTHROPIC_ROUTES,
+    MAX_MESSAGE_CHARS,
+    anthropic_error,
+)
 from tandem.frontend.edge import EDGE
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import BodyTooLarge, ErrorInfo, InvalidRequest, NoNodeAvailable, TandemError
@@ -26,7 +31,6 @@ _RETRY_AFTER_S = 1
 # As nginx: the client closed the request. Only the metrics see it.
 _CLIENT_GONE = 499
 _SLOW_BODY = 408
-_MAX_MESSAGE_CHARS = 2000
 
 OnPrepare = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
@@ -43,7 +47,7 @@ def error_body(error: ErrorInfo) -> Error:
     """Return an error as clients see it."""
     fallback = "invalid_request_error" if error.status < 500 else "server_error"
     kind = _ERROR_TYPES.get(error.status, fallback)
-    message = error.message[:_MAX_MESSAGE_CHARS]  # it may quote what a client sent
+    message = error.message[:MAX_MESSAGE_CHARS]
     return Error(ErrorDetail(message=message, type=kind, param=None, code=error.code))
 
 
@@ -67,14 +71,17 @@ def json_response(
     )
 
 
-def error_response(error: ErrorInfo, headers: dict[str, str] | None = None) -> web.Response:
-    """Return an error as a whole answer."""
+def error_response(
+    request: web.Request, error: ErrorInfo, headers: dict[str, str] | None = None
+) -> web.Response:
+    """Return an error as a whole answer, in the shape of the route's API."""
     headers = dict(headers or {})
     if error.is_retryable and error.status in {429, 503}:
         headers["Retry-After"] = str(error.retry_after_s or _RETRY_AFTER_S)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    response = json_response(error_body(error), error.status, headers)
+    make_body = anthropic_error if request.path in ANTHROPIC_ROUTES else error_body
+    response = json_response(make_body(error), error.status, headers)
     if error.status == _SLOW_BODY:
         response.force_close()  # the rest of the body may come, where a next request is expected
     return response
@@ -106,7 +113,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
             log.debug("request.refused", path=request.path, error=error.message)
         elif not error.is_public or error.status >= 500:
             log.warning("request.failed", path=request.path, code=error.code, error=error.message)
-        return error_response(info)
+        return error_response(request, info)
     except web.HTTPException as error:
         return _http_error(request, error)
     except ConnectionError:
@@ -115,7 +122,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except Exception:
         # The top of a request: it fails, the server goes on.
         log.exception("request.crashed", path=request.path)
-        return error_response(ErrorInfo(code="internal_error", message="internal error"))
+        return error_response(request, ErrorInfo(code="internal_error", message="internal error"))
 
 
 def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
@@ -124,7 +131,7 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
     match error:
         case web.HTTPRequestEntityTooLarge():
             limit = request.app[EDGE].options.http.max_body_bytes
-            return error_response(BodyTooLarge(f"the body passes {limit} bytes").info())
+            return error_response(request, BodyTooLarge(f"the body passes {limit} bytes").info())
         case web.HTTPMethodNotAllowed():
             headers["Allow"] = allowed = ", ".join(sorted(error.allowed_methods))
             code, message = (
@@ -136,7 +143,9 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
             code, message = "not_found", f"there is no {request.path}: {instead}"
         case _:
             pass
-    return error_response(ErrorInfo(code=code, message=message, status=error.status), headers)
+    return error_response(
+        request, ErrorInfo(code=code, message=message, status=error.status), headers
+    )
 
 
 @web.middleware

@@ -37,6 +37,8 @@ class Route:
         answer: None for any JSON object.
         bodies: Models that together describe the body.
         event: One event, if the answer may be streamed.
+        error: What an error looks like.
+        has_named_events: Whether each event has a name, and no `[DONE]` follows the last.
         media: Of the answer.
         unavailable: Whether 503 has the answer's own shape instead of an error's.
     """
@@ -47,6 +49,8 @@ class Route:
     answer: type[msgspec.Struct] | None = None
     bodies: tuple[type[BaseModel], ...] = ()
     event: type[msgspec.Struct] | None = None
+    error: type[msgspec.Struct] = answers.Error
+    has_named_events: bool = False
     media: str = JSON
     unavailable: bool = False
 
@@ -74,7 +78,7 @@ def document(routes: Sequence[Route], *, has_keys: bool) -> dict[str, Any]:
         "info": {
             "title": "Tandem",
             "version": package_version(),
-            "description": "OpenAI's API and SGLang's. Unknown fields are ignored, but for some that "
+            "description": "The APIs of OpenAI, SGLang and Anthropic. Unknown fields are ignored, but for some that "
             "would change the answer; null is the same as absent.",
         },
         "paths": paths,
@@ -133,27 +137,29 @@ def _responses(route: Route) -> dict[str, Any]:
         schema = _ref("GeneratedOrList" if is_many else route.answer.__name__)
     content: dict[str, Any] = {route.media: {"schema": schema}}
     if route.event is not None:
-        content[EVENTS] = {"schema": _event(route.event.__name__)}
+        content[EVENTS] = {"schema": _event(route.event.__name__, route.has_named_events)}
     responses: dict[str, Any] = {"200": {"description": "the answer", "content": content}}
     if route.unavailable:
         responses["503"] = {"description": "it cannot be served now", "content": content}
-    error = {JSON: {"schema": _ref("Error")}}
+    error = {JSON: {"schema": _ref(route.error.__name__)}}
     return responses | {"default": {"description": "an error", "content": error}}
 
 
-def _event(name: str) -> Schema:
+def _event(name: str, is_named: bool) -> Schema:
     """Describe one event of a stream, in the manner of OpenAPI 3.2."""
+    about = "JSON." if is_named else "JSON; that of the last event is `[DONE]`."
     data = {
         "type": "string",
         "contentMediaType": JSON,
         "contentSchema": _ref(name),
-        "description": "JSON; that of the last event is `[DONE]`.",
+        "description": about,
     }
+    fields = {"event": {"type": "string"}, "data": data} if is_named else {"data": data}
     return {
         "type": "object",
         "description": "With stream: true.",
-        "properties": {"data": data},
-        "required": ["data"],
+        "properties": fields,
+        "required": list(fields),
     }
 
 
@@ -167,9 +173,9 @@ def _schemas(routes: Sequence[Route]) -> dict[str, Schema]:
     schemas: dict[str, Schema] = found["$defs"]
     for model in models:
         _name_aliases(model, schemas[model.__name__])
-    structs = {part for route in routes for part in (route.answer, route.event)}
+    structs = {part for route in routes for part in (route.answer, route.event, route.error)}
     [*_, several], described = msgspec.json.schema_components(
-        [*(structs - {None}), answers.Error, answers.Generated | list[answers.Generated]],
+        [*(structs - {None}), answers.Generated | list[answers.Generated]],
         ref_template=f"{_REF}{{name}}",
     )
     return schemas | described | {"GeneratedOrList": several}

@@ -152,6 +152,11 @@ class Tokenizer:
         """Return the prompt text of a conversation, special tokens included."""
         return self._template.render(messages, tools, add_generation_prompt, extra)
 
+    @property
+    def template_names(self) -> frozenset[str]:
+        """The names that the chat template reads, such as `enable_thinking`."""
+        return self._template.names
+
 
 def _read_config(files: Mapping[str, str]) -> dict[str, object]:
     """Merge the JSON files, later ones over earlier, and the template file over all."""

@@ -31,7 +31,10 @@ log = get_logger(__name__)
 
 # Other routes have no traces.
 TRACED = frozenset(
-    {"/generate", "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"}
+    {
+        *("/generate", "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"),
+        *("/v1/messages", "/v1/responses"),
+    }
 )
 # Of one batch.
 _EXPORT_TIMEOUT_S = 5.0

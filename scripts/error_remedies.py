@@ -2,6 +2,7 @@
 
 # code -> remedy. scripts/reference.py fails if an error is missing here.
 REMEDIES = {
+    "response_not_found": "Send the whole conversation as `input`; see [responses](../features.md#responses).",
     "invalid_request": "Change the request: the message names the field and its allowed values.",
     "body_timeout": "Send the whole body within 60 s. A proxy in front must read the body before it connects.",
     "unsupported_encoding": "Send the body as plain JSON, without `Content-Encoding`.",

@@ -17,9 +17,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.error_remedies import NOT_OVER_HTTP, OTHER_ERRORS, REMEDIES
+from tandem.frontend.anthropic_body import UNSUPPORTED_IN_MESSAGES
 from tandem.frontend.app import FrontendOptions, route_table
 from tandem.frontend.body import UNSUPPORTED, UNSUPPORTED_IN_CHATS, UNSUPPORTED_IN_INFERENCE
 from tandem.frontend.openapi import document
+from tandem.frontend.responses_body import REFUSED as UNSUPPORTED_IN_RESPONSES
 from tandem.node.flags import MEANINGLESS
 from tandem.parsers import parsers
 from tandem.router.arguments import IGNORED_FLAGS
@@ -204,7 +206,7 @@ def _routes(paths: Mapping[str, Any]) -> str:
     )
     return (
         f"\n## Routes\n{table}\nEvery other answer is an [Error](#error). Its status and code are on the page of [errors](errors.md). "
-        "The last event of a stream is `[DONE]`.\n"
+        "The last event of a stream is `[DONE]`. Routes of `/v1/messages` have Anthropic's errors, and no `[DONE]`.\n"
     )
 
 
@@ -247,10 +249,13 @@ def _refused_fields() -> str:
     names = ", ".join(f"`{name}`" for name in sorted(UNSUPPORTED))
     in_chats = _codes(sorted(UNSUPPORTED_IN_CHATS))
     in_inference = _codes(sorted(UNSUPPORTED_IN_INFERENCE))
+    in_messages = _codes(sorted(UNSUPPORTED_IN_MESSAGES))
+    in_responses = _codes(sorted(UNSUPPORTED_IN_RESPONSES))
     return (
-        "\n## Fields that are refused\n\nSGLang, vLLM or OpenAI have these fields, and they would change the answer. A request that "
+        "\n## Fields that are refused\n\nSGLang, vLLM, OpenAI or Anthropic have these fields, and they would change the answer. A request that "
         "sets one gets a 400 that names it. Null, false and empty values set nothing.\n\n"
-        f"{names}; in a chat {in_chats}; for `/inference/v1/generate` {in_inference}; `best_of` other than `n`; in `structured_outputs` `structural_tag`, "
+        f"{names}; in a chat {in_chats}; for `/inference/v1/generate` {in_inference}; in a message {in_messages}, and sampling parameters and "
+        f"grammars of the other APIs; for `/v1/responses` {in_responses}; `best_of` other than `n`; in `structured_outputs` `structural_tag`, "
         "`whitespace_pattern`, `disable_any_whitespace` and `disable_additional_properties`.\n"
     )
 
@@ -347,7 +352,7 @@ def _named(text: str, schemas: Mapping[str, Any]) -> list[str]:
 def errors() -> str:
     """Return the page of all error codes."""
     text = (
-        f"{MADE}# Errors\n\nEvery error over HTTP has one shape:\n\n"
+        f"{MADE}# Errors\n\nEvery error over HTTP has one shape, except on the routes of `/v1/messages`, which have Anthropic's:\n\n"
         '```json\n{"error": {"message": "…", "type": "…", "param": null, "code": "out_of_pages"}}\n```\n\n'
         "Each section gives the status, the meaning and the remedy. *Retry*: the same request may succeed if it is sent again. 429 and "
         "503 come with `Retry-After`. The router [retries](../replay.md) failures of nodes by itself. "

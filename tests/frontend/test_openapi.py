@@ -4,12 +4,14 @@ import re
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tandem.frontend.anthropic_body import MessagesBody
 from tandem.frontend.app import create_app
 from tandem.frontend.grammars import OpenAIGrammar
 from tandem.frontend.inference import InferenceBody
 from tandem.frontend.native import GenerateBody
 from tandem.frontend.openai_body import ChatBody, CompletionBody
 from tandem.frontend.options import FrontendOptions, HttpOptions
+from tandem.frontend.responses_body import ResponsesBody
 from tandem.frontend.sampling import CompletionSampling, NativeSampling
 from tandem.frontend.tokenizing import DetokenizeBody, TokenizeBody
 from tests.frontend.conftest import serve
@@ -75,6 +77,14 @@ async def test_answers_are_described_as_whole_as_events_and_as_errors(client):
     assert references(answers["default"]) == {"Error"}
 
 
+async def test_anthropic_s_routes_are_described_with_their_events_and_errors(client):
+    answers = (await document(client))["paths"]["/v1/messages"]["post"]["responses"]
+    events = answers["200"]["content"]["text/event-stream"]
+    assert references(events) == {"AnthropicEvent"}
+    assert set(events["schema"]["properties"]) == {"event", "data"}
+    assert references(answers["default"]) == {"AnthropicError"}
+
+
 async def test_keys_are_described_only_where_they_are_asked_for(client, backend):
     open_to_all = await document(client)
     assert "security" not in open_to_all
@@ -106,13 +116,16 @@ JUNK = st.recursive(
 )
 BODIES = (
     *(GenerateBody, NativeSampling, CompletionBody, CompletionSampling, ChatBody, OpenAIGrammar),
-    *(InferenceBody, TokenizeBody, DetokenizeBody),
+    *(InferenceBody, MessagesBody, ResponsesBody, TokenizeBody, DetokenizeBody),
 )
 FIELDS = sorted(frozenset().union(*(body.names() for body in BODIES), {"best_of", "suffix"}))
 GOOD = {
     "/generate": {"input_ids": [5], "max_new_tokens": 2},
     "/v1/completions": {"prompt": [5], "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/responses": {"input": "a", "max_output_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
     "/abort_request": {"rid": "a"},
     "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 2}},
     "/tokenize": {"prompt": "a"},

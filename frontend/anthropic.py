@@ -1,0 +1,248 @@
+"""Anthropic's API: `/v1/messages`, answered whole or streamed, and `/v1/messages/count_tokens`.
+
+```
+ message_start ──▶ content_block_start ─▶ content_block_delta, ... ─▶ content_block_stop ──▶ message_delta ──▶ message_stop
+                   └──────────────── for each block: thinking, text, tool_use ─────────┘   └▶ error, at any time, ends it
+```
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import pydantic_core
+from aiohttp import web
+
+from tandem.frontend import answering
+from tandem.frontend.answers import (
+    AnthropicEvent,
+    AnthropicMessage,
+    AnthropicUsage,
+    StopReason,
+    Timings,
+    TokenCount,
+)
+from tandem.frontend.anthropic_body import count_prompt, read_messages
+from tandem.frontend.anthropic_errors import anthropic_error
+from tandem.frontend.edge import EDGE
+from tandem.frontend.middleware import json_response
+from tandem.frontend.openai_body import OpenAICall
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.sse import EventStream, encode, named_event
+from tandem.frontend.tool_calls import Part
+from tandem.frontend.transcript import Ending, Piece
+from tandem.wire.errors import ErrorInfo, error_from_info
+
+# The field of a block that holds its text, and the name of its deltas and their field.
+_TEXT, _THINKING = ("text", "text_delta", "text"), ("thinking", "thinking_delta", "thinking")
+_INPUT = ("input", "input_json_delta", "partial_json")
+_FIELDS = {"content": _TEXT, "reasoning_content": _THINKING, "tool_call": _INPUT}
+
+
+async def messages(request: web.Request) -> web.StreamResponse:
+    """Answer `/v1/messages`."""
+    return await answering.answer(request, read_messages, AnthropicWriter)
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """Count the tokens of a prompt as `/v1/messages` would send it to the model."""
+    edge = request.app[EDGE]
+    counter = partial(count_prompt, edge.backend.model(), edge.options)
+    return json_response(TokenCount(await edge.read(await request.read(), counter)))
+
+
+class AnthropicWriter:
+    """Writes the answer of one call, which has one generation. A `Writer`."""
+
+    def __init__(self, call: OpenAICall, _options: FrontendOptions) -> None:
+        self._call = call
+
+    def whole(self, pieces: Sequence[Piece]) -> bytes:
+        """Return the answer as one message.
+
+        Raises:
+            TandemError: The generation was aborted, for which this API has no answer.
+        """
+        [piece] = pieces
+        assert piece.ending is not None
+        if piece.ending.error is not None:
+            raise error_from_info(piece.ending.error)
+        reader = _Reader(self._call)
+        blocks: list[tuple[dict[str, Any], list[Part]]] = []
+        for part, is_new in reader.read(piece):
+            if is_new:
+                blocks.append((_opened(part), []))
+            blocks[-1][1].append(part)
+        reason, sequence = reader.stop(piece.ending)
+        return encode(
+            AnthropicMessage(
+                id=self._call.call_id,
+                model=self._call.model_name,
+                content=[block | _filled(parts) for block, parts in blocks],
+                stop_reason=reason,
+                stop_sequence=sequence,
+                usage=_usage(self._call, piece.cached_tokens, len(piece.token_ids)),
+                timings=_timings(self._call),
+            )
+        )
+
+    def sinks(self, events: EventStream) -> "list[_Message]":
+        """Return what writes the message to the stream."""
+        return [_Message(events, self._call)]
+
+    def summary(self) -> bytes:
+        """Return nothing: `message_stop` or `error` was the end."""
+        return b""
+
+
+class _Reader:
+    """Reads the text of a message as parts of its blocks."""
+
+    def __init__(self, call: OpenAICall) -> None:
+        self._reply = call.make_reply() if call.make_reply is not None else None
+        self._is_forced = call.generations[0].request.sampling.grammar is not None
+        self._kind = ""  # of the open block
+        self._has_calls = False
+
+    def read(self, piece: Piece) -> Iterator[tuple[Part, bool]]:
+        """Yield the next parts, each with whether it begins a block."""
+        if self._reply is None:
+            parts = [Part("content", piece.text)] if piece.text else []
+        else:
+            parts = self._reply.push(piece.text)
+            if piece.ending is not None:
+                parts = [*parts, *self._reply.finish()]
+        for part in map(self._checked, parts):
+            is_new = part.kind != self._kind or bool(part.call_id)
+            self._kind = part.kind
+            self._has_calls |= part.kind == "tool_call"
+            yield part, is_new
+
+    def stop(self, ending: Ending) -> tuple[StopReason, str | None]:
+        """Return the stop reason, and the stop sequence if it is one."""
+        if ending.reason == "length":
+            return "max_tokens", None
+        if isinstance(ending.matched, str):
+            return "stop_sequence", ending.matched
+        return "tool_use" if self._has_calls else "end_turn", None
+
+    def _checked(self, part: Part) -> Part:
+        """Return a call that the model wrote freely as text if its arguments are no object.
+
+        Such a call comes in one part. Clients fail on an input that is no object.
+        """
+        if part.kind != "tool_call" or self._is_forced:
+            return part
+        try:
+            is_object = isinstance(pydantic_core.from_json(part.text), dict)
+        except ValueError:
+            is_object = False
+        return part if is_object else Part("content", f"{part.name} {part.text}")
+
+
+def _opened(part: Part) -> dict[str, Any]:
+    """Return the block that a part begins, still empty."""
+    if part.kind == "tool_call":
+        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
+    if part.kind == "reasoning_content":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+def _filled(parts: Sequence[Part]) -> dict[str, Any]:
+    """Return the content of a block."""
+    text = "".join(part.text for part in parts)
+    field, _, _ = _FIELDS[parts[0].kind]
+    if parts[0].kind != "tool_call":
+        return {field: text}
+    try:
+        # A forced call may be cut short. Clients read a stream up to there as well.
+        return {field: pydantic_core.from_json(text, allow_partial=True)}
+    except ValueError:  # before its first character, or half a surrogate pair
+        return {field: {}}
+
+
+def _usage(call: OpenAICall, num_cached: int, num_output: int) -> AnthropicUsage:
+    return AnthropicUsage(call.num_prompt_tokens - num_cached, num_cached, num_output)
+
+
+def _timings(call: OpenAICall) -> Timings:
+    [generation] = call.generations
+    return generation.report() if generation.timings.is_wanted else msgspec.UNSET
+
+
+def _event(event: AnthropicEvent) -> bytes:
+    return named_event(event.type, event)
+
+
+class _Message:
+    """Sends a message as events. A `StreamSink`."""
+
+    def __init__(self, events: EventStream, call: OpenAICall) -> None:
+        [self.generation] = call.generations
+        self._events, self.drain = events, events.drain
+        self._call, self._reader = call, _Reader(call)
+        self._num_tokens = self._cached_tokens = 0
+        self._index = -1  # of the open block
+        self._is_started = False
+
+    def write(self, piece: Piece) -> bool:
+        """Send the events of a piece. One without news leaves the room as it is."""
+        self._num_tokens += len(piece.token_ids)
+        self._cached_tokens = max(self._cached_tokens, piece.cached_tokens)
+        events = b"".join(self._written(piece))
+        return not events or self._events.put(events)
+
+    def write_failure(self, error: ErrorInfo) -> None:
+        """Send the end of a message that an error cut short."""
+        self._events.put(named_event("error", anthropic_error(error, self._call.call_id)))
+
+    def _written(self, piece: Piece) -> Iterator[bytes]:
+        if not self._is_started:
+            self._is_started = True
+            yield self._start()
+        for part, is_new in self._reader.read(piece):
+            if is_new:
+                yield self._closed()
+                self._index += 1
+                yield _event(
+                    AnthropicEvent(
+                        type="content_block_start", index=self._index, content_block=_opened(part)
+                    )
+                )
+            _, kind, field = _FIELDS[part.kind]
+            delta = {"type": kind, field: part.text}
+            yield _event(AnthropicEvent(type="content_block_delta", index=self._index, delta=delta))
+        if piece.ending is not None:
+            yield from self._end(piece.ending)
+
+    def _start(self) -> bytes:
+        message = AnthropicMessage(
+            id=self._call.call_id,
+            model=self._call.model_name,
+            content=[],
+            usage=_usage(self._call, self._cached_tokens, 0),
+        )
+        return _event(AnthropicEvent(type="message_start", message=message))
+
+    def _closed(self) -> bytes:
+        if self._index < 0:
+            return b""
+        return _event(AnthropicEvent(type="content_block_stop", index=self._index))
+
+    def _end(self, ending: Ending) -> Iterator[bytes]:
+        if ending.error is not None:
+            yield named_event("error", anthropic_error(ending.error, self._call.call_id))
+            return
+        yield self._closed()
+        reason, sequence = self._reader.stop(ending)
+        yield _event(
+            AnthropicEvent(
+                type="message_delta",
+                delta={"stop_reason": reason, "stop_sequence": sequence},
+                usage=_usage(self._call, self._cached_tokens, self._num_tokens),
+                timings=_timings(self._call),
+            )
+        )
+        yield _event(AnthropicEvent(type="message_stop"))
