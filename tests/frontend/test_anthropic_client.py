@@ -65,8 +65,18 @@ async def ask(client, **fields):
 
 # How a message is paid for, how soon it comes, what becomes of a refusal, and headers.
 WITHOUT_EFFECT = frozenset(
-    "betas billing_policy cache_control fallback_credit_token fallbacks metadata service_tier speed "
-    "user_profile_id workspace_id".split()
+    [
+        "betas",
+        "billing_policy",
+        "cache_control",
+        "fallback_credit_token",
+        "fallbacks",
+        "metadata",
+        "service_tier",
+        "speed",
+        "user_profile_id",
+        "workspace_id",
+    ]
 )
 
 
