@@ -225,8 +225,8 @@ def read_chat(
     id_prefix: str = "chatcmpl-",
 ) -> OpenAICall:
     """Check a body of `/v1/chat/completions`."""
-    sampling = read_sampling(OpenAISampling, data, model)
     conversation = read_conversation(model, data)
+    sampling = read_sampling(OpenAISampling, data, model)
     body, choice, text = conversation.body, conversation.choice, conversation.text
     asked = openai_grammar(data)
     if asked is not None and choice.grammar is not None:
