@@ -249,7 +249,7 @@ class AnthropicError(Struct, frozen=True, tag_field="type", tag="error"):
     """An answer of Anthropic's API that is an error, or the last event of a stream.
 
     Attributes:
-        request_id: The message's id. Null where none was begun.
+        request_id: The id of the message that a stream began. Null in a whole answer.
     """
 
     error: AnthropicErrorDetail
@@ -282,7 +282,7 @@ class AnthropicMessage(Struct, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class AnthropicEvent(Struct, frozen=True, kw_only=True):
-    """One event of `/v1/messages`. Its type is also the event's name."""
+    """One event of `/v1/messages`. Its type is also the event's name. `error` is an `AnthropicError`."""
 
     type: Literal[
         "message_start",

@@ -37,7 +37,17 @@ BlockT = TypeVar("BlockT", bound=Body)
 _SAMPLING = frozenset({"max_tokens", "temperature", "top_p", "top_k"})
 # Anthropic's fields that would change the answer, or what it reports.
 UNSUPPORTED_IN_MESSAGES = frozenset(
-    {"container", "diagnostics", "inference_geo", "mcp_servers", "output_format"}
+    {
+        *(
+            "compaction",
+            "container",
+            "diagnostics",
+            "inference_geo",
+            "mcp_servers",
+            "output_format",
+        ),
+        "thread",
+    }
 )
 # Supported on other routes.
 _OF_OTHER_APIS = (
@@ -318,7 +328,7 @@ def _only(kind: type[BlockT], blocks: Iterable[Body]) -> list[BlockT]:
 
 
 def _answer(blocks: Sequence[Body]) -> dict[str, Any]:
-    """Return an earlier answer. Templates write thoughts, then text, then calls."""
+    """Return an earlier answer. Templates write its thoughts first, then its text, then its calls."""
     turn: dict[str, Any] = {
         "role": "assistant",
         "content": _joined(_only(TextBlock, blocks)),
@@ -344,7 +354,7 @@ def _switches(body: CountBody, model: ServedModel, options: FrontendOptions) -> 
     # A grammar holds from the first token: there are no thoughts in what it allows.
     is_bound = body.tool_choice.is_forced or body.output_config.format is not None
     if kind == "disabled" and is_read and not switches:
-        raise InvalidRequest("thinking: this model always thinks; leave thinking out")
+        raise InvalidRequest("thinking: this model's template cannot turn it off; leave it out")
     if kind == "enabled" and not is_read:
         raise InvalidRequest(
             "thinking: this server reads no thoughts; leave it out, or start the server with "

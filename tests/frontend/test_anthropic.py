@@ -182,7 +182,7 @@ async def test_what_is_not_done_is_refused_by_name(client, name):
     ("body", "template", "sentence"),
     [
         (THINKING | forced(), "", "beside a forced call"),
-        ({"thinking": {"type": "disabled"}}, "", "always thinks"),
+        ({"thinking": {"type": "disabled"}}, "", "cannot turn it off"),
     ],
 )
 def test_thinking_that_cannot_be_is_refused(sees, body, template, sentence):

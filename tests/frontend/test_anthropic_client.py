@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 import anthropic
 import pytest
 from anthropic.types import MessageCountTokensParams
+from anthropic.types.beta import MessageCountTokensParams as BetaCountTokensParams
+from anthropic.types.beta.message_create_params import MessageCreateParamsBase as BetaCreateParams
 from anthropic.types.message_create_params import MessageCreateParamsBase
 
 from tandem.frontend.anthropic_body import UNSUPPORTED_IN_MESSAGES, CountBody, MessagesBody
@@ -61,20 +63,31 @@ async def ask(client, **fields):
     return told[0]
 
 
-# They say how a message is paid for, and how soon it comes.
-WITHOUT_EFFECT = {
-    "cache_control",
-    "metadata",
-    "service_tier",
-    "speed",
-    "user_profile_id",
-    "workspace_id",
-}
+# How a message is paid for, how soon it comes, what becomes of a refusal, and headers.
+WITHOUT_EFFECT = frozenset(
+    [
+        "betas",
+        "billing_policy",
+        "cache_control",
+        "fallback_credit_token",
+        "fallbacks",
+        "metadata",
+        "service_tier",
+        "speed",
+        "user_profile_id",
+        "workspace_id",
+    ]
+)
 
 
 @pytest.mark.parametrize(
     ("params", "body"),
-    [(MessageCreateParamsBase, MessagesBody), (MessageCountTokensParams, CountBody)],
+    [
+        (MessageCreateParamsBase, MessagesBody),
+        (BetaCreateParams, MessagesBody),
+        (MessageCountTokensParams, CountBody),
+        (BetaCountTokensParams, CountBody),
+    ],
 )
 def test_every_field_of_the_client_is_taken_refused_or_without_effect(params, body):
     fields = set(typing.get_type_hints(params))
