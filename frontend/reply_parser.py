@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tandem.frontend.call_scanner import Begun, CallScanner, Event, Whole
 from tandem.frontend.reply_formats import (
     REASONING_ALIASES,
     REASONING_FORMATS,
@@ -123,7 +124,14 @@ class ParsedReply:
         self._first, self._max_calls, self._num_calls = first, max_calls, 0
         self._field = ""  # the open region
         self._raw = ""  # text of the open call
+        # Where calls are JSON with their names in it, they are told as they come.
+        calls = _template(formats)["fields"].get("tool_calls", {})
+        self._is_json = bool(calls) and "transform" not in calls
+        self._scanner: CallScanner | None = None  # of the open region
+        self._entries = list[str]()  # complete calls that were not told yet
+        self._is_dropped = False  # whether the open call is one too many
         self._blanks = ""  # at the end of the open text, returned once something follows
+        self._has_told = False  # whether a call of the open region was told as it came
         self._is_begun = False  # whether some of the open text was returned
         self._is_first = True  # whether nothing at all was returned yet
         self._parts: list[Part] = []
@@ -156,7 +164,8 @@ class ParsedReply:
         except (RecursionError, ValueError):
             # Endless nesting in an argument with a schema: from here on all is text.
             self._parser = None
-            return [*self._parts, Part("content", self._raw + text)]
+            raw = self._scanner.rest if self._scanner and self._has_told else self._raw
+            return [*self._parts, Part("content", raw + text)]
         return self._parts
 
     def _take(self, events: Sequence[Mapping[str, Any]]) -> None:
@@ -165,13 +174,18 @@ class ParsedReply:
             match event["type"]:
                 case "region_open":
                     self._field, self._raw, self._blanks = field, "", ""
-                    self._is_begun = False
+                    self._is_begun = self._has_told = False
+                    if field == "tool_calls" and self._is_json:
+                        self._scanner = CallScanner()
+                        self._scanner.push(self._lost)
                 case "region_chunk" if field == "tool_calls":
                     self._raw += event["text"]
+                    if self._scanner is not None:
+                        self._tell_events(self._scanner.push(event["text"]))
                 case "region_chunk":
                     self._tell(field, event["text"])
                 case "region_close" if field == "tool_calls":
-                    self._tell_calls(event["value"])
+                    self._close_calls(event["value"])
 
     def _tell(self, field: Any, chunk: str) -> None:
         """Add text, without the blanks between regions."""
@@ -184,12 +198,45 @@ class ParsedReply:
             self._is_begun, self._is_first = True, False
             self._parts.append(Part(field, shown))
 
-    def _tell_calls(self, value: object) -> None:
+    def _close_calls(self, value: object) -> None:
+        scanner, self._scanner = self._scanner, None
+        self._entries = []
+        if scanner is None or not self._has_told:
+            is_text = isinstance(value, str)
+            self._tell_calls(self._lost + value if is_text else value, self._lost + self._raw)
+        elif rest := scanner.rest.strip():
+            self._parts.append(Part("content", rest))
+
+    def _tell_events(self, events: Sequence[Event]) -> None:
+        """Tell of calls as they come, from the first one on that can be told so."""
+        for event in events:
+            match event:
+                case Begun(name):
+                    self._has_told, self._is_first = True, False
+                    self._tell_entries()
+                    self._is_dropped = self._num_calls >= self._max_calls
+                    if not self._is_dropped:
+                        self._parts.append(new_call(self._num_calls, name, "", self._first))
+                        self._num_calls += 1
+                case Whole(text):
+                    self._entries.append(text)
+                    if self._has_told:
+                        self._tell_entries()
+                case str() if not self._is_dropped:
+                    self._parts.append(Part("tool_call", event, self._num_calls - 1))
+
+    def _tell_entries(self) -> None:
+        entries, self._entries = self._entries, []
+        for entry in entries:
+            self._tell_calls(entry, entry)
+
+    def _tell_calls(self, value: object, raw: str) -> None:
+        """Tell of complete calls; of `raw` as content if they are none."""
         self._is_first = False
         try:
-            calls = _calls(self._lost + value if isinstance(value, str) else value)
+            calls = _calls(value)
         except (RecursionError, TypeError, ValueError):
-            self._parts.append(Part("content", self._lost + self._raw))
+            self._parts.append(Part("content", raw))
             return
         for name, arguments in calls:
             if self._num_calls >= self._max_calls:

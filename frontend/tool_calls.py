@@ -12,14 +12,12 @@
 A forced call comes, is well-formed and fits its schema, whatever the model was trained to write.
 """
 
-import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import pydantic_core
-
+from tandem.frontend.call_scanner import Begun, CallScanner
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
 
@@ -120,29 +118,34 @@ class ForcedCall:
 
 
 class ForcedCalls:
-    """Reads the answer to `required`: a list of calls, returned once it is whole."""
+    """Reads the answer to `required`: a list of calls, whose arguments are returned as they come."""
 
     def __init__(self, first: int | None) -> None:
-        self._first, self._text = first, ""
-        self.finish_reason: Literal["stop", "tool_calls"] = "stop"
+        self._first, self._text, self._num_calls = first, "", 0
+        self._scanner = CallScanner()
+
+    @property
+    def finish_reason(self) -> Literal["stop", "tool_calls"]:
+        """`tool_calls` once a call has begun."""
+        return "tool_calls" if self._num_calls else "stop"
 
     def push(self, text: str) -> list[Part]:
-        """Return nothing yet."""
-        self._text += text
-        return []
+        """Return the beginnings of calls, and arguments. The grammar puts the name before them."""
+        if not self._num_calls:
+            self._text += text
+        parts = []
+        for event in self._scanner.push(text):
+            match event:
+                case Begun(name):
+                    parts.append(new_call(self._num_calls, name, "", self._first))
+                    self._num_calls += 1
+                case str():
+                    parts.append(Part("tool_call", event, self._num_calls - 1))
+        return parts
 
     def finish(self) -> list[Part]:
-        """Return the calls. A list that was cut short is content."""
-        try:
-            calls = pydantic_core.from_json(self._text)
-        except ValueError:
-            return [Part("content", self._text)] if self._text else []
-        self.finish_reason = "tool_calls"
-        texts = [json.dumps(call["parameters"], ensure_ascii=False) for call in calls]
-        return [
-            new_call(index, call["name"], text, self._first)
-            for index, (call, text) in enumerate(zip(calls, texts, strict=True))
-        ]
+        """Return a list that was cut short before its first call, as content."""
+        return [Part("content", self._text)] if self._text and not self._num_calls else []
 
 
 @dataclass(frozen=True, slots=True)

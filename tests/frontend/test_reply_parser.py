@@ -240,3 +240,15 @@ def test_an_unknown_format_is_named():
         reply_formats("nosuch", "")
     with pytest.raises(ConfigInvalid, match=r"--reasoning-parser: 'nosuch' .*think"):
         reply_formats("", "nosuch")
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral"])
+def test_the_name_of_a_call_comes_first_and_its_arguments_as_they_are_written(name):
+    text, count = WRITTEN[name]
+    parts = parts_of(text, range(1, len(text)), tools=name)
+    assert {part.kind for part in parts} == {"tool_call"}
+    for index in range(count):
+        first, *others = [part for part in parts if part.index == index]
+        assert (first.name, first.text) == ("get_weather", "")
+        assert "".join(part.text for part in others) == JSON
+        assert max(len(part.text) for part in others) == 1

@@ -91,6 +91,15 @@ def test_a_required_call_is_of_a_tool_and_whole(calls):
     assert not accepts(grammar_of(choice), json.dumps(calls))
 
 
+def test_required_calls_come_by_name_first_and_arguments_as_they_are_written():
+    reply = read_choice(TOOLS, "required", is_parallel=True).reply(None)
+    text = '[{"name": "go", "parameters": {"where": "there"}}]'
+    first, *others = [part for char in text for part in reply.push(char)] + reply.finish()
+    assert (first.name, first.text) == ("go", "")
+    assert [part.text for part in others] == list('{"where": "there"}')
+    assert reply.finish_reason == "tool_calls"
+
+
 def test_calls_that_are_not_parallel_are_one():
     choice = read_choice(TOOLS, "required", is_parallel=False)
     call = {"name": "stop", "parameters": {}}
