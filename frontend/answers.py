@@ -88,6 +88,10 @@ class Detokenized(Struct, frozen=True):
     text: str | list[str]
 
 
+# SGLang's name for what ended a choice, and vLLM's, which leaves the model's own end out. Only where it ended.
+Matched = int | str | UnsetType | None
+
+
 class CompletionChoice(Struct, frozen=True):
     """A choice of `/v1/completions`, or what is new of it."""
 
@@ -97,6 +101,8 @@ class CompletionChoice(Struct, frozen=True):
     finish_reason: FinishReason
     token_ids: TokenIds = UNSET
     prompt_token_ids: TokenIds = UNSET
+    matched_stop: Matched = UNSET
+    stop_reason: Matched = UNSET
 
 
 class ChatChoice(Struct, frozen=True):
@@ -107,6 +113,8 @@ class ChatChoice(Struct, frozen=True):
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason
     token_ids: TokenIds = UNSET
+    matched_stop: Matched = UNSET
+    stop_reason: Matched = UNSET
 
 
 class ChatDelta(Struct, frozen=True):
@@ -117,6 +125,8 @@ class ChatDelta(Struct, frozen=True):
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason
     token_ids: TokenIds = UNSET
+    matched_stop: Matched = UNSET
+    stop_reason: Matched = UNSET
 
 
 class InferenceChoice(Struct, frozen=True):

@@ -6,7 +6,8 @@
 ```
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -103,6 +104,7 @@ class _Reader:
         self._reply = call.make_reply() if call.make_reply is not None else None
         self._is_forced = call.generations[0].request.sampling.grammar is not None
         self._kind = ""  # of the open block
+        self._held: list[Part] = []  # the parts of a call that has not ended
         self._has_calls = False
 
     def read(self, piece: Piece) -> Iterator[tuple[Part, bool]]:
@@ -113,7 +115,9 @@ class _Reader:
             parts = self._reply.push(piece.text)
             if piece.ending is not None:
                 parts = [*parts, *self._reply.finish()]
-        for part in map(self._checked, parts):
+        if not self._is_forced:
+            parts = self._with_whole_calls(parts, is_last=piece.ending is not None)
+        for part in parts:
             is_new = part.kind != self._kind or bool(part.call_id)
             self._kind = part.kind
             self._has_calls |= part.kind == "tool_call"
@@ -127,18 +131,33 @@ class _Reader:
             return "stop_sequence", ending.matched
         return "tool_use" if self._has_calls else "end_turn", None
 
-    def _checked(self, part: Part) -> Part:
-        """Return a call that the model wrote freely as text if its arguments are no object.
+    def _with_whole_calls(self, parts: Iterable[Part], *, is_last: bool) -> list[Part]:
+        """Return the parts with each call as one of them, at its end.
 
-        Such a call comes in one part. Clients fail on an input that is no object.
+        Clients fail on an input that is no object, which is known only then. The model wrote these calls freely.
         """
-        if part.kind != "tool_call" or self._is_forced:
-            return part
-        try:
-            is_object = isinstance(pydantic_core.from_json(part.text), dict)
-        except ValueError:
-            is_object = False
-        return part if is_object else Part("content", f"{part.name} {part.text}")
+        told: list[Part] = []
+        for part in parts:
+            if self._held and (part.kind != "tool_call" or part.call_id):
+                told.append(_checked(self._held))
+                self._held = []
+            if part.kind == "tool_call":
+                self._held.append(part)
+            else:
+                told.append(part)
+        if is_last and self._held:
+            told.append(_checked(self._held))
+        return told
+
+
+def _checked(parts: Sequence[Part]) -> Part:
+    """Return a call as one part; as text if its arguments are no object."""
+    part = replace(parts[0], text="".join(each.text for each in parts))
+    try:
+        is_object = isinstance(pydantic_core.from_json(part.text), dict)
+    except ValueError:
+        is_object = False
+    return part if is_object else Part("content", f"{part.name} {part.text}")
 
 
 def _opened(part: Part) -> dict[str, Any]:

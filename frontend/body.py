@@ -100,7 +100,7 @@ _SENTENCES = {
 _PROMPT = (
     *("audio_data", "image_data", "video_data", "input_embeds", "positional_embed_overrides"),
     *("prompt_embeds", "multi_item_delimiter_indices", "truncate_prompt_tokens", "suffix"),
-    *("chat_template", "continue_final_message", "documents", "functions", "session_params"),
+    *("chat_template", "documents", "functions", "session_params"),
     *("reasoning", "task", "web_search_options", "lora_id", "lora_path", "token_indices_to_pool"),
 )
 _CHOICE = (

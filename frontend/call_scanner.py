@@ -74,7 +74,8 @@ class CallScanner:
 
     def _take(self, char: str) -> Event | None:
         if not self._open or len(self._open) < self._base + 1:
-            return self._between(char)
+            self._between(char)
+            return None
         self._entry.append(char)
         told = char.translate(_CONTROL) if self._is_string else char
         was_told = self._level > 0

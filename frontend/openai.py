@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -33,6 +33,7 @@ from tandem.wire.errors import ErrorInfo
 
 Logprobs = dict[str, Any] | None
 Choice = CompletionChoice | ChatDelta
+AnyChoice = TypeVar("AnyChoice", bound=CompletionChoice | ChatChoice | ChatDelta)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -46,6 +47,19 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 def _choice(call: OpenAICall, index: int, answer: Piece) -> CompletionChoice | ChatChoice:
+    return _with_stop(call, _choice_of(call, index, answer), answer.ending)
+
+
+def _with_stop(call: OpenAICall, choice: AnyChoice, ending: Ending | None) -> AnyChoice:
+    """Return a choice with what ended it, if it ended here."""
+    if ending is None or choice.finish_reason is None:
+        return choice
+    matched = ending.matched
+    reason = None if matched in call.eos_token_ids else matched
+    return msgspec.structs.replace(choice, matched_stop=matched, stop_reason=reason)
+
+
+def _choice_of(call: OpenAICall, index: int, answer: Piece) -> CompletionChoice | ChatChoice:
     logprobs: Logprobs = None
     if (writer := _writer(call, index)) is not None:
         prompt_run = (call.generations[index].request.prompt_ids, answer.prompt_logprobs)
@@ -228,7 +242,10 @@ class _Choice:
             return not piece.text or self._write_text(piece.text)
         self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
         usage = self._chunks.usage()
-        chunks = [self._chunks.chunk(choice, usage) for choice in self._choices(piece)]
+        chunks = [
+            self._chunks.chunk(_with_stop(self._call, choice, piece.ending), usage)
+            for choice in self._choices(piece)
+        ]
         return not chunks or self._events.put(b"".join(chunks))
 
     def write_failure(self, error: ErrorInfo) -> None:

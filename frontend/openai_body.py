@@ -1,6 +1,6 @@
 """Bodies of OpenAI's API: from JSON to checked generations. Answering is in `frontend/openai.py`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -145,6 +145,7 @@ class ChatBody(OpenAIBody):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     add_special_tokens: bool = False
     logprobs: bool = False
     top_logprobs: NumTop = 0
@@ -174,6 +175,7 @@ class OpenAICall:
         has_token_ids: Whether choices have their token ids, and the prompt's.
         has_ids_as_tokens: Whether log-probabilities name tokens by their ids.
         has_reasoning: Whether the answer has what the model thought, where that is told apart.
+        eos_token_ids: With these the model ends by itself.
         make_reply: Makes the reader of one choice's text. None: all of it is content.
     """
 
@@ -187,6 +189,7 @@ class OpenAICall:
     usage: StreamOptions
     has_token_ids: bool
     has_ids_as_tokens: bool
+    eos_token_ids: Collection[int] = ()
     has_reasoning: bool = True
     make_reply: Callable[[], Reply] | None = None
 
@@ -233,17 +236,40 @@ def read_chat(
 
 def read_chat_body(model: ServedModel, data: dict[str, Any]) -> ChatBody:
     """Check the fields of a chat."""
-    return read_body(ChatBody, model, data, UNSUPPORTED_IN_CHATS)
+    body = read_body(ChatBody, model, data, UNSUPPORTED_IN_CHATS)
+    if body.continue_final_message and body.add_generation_prompt:
+        if data.get("add_generation_prompt"):
+            raise InvalidRequest(
+                "continue_final_message: leave add_generation_prompt out, or set it to false"
+            )
+        return body.model_copy(update={"add_generation_prompt": False})
+    return body
 
 
 def chat_text(model: ServedModel, body: ChatBody, choice: ToolChoice | None = None) -> str:
     """Return the prompt of a chat, as its template makes it."""
-    return require_tokenizer(model).render_chat(
+    text = require_tokenizer(model).render_chat(
         [message.for_template() for message in body.messages],
         (choice or _choice(body)).tools or None,
         body.add_generation_prompt,
         body.for_template(),
     )
+    return _without_end(text, body.messages[-1]) if body.continue_final_message else text
+
+
+def _without_end(text: str, last: Message) -> str:
+    """Return a prompt up to the end of its last message, which the answer continues."""
+    content = last.content.strip()
+    if last.role != "assistant" or not content:
+        raise InvalidRequest(
+            "continue_final_message: the last message must be the assistant's, with content"
+        )
+    place = text.rfind(content)
+    if place < 0:
+        raise InvalidRequest(
+            "continue_final_message: this model's template does not write the message as it is"
+        )
+    return text[: place + len(content)]
 
 
 def _choice(body: ChatBody) -> ToolChoice:
@@ -321,4 +347,5 @@ def _call(
         usage=body.stream_options,
         has_token_ids=body.return_token_ids,
         has_ids_as_tokens=body.return_tokens_as_token_ids,
+        eos_token_ids=model.eos_token_ids,
     )

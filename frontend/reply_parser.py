@@ -202,8 +202,8 @@ class ParsedReply:
         scanner, self._scanner = self._scanner, None
         self._entries = []
         if scanner is None or not self._has_told:
-            is_text = isinstance(value, str)
-            self._tell_calls(self._lost + value if is_text else value, self._lost + self._raw)
+            whole = self._lost + value if isinstance(value, str) else value
+            self._tell_calls(whole, self._lost + self._raw)
         elif rest := scanner.rest.strip():
             self._parts.append(Part("content", rest))
 
@@ -222,8 +222,9 @@ class ParsedReply:
                     self._entries.append(text)
                     if self._has_told:
                         self._tell_entries()
-                case str() if not self._is_dropped:
-                    self._parts.append(Part("tool_call", event, self._num_calls - 1))
+                case str():
+                    if not self._is_dropped:
+                        self._parts.append(Part("tool_call", event, self._num_calls - 1))
 
     def _tell_entries(self) -> None:
         entries, self._entries = self._entries, []

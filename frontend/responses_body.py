@@ -99,6 +99,7 @@ def _kind(item: object) -> object:
     return found if isinstance(found, str) else ""
 
 
+AnyItem: TypeAlias = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
@@ -124,7 +125,7 @@ class Function(Body):
     def for_chat(self) -> Message:
         """Return the tool as chats write it."""
         given = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        function = {name: value for name, value in given.items() if value}
+        function: Message = {name: value for name, value in given.items() if value}
         if self.strict:
             function["strict"] = True
         return {"type": "function", "function": function}
@@ -141,13 +142,13 @@ class TextFormat(Body):
     """What the text must follow."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
 class TextConfig(Body):
     """`text`."""
 
-    format: TextFormat = TextFormat()
+    format: TextFormat = Field(default_factory=lambda: TextFormat.model_validate({}))
     verbosity: Literal["medium"] = "medium"
 
 
@@ -196,20 +197,8 @@ class ResponsesCall:
     body: ResponsesBody
     chat: OpenAICall
     messages: list[Message]
-
-    @property
-    def generations(self) -> list[Generation]:
-        """The one generation."""
-        return self.chat.generations
-
-    @generations.setter
-    def generations(self, found: list[Generation]) -> None:
-        self.chat.generations = found
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether the answer is to be events."""
-        return self.chat.is_stream
+    generations: list[Generation]
+    is_stream: bool
 
 
 def read_responses(
@@ -231,7 +220,7 @@ def read_responses(
     body = validate(ResponsesBody, data)
     messages = _messages(body.input, past)
     chat = read_chat(model, options, _chat(body, messages, data), id_prefix="resp_")
-    return ResponsesCall(body, chat, messages)
+    return ResponsesCall(body, chat, messages, chat.generations, chat.is_stream)
 
 
 def _chat(body: ResponsesBody, messages: list[Message], data: dict[str, Any]) -> dict[str, Any]:
@@ -259,7 +248,7 @@ def _chat(body: ResponsesBody, messages: list[Message], data: dict[str, Any]) ->
     return chat
 
 
-def _messages(items: Sequence[Any], past: Sequence[Message] = ()) -> list[Message]:
+def _messages(items: Sequence[AnyItem], past: Sequence[Message] = ()) -> list[Message]:
     """Return the messages of a chat: earlier ones, then input items. What one answer had is one message."""
     messages = list(past)
     for item in items:
@@ -286,16 +275,19 @@ def _messages(items: Sequence[Any], past: Sequence[Message] = ()) -> list[Messag
     return messages
 
 
+# What an answer has if the part behind it belongs to the next one. Thoughts come first, then text, then calls.
+_ENDED_BY = {
+    "reasoning_content": ("role",),
+    "content": ("content", "tool_calls"),
+    "tool_calls": (),
+}
+
+
 def _answer(messages: list[Message], name: str, part: Any) -> None:
     """Add a part to the assistant's last message, or begin one where it has ended."""
     last = messages[-1] if messages else {}
-    follows = {"reasoning_content": (), "content": ("content", "tool_calls"), "tool_calls": ()}
-    is_new = last.get("role") != "assistant" or any(last.get(each) for each in follows[name])
-    if name == "reasoning_content" and last.get("role") == "assistant":
-        is_new = True  # thoughts begin an answer
-    if is_new:
-        messages.append({"role": "assistant", "content": ""})
-    last = messages[-1]
+    if last.get("role") != "assistant" or any(last.get(each) for each in _ENDED_BY[name]):
+        messages.append(last := {"role": "assistant", "content": ""})
     last[name] = [*last.get(name, []), *part] if name == "tool_calls" else part
 
 

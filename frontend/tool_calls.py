@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from tandem.frontend.call_scanner import Begun, CallScanner
+from tandem.frontend.call_scanner import Begun, CallScanner, Whole
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
 
@@ -141,6 +141,8 @@ class ForcedCalls:
                     self._num_calls += 1
                 case str():
                     parts.append(Part("tool_call", event, self._num_calls - 1))
+                case Whole():
+                    pass  # the grammar allows none
         return parts
 
     def finish(self) -> list[Part]:

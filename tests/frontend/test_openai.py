@@ -438,3 +438,44 @@ async def test_special_tokens_are_added_where_the_client_wants_them(tokenizer_di
 async def test_a_nucleus_of_nothing_is_the_likeliest_token(client, backend, path):
     assert (await post(client, path, ROUTES[path] | {"top_p": 0}))[0] == 200
     assert 0 < backend.requests[0].sampling.top_p < 1e-3
+
+
+async def test_the_last_message_is_continued_where_the_client_wants_it(client, tokenizer, backend):
+    speak(backend, " two")
+    begun = [*CHAT, {"role": "assistant", "content": "One,"}]
+    asked = {"messages": begun, "continue_final_message": True}
+    for more in ({}, {"add_generation_prompt": False}):
+        assert (await post(client, "/v1/chat/completions", asked | more))[0] == 200
+        prompt = tokenizer.decode(backend.requests[-1].prompt_ids, skip_special_tokens=False)
+        assert prompt.endswith("<|im_start|>assistant\nOne,")
+    for wrong, said in (
+        ({"add_generation_prompt": True}, "leave add_generation_prompt out"),
+        ({"messages": CHAT}, "the last message must be the assistant's"),
+    ):
+        status, answer = await post(client, "/v1/chat/completions", asked | wrong)
+        assert status == 400
+        assert said in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("fields", "matched", "reason"),
+    [
+        ({}, EOS, None),
+        ({"stop": ["is"]}, "is", "is"),
+        ({"max_tokens": 1}, None, None),
+    ],
+)
+async def test_what_ended_a_choice_has_the_names_of_both_peers(
+    client, backend, path, fields, matched, reason
+):
+    speak(backend, "Paris is big")
+    if "max_tokens" in fields:
+        backend.script = say(length(5))
+    body = {"prompt": "a", "messages": CHAT} | fields
+    body.pop("messages" if path == "/v1/completions" else "prompt")
+    whole = (await post(client, path, body))[1]["choices"][0]
+    ends = [chunk["choices"][0] for chunk in await stream(client, path, body) if chunk["choices"]]
+    for choice in (whole, ends[-1]):
+        assert (choice["matched_stop"], choice["stop_reason"]) == (matched, reason)
+    assert all("matched_stop" not in choice for choice in ends[:-1])
