@@ -52,8 +52,8 @@ class Target:
             done.touch()
         return str(python)
 
-    def run(self, *argv: str, is_offline: bool = True) -> None:
-        """Run a client.
+    def run(self, *argv: str, is_offline: bool = True) -> str:
+        """Run a client; return what it writes.
 
         Args:
             is_offline: Whether it is told that there is no hub to ask.
@@ -77,6 +77,7 @@ class Target:
             raise Failed(f"did not end within {RUN_TIMEOUT_S} s") from None
         if ended.returncode:
             raise Failed(f"exit status {ended.returncode}: {ended.stdout[-2000:]}")
+        return ended.stdout
 
     def json(self, name: str) -> dict:
         """Read a result that a client wrote."""
