@@ -334,3 +334,14 @@ def test_a_key_is_made_where_none_is_given_and_is_long_enough():
     found = re.findall(r'cluster-key: "(.+)"', template().stdout + template().stdout)
     assert len(set(found)) == 2
     assert all(len(base64.b64decode(key)) == 48 for key in found)
+
+
+@pytest.mark.parametrize("major", [3, 4])
+def test_the_name_of_a_model_is_all_that_a_cluster_on_cpus_needs(major):
+    manifests = rendered("model.path=Qwen/Qwen2.5-0.5B-Instruct", major=major)
+    for role in NODES:
+        [pod] = [pod for name, pod in pods(manifests) if name.endswith(role)]
+        [container] = pod["spec"]["containers"]
+        assert "--model=Qwen/Qwen2.5-0.5B-Instruct" in container["args"]
+        assert not any("--device" in argument for argument in container["args"])
+        assert "initContainers" not in pod["spec"]

@@ -12,6 +12,8 @@ from pathlib import Path
 _HEADING = re.compile(
     r"^\s*(```|~~~).*?^\s*\1|^(?P<level>#{1,6})\s+(?P<title>[^\n]+)", re.MULTILINE | re.DOTALL
 )
+# Marks of tabs, which only the site has.
+_TABS = re.compile(r"^///.*\n\n?", re.MULTILINE)
 _LINK = re.compile(r"\]\(([\w/-]+)\.md(?:#[\w-]*)?\)")
 FRONT = "index"
 NUM_SUGGESTIONS = 8
@@ -49,7 +51,8 @@ class Manual:
 
     def __init__(self, folder: Path) -> None:
         paths = {path.stem: path for path in sorted(folder.rglob("*.md"))}
-        pages = {name: Page(name, path.read_text(encoding="utf-8")) for name, path in paths.items()}
+        texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+        pages = {name: Page(name, _TABS.sub("", text)) for name, text in texts.items()}
         front = _LINK.findall(pages[FRONT].text) if FRONT in pages else []
         order = [FRONT, *(link.rpartition("/")[2] for link in front), *pages]
         self.pages = {name: pages[name] for name in dict.fromkeys(order) if name in pages}

@@ -95,3 +95,9 @@ def test_the_manual_that_is_shipped_is_that_of_the_repository():
     manual = shipped()
     assert list(manual.pages)[:2] == ["index", "quickstart"]
     assert manual.find("errors#layout_mismatch")
+
+
+def test_marks_of_tabs_are_for_the_site_alone():
+    text = shipped().find("quickstart")
+    assert "## One GPU box" in text
+    assert "///" not in text
