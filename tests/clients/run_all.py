@@ -18,7 +18,15 @@ from client import DEFAULT_VENVS  # noqa: E402
 from tandem.node.checkpoint import resolve_model  # noqa: E402
 from tests.e2e.cluster import running_cluster  # noqa: E402
 
-CLIENTS = ("langchain_openai", "litellm", "sglang_bench_serving", "lm_eval", "guidellm", "aiperf", "vllm_bench_serve")
+CLIENTS = (
+    "langchain_openai",
+    "litellm",
+    "sglang_bench_serving",
+    "lm_eval",
+    "guidellm",
+    "aiperf",
+    "vllm_bench_serve",
+)
 
 
 def main() -> int:
