@@ -166,8 +166,8 @@ def compile_text(library: xgrammar.GrammarCompiler, grammar: Grammar) -> Compile
     """
     if len(grammar.text.encode(errors="replace")) > _MAX_TEXT_BYTES:
         raise InvalidRequest(f"the {_name(grammar)} is larger than {_MAX_TEXT_BYTES >> 10} KiB")
-    if grammar.kind == "json_schema":
-        _check_json(grammar.text)
+    if grammar.kind in ("json_schema", "structural_tag"):
+        _check_json(grammar)
     try:
         compiled = _compile(library, grammar)
     except (RuntimeError, ValueError, TypeError) as error:
@@ -190,6 +190,8 @@ def _compile(library: xgrammar.GrammarCompiler, grammar: Grammar) -> CompiledGra
             return library.compile_regex(grammar.text)
         case "ebnf":
             return library.compile_grammar(grammar.text)
+        case "structural_tag":
+            return library.compile_structural_tag(grammar.text)
 
 
 def _compile_schema(library: xgrammar.GrammarCompiler, schema: str) -> CompiledGrammar:
@@ -202,17 +204,19 @@ def _compile_schema(library: xgrammar.GrammarCompiler, schema: str) -> CompiledG
     )
 
 
-def _check_json(text: str) -> None:
+def _check_json(grammar: Grammar) -> None:
     depth = deepest = 0
-    for bracket in re.findall(r"[\[{]|[\]}]", text):  # counts brackets in strings too: no parser
+    for bracket in re.findall(
+        r"[\[{]|[\]}]", grammar.text
+    ):  # counts brackets in strings too: no parser
         depth += 1 if bracket in "[{" else -1
         deepest = max(deepest, depth)
     if deepest > _MAX_DEPTH:
-        raise InvalidRequest(f"the JSON schema nests deeper than {_MAX_DEPTH} brackets")
+        raise InvalidRequest(f"the {_name(grammar)} nests deeper than {_MAX_DEPTH} brackets")
     try:
-        json.loads(text)
+        json.loads(grammar.text)
     except ValueError as error:
-        raise InvalidRequest(f"the JSON schema is not valid JSON: {error}") from error
+        raise InvalidRequest(f"the {_name(grammar)} is not valid JSON: {error}") from error
 
 
 def _name(grammar: Grammar) -> str:
@@ -221,6 +225,7 @@ def _name(grammar: Grammar) -> str:
         "json_object": "JSON grammar",
         "regex": "regular expression",
         "ebnf": "EBNF grammar",
+        "structural_tag": "structural tag",
     }[grammar.kind]
 
 

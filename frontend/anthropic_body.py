@@ -351,8 +351,8 @@ def _switches(body: CountBody, model: ServedModel, options: FrontendOptions) -> 
         return {}
     kind, switches = body.thinking.type, _SWITCHES & require_tokenizer(model).template_names
     is_read = options.reply_formats.thoughts is not None
-    # A grammar holds from the first token: there are no thoughts in what it allows.
-    is_bound = body.tool_choice.is_forced or body.output_config.format is not None
+    # A forced call begins with the first token. An output format begins after the thoughts.
+    is_bound = body.tool_choice.is_forced
     if kind == "disabled" and is_read and not switches:
         raise InvalidRequest("thinking: this model's template cannot turn it off; leave it out")
     if kind == "enabled" and not is_read:
@@ -361,7 +361,7 @@ def _switches(body: CountBody, model: ServedModel, options: FrontendOptions) -> 
             "--reasoning-parser"
         )
     if kind == "enabled" and is_bound:
-        raise InvalidRequest("thinking: cannot be enabled beside a forced call or an output format")
+        raise InvalidRequest("thinking: cannot be enabled beside a forced call")
     if kind == "adaptive" and (is_bound or not is_read):
         return {}
     return dict.fromkeys(switches, kind != "disabled")

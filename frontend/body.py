@@ -105,7 +105,7 @@ _PROMPT = (
 )
 _CHOICE = (
     *("allowed_token_ids", "bad_words", "custom_logit_processor", "custom_params"),
-    *("logits_processors", "watermark", "watermarking", "vllm_xargs", "structural_tag"),
+    *("logits_processors", "watermark", "watermarking", "vllm_xargs"),
     *("guided_whitespace_pattern", "moderation", "use_beam_search", "max_thinking_tokens"),
     "repetition_detection",
 )

@@ -1,10 +1,10 @@
 """Structured output as clients ask for it, in any of three dialects, to one `Grammar`.
 
 ```
- native           json_schema  regex  ebnf              (also in OpenAI bodies, as SGLang)
- OpenAI           response_format {type: text | json_object | json_schema}
+ native           json_schema  regex  ebnf  structural_tag (also in OpenAI bodies, as SGLang)
+ OpenAI           response_format {type: text | json_object | json_schema | structural_tag}
  vLLM             guided_json  guided_regex  guided_grammar  guided_choice
-                  structured_outputs {json, regex, grammar, choice, json_object}
+                  structured_outputs {json, regex, grammar, choice, json_object, structural_tag}
 ```
 
 Checks form and size. The engine checks whether a schema, an expression or a grammar can be followed.
@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from tandem.frontend.body import Body, refuse_unsupported, validate
+from tandem.frontend.body import Body, Many, refuse_unsupported, validate
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
 
@@ -70,6 +70,69 @@ def _choice(value: object) -> Grammar:
     return _text_of("regex")("(" + "|".join(map(_escaped, value)) + ")")
 
 
+def _structural_tag(value: object) -> Grammar:
+    """Read xgrammar's structural tag, or the older form of it, given as an object or as its text."""
+    if isinstance(value, str):
+        _check_size(value)
+        try:
+            value = pydantic_core.from_json(value, allow_inf_nan=False)
+        except ValueError as error:
+            raise ValueError(f"is not valid JSON: {error}") from error
+    match value:
+        case {"format": dict(form)}:
+            pass
+        case {"structures": list(structures), "triggers": list(triggers)}:
+            tags = [_tag_of(each) for each in structures]
+            form = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+        case _:
+            raise ValueError("must have a format, or structures and triggers")
+    return _tag(form)
+
+
+def _tag_of(structure: object) -> dict[str, Any]:
+    match structure:
+        case {"begin": str(begin), "schema": schema, "end": str(end)}:
+            content = {"type": "json_schema", "json_schema": schema}
+            return {"type": "tag", "begin": begin, "content": content, "end": end}
+        case _:
+            raise ValueError("each of structures must have begin, schema and end")
+
+
+def _tag(form: Mapping[str, Any]) -> Grammar:
+    text = json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
+    _check_size(text)
+    return Grammar(kind="structural_tag", text=text)
+
+
+def after_thoughts(grammar: Grammar, opening: str, closing: str, *, is_open: bool) -> Grammar:
+    """Return the grammar of an answer that thinks first, as it likes, and then follows `grammar`.
+
+    Args:
+        is_open: Whether the prompt ends with `opening`. Otherwise the model may leave thoughts out.
+    """
+    begin = "" if is_open else opening
+    thoughts = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": closing}
+    blanks = {"type": "regex", "pattern": "[ \\n]{0,2}"}
+    first = {"type": "sequence", "elements": [thoughts, blanks]}
+    elements = [first if is_open else {"type": "optional", "content": first}, _format_of(grammar)]
+    return _tag({"type": "sequence", "elements": elements})
+
+
+def _format_of(grammar: Grammar) -> dict[str, Any]:
+    match grammar.kind:
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": pydantic_core.from_json(grammar.text)}
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "regex":
+            return {"type": "regex", "pattern": grammar.text}
+        case "ebnf":
+            return {"type": "grammar", "grammar": grammar.text}
+        case "structural_tag":
+            form: dict[str, Any] = pydantic_core.from_json(grammar.text)["format"]
+            return form
+
+
 def _escaped(text: str) -> str:
     # Only what every dialect of regular expressions escapes. `re.escape` would also escape spaces.
     return "".join(f"\\{char}" if char in _METACHARACTERS else char for char in text)
@@ -85,6 +148,8 @@ _ANY_SCHEMA = str | dict[str, Any] | bool
 Schema = Annotated[Grammar, PlainValidator(_schema, json_schema_input_type=_ANY_SCHEMA)]
 Regex = Annotated[Grammar, PlainValidator(_text_of("regex"), json_schema_input_type=str)]
 Ebnf = Annotated[Grammar, PlainValidator(_text_of("ebnf"), json_schema_input_type=str)]
+_ANY_TAG = str | dict[str, Any]
+StructuralTag = Annotated[Grammar, PlainValidator(_structural_tag, json_schema_input_type=_ANY_TAG)]
 Choice = Annotated[Grammar, PlainValidator(_choice, json_schema_input_type=list[str])]
 
 
@@ -116,6 +181,7 @@ class NativeGrammar(_GrammarBody):
     json_schema: Schema | None = None
     regex: Regex | None = None
     ebnf: Ebnf | None = None
+    structural_tag: StructuralTag | None = None
 
 
 class StructuredOutputs(_GrammarBody):
@@ -125,6 +191,7 @@ class StructuredOutputs(_GrammarBody):
     regex: Regex | None = None
     grammar: Ebnf | None = None
     choice: Choice | None = None
+    structural_tag: StructuralTag | None = None
     json_object: Annotated[bool, AfterValidator(lambda on: _ANY_OBJECT if on else None)] = False
 
     @model_validator(mode="before")
@@ -144,11 +211,17 @@ class WrappedSchema(Body):
 class ResponseFormat(Body):
     """OpenAI's `response_format`."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: WrappedSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: Many[dict[str, Any]] | None = None
+    triggers: Many[str] | None = None
 
     def wanted(self) -> Grammar | None:
         """Return what it asks for."""
+        if self.type == "structural_tag":
+            parts = ("format", "structures", "triggers")
+            return _structural_tag({part: getattr(self, part) for part in parts})
         if self.type != "json_schema":
             return _ANY_OBJECT if self.type == "json_object" else None
         if self.json_schema is None or self.json_schema.schema_ is None:

@@ -27,10 +27,10 @@ from tandem.frontend.generation import (
     read_prompts,
     require_tokenizer,
 )
-from tandem.frontend.grammars import openai_grammar
+from tandem.frontend.grammars import after_thoughts, openai_grammar
 from tandem.frontend.logprobs import MAX_TOP_LOGPROBS
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.reply_parser import ReplyFormats
+from tandem.frontend.reply_parser import NO_FORMATS, ReplyFormats
 from tandem.frontend.request_ids import NAMES, GivenId, ids_of
 from tandem.frontend.sampling import (
     CompletionSampling,
@@ -223,8 +223,12 @@ def read_chat(
     asked = openai_grammar(data)
     if asked is not None and choice.grammar is not None:
         raise InvalidRequest("tool_choice: a call cannot be forced beside another grammar")
-    # A grammar holds from the first token: there are no thoughts and no calls in what it allows.
-    make_reply = _make_reply(body, choice, options.reply_formats, text) if asked is None else None
+    formats = options.reply_formats
+    if asked is not None:
+        # There are no calls in what it allows, and thoughts only before it.
+        asked, formats = _after_thoughts(model, body, asked, formats, text)
+        choice = ToolChoice([])
+    make_reply = _make_reply(body, choice, formats, text)
     if make_reply is not None and choice.grammar is None:
         # In many formats marks are special tokens. A forced call has none.
         sampling = sampling.model_copy(update={"skip_special_tokens": False})
@@ -232,6 +236,24 @@ def read_chat(
     call = _call(model, body, sampling, prompts, id_prefix, grammar=asked or choice.grammar)
     call.make_reply, call.has_reasoning = make_reply, body.include_reasoning
     return call
+
+
+def _after_thoughts(
+    model: ServedModel, body: ChatBody, asked: Grammar, formats: ReplyFormats, prompt: str
+) -> tuple[Grammar, ReplyFormats]:
+    """Return the grammar that lets the model think first, and the format of its thoughts.
+
+    A grammar allows no special tokens: thoughts that end with one are left out, as for models that do not think.
+    """
+    marks = formats.marks_of_thoughts() if body.separate_reasoning else None
+    if marks is None or any(map(require_tokenizer(model).is_special, marks)):
+        return asked, NO_FORMATS
+    opening, closing = marks
+    told = prompt.rstrip()
+    if told.endswith(closing):  # the template closed them: this answer has none
+        return asked, NO_FORMATS
+    asked = after_thoughts(asked, opening, closing, is_open=told.endswith(opening))
+    return asked, ReplyFormats(thoughts=formats.thoughts)
 
 
 def read_chat_body(model: ServedModel, data: dict[str, Any]) -> ChatBody:

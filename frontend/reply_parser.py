@@ -45,6 +45,12 @@ class ReplyFormats:
         if self != NO_FORMATS:
             import transformers.utils.chat_parsing  # noqa: F401
 
+    def marks_of_thoughts(self) -> tuple[str, str] | None:
+        """Return what opens and closes thoughts; None where they are none, or have no such marks."""
+        if self.thoughts is None or not self.thoughts.opening:
+            return None
+        return self.thoughts.opening, str(self.thoughts.fields["reasoning_content"]["close"])
+
     def reply(
         self,
         prompt: str,

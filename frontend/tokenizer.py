@@ -92,6 +92,10 @@ class Tokenizer:
                 f"tokenizer.json cannot be used with tokenizer_config.json: {error}; copy both again from one model"
             ) from error
 
+    def is_special(self, text: str) -> bool:
+        """Return whether a text is one special token, which no grammar allows."""
+        return self.backend.token_to_id(text) in self.special_ids
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`.
 

@@ -255,7 +255,7 @@ def _refused_fields() -> str:
         "\n## Fields that are refused\n\nSGLang, vLLM, OpenAI or Anthropic have these fields, and they would change the answer. A request that "
         "sets one gets a 400 that names it. Null, false and empty values set nothing.\n\n"
         f"{names}; in a chat {in_chats}; for `/inference/v1/generate` {in_inference}; in a message {in_messages}, and sampling parameters and "
-        f"grammars of the other APIs; for `/v1/responses` {in_responses}; `best_of` other than `n`; in `structured_outputs` `structural_tag`, "
+        f"grammars of the other APIs; for `/v1/responses` {in_responses}; `best_of` other than `n`; in `structured_outputs` "
         "`whitespace_pattern`, `disable_any_whitespace` and `disable_additional_properties`.\n"
     )
 

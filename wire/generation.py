@@ -46,10 +46,10 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         kind: `json_object` is any JSON object.
-        text: The schema as JSON text, the regular expression or the EBNF grammar.
+        text: The schema or xgrammar's structural tag as JSON text, the regular expression or the EBNF grammar.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "ebnf"]
+    kind: Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
     text: str = ""
 
 

@@ -186,6 +186,22 @@ def test_a_bounded_string_may_hold_escapes_and_no_control_character(byte_library
         GrammarState(compiled, b'"abcd')
 
 
+def test_a_grammar_may_begin_behind_thoughts_and_a_replay_goes_on_in_it(byte_library):
+    thoughts = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</t>"}
+    answer = {"type": "regex", "pattern": "[0-9]+"}
+    form = {"type": "sequence", "elements": [thoughts, answer]}
+    tag = Grammar(
+        kind="structural_tag", text=json.dumps({"type": "structural_tag", "format": form})
+    )
+    compiled = compile_text(byte_library, tag)
+    free, bound = list(b"hm, {"), list(b"hm, {</t>")
+    letter, digit = ord("x"), ord("7")
+    state = GrammarState(compiled, free)
+    assert {letter, digit} <= set(allowed_ids(state, BYTES_VOCAB_SIZE))
+    state = GrammarState(compiled, bound)
+    assert set(allowed_ids(state, BYTES_VOCAB_SIZE)) == set(b"0123456789")
+
+
 def test_a_word_of_the_schema_that_looks_like_a_rule_stays_as_it_is(byte_library):
     word = 'größe \\xdfe ÿ0\nx ::= (([^\\"\\\\\\r\\n]))\nb'
     value = {"type": "array", "prefixItems": [{"const": word}, {"type": "string", "maxLength": 2}]}

@@ -99,8 +99,14 @@ def test_the_effort_and_the_format_of_the_output_are_those_of_a_chat(sees, backe
     config = {"effort": "low", "format": {"type": "json_schema", "schema": schema}}
     assert sees({"output_config": config}, "{{ reasoning_effort }}") == "low"
     body = ASK | {"output_config": config}
-    [generation] = read_messages(backend.served, THINKS, body).generations
-    assert json.loads(generation.request.sampling.grammar.text) == schema
+    for options, found in ((FrontendOptions(), schema), (THINKS, json_schema(schema))):
+        [generation] = read_messages(backend.served, options, body).generations
+        asked = json.loads(generation.request.sampling.grammar.text)
+        assert (asked if found is schema else asked["format"]["elements"][-1]) == found
+
+
+def json_schema(schema: dict) -> dict:
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def content(*blocks) -> dict:

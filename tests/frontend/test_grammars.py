@@ -2,10 +2,17 @@ import json
 import re
 
 import pytest
+import xgrammar
 from hypothesis import given
 from hypothesis import strategies as st
+from xgrammar.testing import _is_grammar_accept_string as accepts
 
-from tandem.frontend.grammars import MAX_GRAMMAR_BYTES, native_grammar, openai_grammar
+from tandem.frontend.grammars import (
+    MAX_GRAMMAR_BYTES,
+    after_thoughts,
+    native_grammar,
+    openai_grammar,
+)
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
 
@@ -96,7 +103,7 @@ LONG = "a" * (MAX_GRAMMAR_BYTES + 1)
         ({"structured_outputs": {"regex": "a", "json": {}}}, "only one of these"),
         ({"structured_outputs": "a"}, "structured_outputs: must be an object"),
         ({"structured_outputs": {"json_object": [1]}}, "json_object: must be true or false"),
-        ({"structured_outputs": {"structural_tag": "a"}}, "structural_tag: not supported here"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structural_tag: is not valid JSON"),
         (
             {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
             "whitespace_pattern: not",
@@ -113,7 +120,11 @@ LONG = "a" * (MAX_GRAMMAR_BYTES + 1)
         ({"response_format": "json_object"}, "response_format: must be an object"),
         ({"response_format": {}}, "response_format.type: is missing"),
         ({"response_format": {"type": ["x"]}}, "response_format.type: must be 'text'"),
-        ({"response_format": {"type": "structural_tag"}}, "type: must be 'text'"),
+        ({"response_format": {"type": "structural_tag"}}, "must have a format, or structures"),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [{}], "triggers": []}},
+            "each of structures must have begin, schema and end",
+        ),
         ({"response_format": {"type": "json_schema"}}, "needs a json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
@@ -132,3 +143,61 @@ def test_a_schema_keeps_the_order_of_its_properties():
         "z",
         "a",
     ]
+
+
+# ── tags ─────────────────────────────────────────────────────────────────────────────────────────
+
+NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TAG = {
+    "type": "triggered_tags",
+    "triggers": ["<f"],
+    "tags": [
+        {
+            "type": "tag",
+            "begin": "<f>",
+            "content": {"type": "json_schema", "json_schema": NUMBERS},
+            "end": "</f>",
+        }
+    ],
+}
+OLDER = {"structures": [{"begin": "<f>", "schema": NUMBERS, "end": "</f>"}], "triggers": ["<f"]}
+
+
+def follows(grammar, text: str) -> bool:
+    return accepts(xgrammar.Grammar.from_structural_tag(grammar.text), text)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "structural_tag", "format": TAG}},
+        {"response_format": {"type": "structural_tag", **OLDER}},
+        {"structural_tag": json.dumps(OLDER)},
+        {"structured_outputs": {"structural_tag": json.dumps({"format": TAG})}},
+    ],
+)
+def test_a_structural_tag_has_two_forms_and_several_places(fields):
+    grammar = openai_grammar(fields)
+    assert json.loads(grammar.text) == {"type": "structural_tag", "format": TAG}
+    assert follows(grammar, 'So: <f>{"a": 1}</f> done')
+    assert not follows(grammar, 'So: <f>{"b": 1}</f>')
+
+
+@pytest.mark.parametrize(
+    ("grammar", "right", "wrong"),
+    [
+        (Grammar(kind="json_schema", text=json.dumps(NUMBERS)), '{"a": 1}', '{"a": "x"}'),
+        (Grammar(kind="json_object"), '{"b": 1}', "[1]"),
+        (Grammar(kind="regex", text="a+"), "aa", "b"),
+        (OF_EBNF, "a", "b"),
+        (openai_grammar({"structural_tag": OLDER}), '<f>{"a": 1}</f>', '<f>{"a": "x"}</f>'),
+    ],
+    ids=["schema", "object", "regex", "ebnf", "tag"],
+)
+@pytest.mark.parametrize("is_open", [True, False])
+def test_thoughts_come_before_what_a_grammar_binds(grammar, right, wrong, is_open):
+    after = after_thoughts(grammar, "<think>", "</think>", is_open=is_open)
+    thoughts = "Hm { [ so</think>\n\n" if is_open else "<think>Hm { [ so</think>\n\n"
+    assert follows(after, thoughts + right)
+    assert not follows(after, thoughts + wrong)
+    assert follows(after, right) is not is_open

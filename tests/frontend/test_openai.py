@@ -404,7 +404,7 @@ async def test_reasoning_effort_reaches_the_template(client, backend, tokenizer,
 
 def test_an_answer_that_follows_a_grammar_is_not_read_for_calls(tokenizer):
     model = FakeBackend(tokenizer).served
-    options = FrontendOptions(reply_formats=reply_formats("llama3", "think"))
+    options = FrontendOptions(reply_formats=reply_formats("llama3", ""))
     body = CHAT_BODY | {"tools": [{"type": "function", "function": {"name": "f"}}]}
     plain = read_chat(model, options, body)
     bound = read_chat(model, options, body | {"response_format": {"type": "json_object"}})
