@@ -225,6 +225,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         engine_port: Port of the engine's links to edge workers, which read it from `/server_info`.
         default_sampling: Defaults of sampling parameters that a request omits.
+        weight_version: As in `ModelInfo`.
     """
 
     role: NodeRole
@@ -306,6 +307,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: Annotated[str, REASONING_PARSER] = ""
     generation_config: Annotated[Literal["auto", "none"], GENERATION_CONFIG] = "auto"
     default_sampling: SamplingDefaults = SamplingDefaults()
+    weight_version: str = "default"
     is_insecure: Annotated[
         bool,
         Flag(
