@@ -150,9 +150,11 @@ class Supervisor:
         else:
             self._drain_engine(self._config.drain_timeout_s if timeout_s is None else timeout_s)
         # The update outlives a client that does not wait for it.
-        await asyncio.shield(update.outcome)
-        while self._life.state is State.SERVING and not self._backend.health().is_serving:  # noqa: ASYNC110
-            await asyncio.sleep(LINK_POLL_S)
+        try:
+            await asyncio.shield(update.outcome)
+        finally:
+            while self._life.state is State.SERVING and not self._backend.health().is_serving:  # noqa: ASYNC110
+                await asyncio.sleep(LINK_POLL_S)
         return new
 
     def _load(self) -> None:
