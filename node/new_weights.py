@@ -23,8 +23,6 @@ from tandem.node.checkpoint import check_directory, sampling_defaults
 from tandem.node.config import MAX_DRAIN_S, NodeConfig
 from tandem.wire.errors import ConfigInvalid, EngineFailed, InvalidRequest, TandemError
 
-# Tensors that a trainer may write or leave out, because config.json ties them to the embeddings.
-_TIED = {"lm_head.weight"}
 # Numbers and names in config.json that do not change the model.
 _HARMLESS = {"_name_or_path", "transformers_version", "use_cache", "attn_implementation"}
 
@@ -93,7 +91,8 @@ def updated(config: NodeConfig, body: UpdateBody) -> NodeConfig:
     """
     if config.engine.simulation is not None:
         raise InvalidRequest("model_path: a simulated engine has no weights to update")
-    path = Path(body.model_path).expanduser()
+    # Resolved: a link such as `latest` moves on, and the present directory is read again at the next update.
+    path = Path(body.model_path).expanduser().resolve()
     engine = msgspec.structs.replace(config.engine, model_dir=str(path), load_format="auto")
     try:
         check_directory(path, engine)
@@ -109,7 +108,7 @@ def updated(config: NodeConfig, body: UpdateBody) -> NodeConfig:
         config,
         engine=engine,
         default_sampling=sampling,
-        weight_version=body.weight_version or path.resolve().name,
+        weight_version=body.weight_version or path.name,
     )
 
 
@@ -120,13 +119,19 @@ def _check_same_model(current: EngineConfig, path: Path) -> None:
             f"the present weights' directory {old_path} is gone, and the new ones are compared with it: keep it "
             "until the next update, or restart the node"
         )
-    _check_config(current, read_object(old_path / "config.json"), read_object(path / "config.json"))
+    facts = read_object(path / "config.json")
+    _check_config(current, read_object(old_path / "config.json"), facts)
     if tokenizer_hash(tokenizer_files(path)) != tokenizer_hash(tokenizer_files(old_path)):
         raise ConfigInvalid(
             f"{path} has another tokenizer than {old_path}: copy the files of the tokenizer from there"
         )
     if current.load_format == "auto":
-        _check_tensors(tensor_shapes(old_path), tensor_shapes(path))
+        old, new = tensor_shapes(old_path), tensor_shapes(path)
+        if facts.get("tie_word_embeddings") is not False:
+            # Where the head is tied to the embeddings, some trainers write it and some do not.
+            for shapes in (old, new):
+                shapes.pop("lm_head.weight", None)
+        _check_tensors(old, new)
 
 
 def _check_config(current: EngineConfig, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
@@ -153,9 +158,9 @@ def _scalars(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _check_tensors(old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> None:
-    if missing := sorted(old.keys() - new.keys() - _TIED):
+    if missing := sorted(old.keys() - new.keys()):
         raise ConfigInvalid(f"its files lack tensors of the model: {some(missing)}")
-    if added := sorted(new.keys() - old.keys() - _TIED):
+    if added := sorted(new.keys() - old.keys()):
         raise ConfigInvalid(f"its files have tensors that the model has not: {some(added)}")
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:

@@ -60,11 +60,29 @@ def test_a_node_takes_the_weights_the_sampling_defaults_and_the_version_of_a_che
 ):
     (new_dir / "generation_config.json").write_text('{"temperature": 0.5}')
     edit_config(new_dir, transformers_version="4.1", eos_token_id=3, a_new_key=1)
-    edit_weights(new_dir, lambda weights: weights.pop("lm_head.weight"))
     new = updated(config, body_of(new_dir))
     assert new.engine == msgspec.structs.replace(config.engine, model_dir=str(new_dir))
     assert (new.default_sampling.temperature, new.weight_version) == (0.5, "step-7")
     assert updated(config, body_of(new_dir, weight_version="7")).weight_version == "7"
+
+
+def without_head(weights) -> None:
+    del weights["lm_head.weight"]
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_only_a_head_that_is_tied_to_the_embeddings_may_be_left_out(config, new_dir, is_tied):
+    old_dir = shutil.copytree(new_dir, new_dir.parent / "step-6")
+    engine = msgspec.structs.replace(config.engine, model_dir=str(old_dir))
+    config = msgspec.structs.replace(config, engine=engine)
+    for path in (old_dir, new_dir):
+        edit_config(path, tie_word_embeddings=is_tied)
+    edit_weights(new_dir, without_head)
+    if is_tied:
+        assert updated(config, body_of(new_dir)).engine.model_dir == str(new_dir)
+    else:
+        with pytest.raises(InvalidRequest, match=r"lack tensors of the model: lm_head\.weight"):
+            updated(config, body_of(new_dir))
 
 
 def reshape(weights) -> None:
