@@ -100,6 +100,22 @@ def read_object(file: Path) -> dict[str, Any]:
     return read
 
 
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor in a directory's safetensors files; empty if there are none.
+
+    Raises:
+        ConfigInvalid: The weights are in files of another kind, or a file is damaged.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(path):
+        if file.suffix != ".safetensors":
+            raise ConfigInvalid(
+                f"{file} is not a safetensors file: save the weights as safetensors"
+            )
+        shapes |= {name: tuple(tensor["shape"]) for name, tensor in _tensors(file).items()}
+    return shapes
+
+
 def weight_samples(path: Path) -> Iterator[bytes]:
     """Yield samples that identify a directory's weights: file names, sizes, headers and ends of tensors."""
     for file in weight_files(path):

@@ -7,7 +7,9 @@ _NO_SCORES = (
 )
 _NO_ADAPTERS = "adapters are not served: merge one into its model, and start nodes with that"
 _NO_SLEEP = "a node keeps its memory while it runs: POST /drain to it, then stop it"
-_NO_UPDATES = "nodes read weights when they start: drain and restart them one after the other"
+_NO_UPDATES = (
+    "POST /update_weights_from_disk to each node: `tandem docs operations#updating-the-weights`"
+)
 
 # By the beginning of the path: the first that fits counts.
 _INSTEAD: dict[tuple[str, ...], str] = {

@@ -47,6 +47,7 @@ class ServedModel:
         default_sampling: The defaults of parameters.
         context_length: Prompt plus generated tokens, at most.
         max_prompt_tokens: At most `context_length - 1`, or less in a small pool.
+        weight_version: As in `ModelInfo`.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ServedModel:
     eos_token_ids: frozenset[int]
     tokenizer: Tokenizer | None
     default_sampling: SamplingDefaults
+    weight_version: str = "default"
 
 
 @dataclass(frozen=True, slots=True)

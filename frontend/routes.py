@@ -138,6 +138,7 @@ async def model_info(request: web.Request) -> web.Response:
             "vocab_size": model.vocab_size,
             "eos_token_ids": sorted(model.eos_token_ids),
             "default_sampling_params": model.default_sampling,
+            "weight_version": model.weight_version,
         }
     )
 

@@ -227,6 +227,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         chat_template: The template itself; empty: the model's own.
         engine_port: Port of the engine's links to edge workers, which read it from `/server_info`.
         default_sampling: Defaults of sampling parameters that a request omits.
+        weight_version: As in `ModelInfo`.
     """
 
     role: NodeRole
@@ -309,6 +310,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: Annotated[str, REASONING_PARSER] = ""
     generation_config: Annotated[Literal["auto", "none"], GENERATION_CONFIG] = "auto"
     default_sampling: SamplingDefaults = SamplingDefaults()
+    weight_version: str = "default"
     is_insecure: Annotated[
         bool,
         Flag(

@@ -201,6 +201,7 @@ class _EngineProcess:
                 vocab_size=shape.vocab_size,
                 eos_token_ids=sorted(shape.eos_token_ids),
                 default_sampling=config.default_sampling,
+                weight_version=config.weight_version,
             ),
         )
 

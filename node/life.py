@@ -8,7 +8,7 @@ Pure code: it starts no process and reads no clock.
                        │ └──────────────────┼───────resume────────┘ │
                        ├──────drain─────────┘                       │
                        └──────turn, when idle──▶ turning ◀───turn───┘
-                                                  │   ▲
+                                                  │   ▲            drained ──load──▶ loading
                                         not loaded│   │turn
                                                   ▼   │            turning ──loaded──▶ serving
                                                   failed
@@ -50,6 +50,7 @@ class Event(StrEnum):
     RESUME = "resume"
     EMPTIED = "emptied"
     TURN = "turn"
+    LOAD = "load"
     END = "end"
     TOO_LATE = "too late"
     FORCE = "force"
@@ -80,6 +81,7 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         _E.EMPTIED: _S.DRAINED,
         _E.RESUME: _S.SERVING,
         _E.TURN: _S.TURNING,
+        _E.LOAD: _S.LOADING,
     },
     _S.TURNING: {_E.LOADED: _S.SERVING, _E.NOT_LOADED: _S.FAILED, **_ALWAYS},
     _S.FAILED: {_E.TURN: _S.TURNING, **_ALWAYS},

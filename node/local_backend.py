@@ -78,6 +78,7 @@ class LocalBackend:
             eos_token_ids=frozenset(ready.model.eos_token_ids),
             tokenizer=self._tokenizer,
             default_sampling=ready.model.default_sampling,
+            weight_version=ready.model.weight_version,
         )
 
     async def generate(

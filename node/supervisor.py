@@ -1,8 +1,8 @@
 """A node's HTTP process: its server, its life cycle, and its engines, one after another.
 
 The supervisor starts the engine of the node's role, attaches it to the backend, forwards orders and ends the
-engine, as `life.py` allows. Orders arrive by signal and by the operators' routes `/drain` and `/role`. A node that
-changes its role ends its engine and starts another one in the other role.
+engine, as `life.py` allows. Orders arrive by signal and by the operators' routes `/drain`, `/role` and
+`/update_weights_from_disk`. A node that changes its role or its weights ends its engine and starts another one.
 
 ```
  listen ─▶ HTTP answers (health: 503) ─▶ engine loads ─▶ serving ─▶ signal: 503, drain ─▶ engine stops
@@ -38,8 +38,9 @@ from tandem.frontend.tokenizer import (
 from tandem.node.announce import LEAVE_TIMEOUT_S, Announcer, warn_of_loopback
 from tandem.node.config import MAX_DRAIN_S, NodeConfig, NodeRole
 from tandem.node.engine_process import EngineProcess, Ready, keep_linked
-from tandem.node.life import Event, State
+from tandem.node.life import Event, NotNow, State, refusal
 from tandem.node.local_backend import LocalBackend
+from tandem.node.new_weights import Update, UpdateBody, update_answer, updated
 from tandem.telemetry.log import configure, get_logger
 from tandem.wire.channel import tcp_address
 from tandem.wire.errors import TandemError
@@ -51,6 +52,8 @@ log = get_logger(__name__)
 # Time limit after the drain's deadline, when requests were handed over, until no peer can write a page any more.
 # A peer that does not answer counts as lost after 2 s.
 HAND_OVER_S = 5.0
+# Interval of looking whether a new engine is linked, which takes milliseconds.
+LINK_POLL_S = 0.02
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +93,7 @@ class Supervisor:
         self._engine = self._new_engine(config)
         self._changed = asyncio.Event()
         self._deadline_s = 0.0
+        self._update: Update | None = None
         self._is_told_to_end = False
         self._status = 0
         loop = asyncio.get_running_loop()
@@ -121,12 +125,63 @@ class Supervisor:
         """Accept requests again."""
         if self._apply(Event.RESUME) is State.SERVING:
             self._engine.resume()
+            self._end_update(
+                NotNow("the drain was cancelled: the node goes on with the old weights")
+            )
 
     def turn(self, role: NodeRole) -> None:
         """Begin to change the node's role."""
         if self._life.turn(role, self._backend.num_left):
             log.info("node.turning", role=role)
             self._changed.set()
+
+    async def update(self, body: UpdateBody) -> NodeConfig:
+        """Drain the node and serve another checkpoint; return the new config once it serves.
+
+        Raises:
+            InvalidRequest: The checkpoint cannot be served; the node goes on with the old one.
+            NotNow: The node is in another state, or the drain was cancelled.
+            EngineFailed: The new engine failed; the node goes on with the old weights.
+            NodeDraining: The node ends meanwhile.
+        """
+        new = await asyncio.to_thread(updated, self._config, body)
+        if self._update is not None:
+            raise NotNow("an update of the weights is in progress: wait until it is answered")
+        timeout_s = 0.0 if body.abort_all_requests else body.timeout_s
+        state = self._apply(Event.DRAIN)
+        self._update = update = Update(self._config, new)
+        if state is State.DRAINED:
+            self._load()
+        else:
+            self._drain_engine(self._config.drain_timeout_s if timeout_s is None else timeout_s)
+        # The update outlives a client that does not wait for it.
+        try:
+            await asyncio.shield(update.outcome)
+        finally:
+            while self._life.state is State.SERVING and not self._backend.health().is_serving:  # noqa: ASYNC110
+                await asyncio.sleep(LINK_POLL_S)
+        return new
+
+    def _load(self) -> None:
+        """Have the drained engine end, and the next one load the new weights."""
+        assert self._update is not None
+        self._config = self._update.new
+        log.info("node.updating", path=self._config.engine.model_dir)
+        self._apply(Event.LOAD)
+
+    def _goes_back(self, error: TandemError) -> bool:
+        """Have the next engine load the old weights again; return False if that was already tried."""
+        if self._update is None or self._update.error is not None:
+            return False
+        log.error("node.not_updated", reason=error.message, action="loading the old weights again")
+        self._config, self._update.error = self._update.old, error
+        return True
+
+    def _end_update(self, error: TandemError | None = None) -> None:
+        """Answer the update in progress, if there is one; `error`: why it did not begin or end."""
+        update, self._update = self._update, None
+        if update is not None:
+            update.end(error)
 
     def _told_to_end(self, timeout_s: float) -> None:
         if self._is_told_to_end:  # a second signal forces
@@ -151,7 +206,8 @@ class Supervisor:
     def _drained(self) -> None:
         if self._life.is_draining:
             log.info("node.drained")
-            self._apply(Event.EMPTIED)
+            if self._apply(Event.EMPTIED) is State.DRAINED and self._update is not None:
+                self._load()
 
     def _drain_engine(self, timeout_s: float) -> None:
         log.info("node.draining", num_left=self._backend.num_left, timeout_s=timeout_s)
@@ -177,6 +233,7 @@ class Supervisor:
             while outcome is None:
                 outcome = await self._run_engine(announcing)
             announcing.cancel()
+        self._end_update(refusal())
         return outcome
 
     async def _run_engine(self, announcing: asyncio.Task[None]) -> int | TandemError | None:
@@ -193,7 +250,7 @@ class Supervisor:
                 engine.kill()  # it may still be loading a model, and has no requests
             if isinstance(ready, TandemError):
                 if self._life.state is State.LOADING:
-                    return ready
+                    return None if self._goes_back(ready) else ready
                 await self._wait_to_be_turned(config.role, ready)
         finally:
             self._backend.detach()
@@ -231,6 +288,7 @@ class Supervisor:
             linked = tasks.create_task(keep_linked(make_client, self._backend.link))
             self._apply(Event.LOADED)
             log.info("node.serving", url=self._url)
+            self._end_update()
             died = tasks.create_task(self._engine.wait())
             died.add_done_callback(lambda _task: self._changed.set())
             while self._life.has_engine and not died.done():
@@ -356,6 +414,11 @@ def add_routes(app: web.Application, node: Supervisor) -> None:
         node.turn(validate(RoleBody, read_json(await request.read())).role)
         return json_response(node.status())
 
+    async def update_weights(request: web.Request) -> web.Response:
+        config = await node.update(validate(UpdateBody, read_json(await request.read())))
+        return json_response(update_answer(config))
+
     app.router.add_get("/drain", operators_only(status))
     app.router.add_post("/drain", operators_only(drain))
     app.router.add_post("/role", operators_only(turn))
+    app.router.add_post("/update_weights_from_disk", operators_only(update_weights))

@@ -354,4 +354,5 @@ class Cluster:
             eos_token_ids=frozenset(model.eos_token_ids),
             tokenizer=self._watcher.tokenizer(model.tokenizer_hash),
             default_sampling=model.default_sampling if self._has_defaults else SamplingDefaults(),
+            weight_version=model.weight_version,
         )

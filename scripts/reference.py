@@ -270,6 +270,11 @@ def _other_routes() -> str:
         ("`GET /overview`", "router", "[dashboard](../dashboard.md#get-overview)"),
         ("`GET /drain`, `POST /drain`", "node", "[operations](../operations.md#draining)"),
         ("`POST /role`", "node", "[operations](../operations.md#changing-the-role)"),
+        (
+            "`POST /update_weights_from_disk`",
+            "node",
+            "[operations](../operations.md#updating-the-weights)",
+        ),
     ]
     return (
         _table(("other routes", "server", "page"), rows)

@@ -298,6 +298,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         vocab_size: Ids are below this.
         tokenizer_hash: Of the files at `GET /tokenizer`; empty when the model has no tokenizer.
         default_sampling: Of its generation_config.json.
+        weight_version: The name that the last update of the weights gave them; "default" before any.
     """
 
     name: str
@@ -307,6 +308,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     tokenizer_hash: str = ""
     default_sampling: SamplingDefaults = SamplingDefaults()
+    weight_version: str = "default"
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):

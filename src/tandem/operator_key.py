@@ -14,7 +14,7 @@ def build_parser() -> Parser:
     return Parser(
         "tandem operator-key",
         description="Print the key that opens the routes that change a cluster (POST /nodes, DELETE /nodes/ID,\n"
-        "POST /drain, POST /role), derived from its secret in TANDEM_CLUSTER_KEY. It opens no link between nodes.",
+        "POST /drain, POST /role, POST /update_weights_from_disk), derived from its secret in TANDEM_CLUSTER_KEY. It opens no link between nodes.",
         epilog='curl -H "Authorization: Bearer $(tandem operator-key)" -X DELETE ROUTER/nodes/HOST:PORT\n\n'
         "More: tandem docs membership",
     )

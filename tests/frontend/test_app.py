@@ -159,7 +159,7 @@ async def test_an_unknown_route_is_answered_with_the_page_of_the_routes(client):
         ("/load_lora_adapter", "merge one into its model"),
         ("/load", "/get_load"),
         ("/sleep", "POST /drain"),
-        ("/update_weights_from_disk", "restart"),
+        ("/update_weights_from_disk", "to each node"),
         ("/reset_prefix_cache", "/flush_cache"),
         ("/inference/v1/abort_requests", "/abort_request"),
     ],

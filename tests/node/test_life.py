@@ -25,6 +25,7 @@ def lived(*events: Event, role="decode") -> Life:
         ("loaded, drain, emptied, resume", State.SERVING),
         ("loaded, drain, emptied, turn, loaded", State.SERVING),
         ("loaded, drain, emptied, turn, not loaded, turn, loaded", State.SERVING),
+        ("loaded, drain, emptied, load, loaded", State.SERVING),
         ("loaded, end", State.LEAVING),
         ("loaded, drain, end, emptied", State.ENDED),
         ("loaded, end, too late", State.ENDED),
