@@ -137,16 +137,18 @@ class Screen:
             took_s = time.monotonic() - self._began_s
             self.console.print(f"{name:<{self._width}}   ready after {took_s:.1f} s")
 
-    def banner(self, url: str) -> None:
-        """Show what to do with a cluster that serves."""
+    def banner(self, url: str, *, has_page: bool) -> None:
+        """Show what to do with a server that is ready. A router has a page."""
         self._progress.stop()
         log = "" if self.log is None else f"  log: {self.log.name}\n"
+        look = f"  What it does: {url} in a browser, or tandem top {url}\n"
+        page = look if has_page else ""
         self.console.print(
             Text.from_markup(
                 f"\n[bold green]Tandem serves at {url}[/]  (Ctrl-C stops it)\n\n"
                 f"  curl -s {url}/generate -H 'Content-Type: application/json' \\\n"
                 '       -d \'{"text": "The capital of France is", "max_new_tokens": 32}\'\n\n'
-                f"  What it does: {url} in a browser, or tandem top {url}\n"
+                f"{page}"
                 f"  OpenAI clients: base_url={url}/v1   health: {url}/health   "
                 f"metrics: {url}/metrics\n{log}"
             ),
@@ -240,7 +242,8 @@ class Processes:
         ):
             for member in self._members:
                 tasks.create_task(self._wait_ready(member.name, session, member.url))
-        self._screen.banner(self._members[-1].url)
+        last = self._members[-1]
+        self._screen.banner(last.url, has_page=last.argv[0] == "lb")
 
     async def _wait_ready(self, name: str, session: aiohttp.ClientSession, url: str) -> None:
         while not await _is_healthy(session, url):  # noqa: ASYNC110 - another process's state

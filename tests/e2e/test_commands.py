@@ -58,6 +58,8 @@ def test_one_command_starts_a_cluster_that_answers_and_ctrl_c_ends_it(tiny_model
     said = up.output()
     up.log.close()
     assert "curl" in said
+    assert "Stopping: requests in progress finish within 30 s" in said
+    assert "Stopped after" in said
     assert "Traceback" not in said
 
 

@@ -92,7 +92,7 @@ def test_the_terminal_shows_who_is_ready_and_what_is_wrong_and_the_file_everythi
         for line in (routine, warning, trace):
             screen.line("router", Text(line))
         screen.ready("decode-0")
-        screen.banner("http://localhost:8000")
+        screen.banner("http://localhost:8000", has_page=True)
     out = capsys.readouterr().out
     assert routine not in out
     assert f"router   │ {warning}\n" in out
