@@ -221,12 +221,16 @@ def _answer(responses: Mapping[str, Any]) -> str:
     return ", events: ".join(names) + "".join(f"; {status} too" for status in also)
 
 
+# Their vendors document these bodies.
+FOREIGN = ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
+
+
 def _bodies(paths: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
     """Return a table of fields for each set of routes that share them, aliases left out."""
     sharing: dict[tuple[str, str, str], list[str]] = {}
     operations = {path: next(iter(methods.values())) for path, methods in paths.items()}
     by_summary = {each["summary"]: path for path, each in reversed(operations.items())}
-    for path in reversed(by_summary.values()):
+    for path in [path for path in reversed(by_summary.values()) if path not in FOREIGN]:
         body = operations[path].get("requestBody")
         [content] = body["content"].values() if body else [{"schema": {}}]
         for name, field in _properties(content["schema"], schemas).items():
@@ -239,7 +243,8 @@ def _bodies(paths: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
         rows = tables.pop(routes)
         for route in routes:
             tables[(route,)] = rows + tables.get((route,), [])
-    text = "\n## Bodies\n\nnull is the same as absent. Unknown fields are ignored, except [some](#fields-that-are-refused).\n"
+    text = "\n## Bodies\n\nnull is the same as absent. Unknown fields are ignored, except [some](#fields-that-are-refused). "
+    text += "Those of `/v1/messages` are Anthropic's, those of `/v1/responses` OpenAI's: see [features](../features.md#anthropics-api).\n"
     for routes, rows in sorted(tables.items(), key=lambda table: len(table[0]), reverse=True):
         text += f"\n### {', '.join(routes)}\n" + _table(("field", "type", "default"), rows)
     return text
