@@ -104,6 +104,29 @@ def _tag(form: Mapping[str, Any]) -> Grammar:
     return Grammar(kind="structural_tag", text=text)
 
 
+def strict_calls(
+    schemas: Mapping[str, Any], call: tuple[str, str, str, str], *, is_parallel: bool
+) -> Grammar:
+    """Return the grammar of free text whose calls follow their schemas.
+
+    Args:
+        schemas: Of the arguments of each tool, by its name.
+        call: As in `Format`.
+    """
+    mark, before_name, before_arguments, end = call
+    tags = [
+        {
+            "type": "tag",
+            "begin": f"{mark}{before_name}{json.dumps(name, ensure_ascii=False)}{before_arguments}",
+            "content": {"type": "json_schema", "json_schema": schema},
+            "end": end,
+        }
+        for name, schema in schemas.items()
+    ]
+    form = {"type": "triggered_tags", "triggers": [mark], "tags": tags}
+    return _tag(form | {"stop_after_first": not is_parallel})
+
+
 def after_thoughts(grammar: Grammar, opening: str, closing: str, *, is_open: bool) -> Grammar:
     """Return the grammar of an answer that thinks first, as it likes, and then follows `grammar`.
 

@@ -1,6 +1,6 @@
 """Bodies of OpenAI's API: from JSON to checked generations. Answering is in `frontend/openai.py`."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -27,7 +27,7 @@ from tandem.frontend.generation import (
     read_prompts,
     require_tokenizer,
 )
-from tandem.frontend.grammars import after_thoughts, openai_grammar
+from tandem.frontend.grammars import after_thoughts, openai_grammar, strict_calls
 from tandem.frontend.logprobs import MAX_TOP_LOGPROBS
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.reply_parser import NO_FORMATS, ReplyFormats
@@ -228,6 +228,8 @@ def read_chat(
         # There are no calls in what it allows, and thoughts only before it.
         asked, formats = _after_thoughts(model, body, asked, formats, text)
         choice = ToolChoice([])
+    elif choice.grammar is None and (schemas := choice.schemas):
+        asked = _strict_calls(model, body, schemas, formats, text)
     make_reply = _make_reply(body, choice, formats, text)
     if make_reply is not None and choice.grammar is None:
         # In many formats marks are special tokens. A forced call has none.
@@ -236,6 +238,27 @@ def read_chat(
     call = _call(model, body, sampling, prompts, id_prefix, grammar=asked or choice.grammar)
     call.make_reply, call.has_reasoning = make_reply, body.include_reasoning
     return call
+
+
+def _strict_calls(
+    model: ServedModel,
+    body: ChatBody,
+    schemas: Mapping[str, Any],
+    formats: ReplyFormats,
+    prompt: str,
+) -> Grammar:
+    """Return the grammar that holds the model's own calls to their schemas, behind its thoughts."""
+    call = formats.tools.call if formats.tools is not None else None
+    tokenizer, marks = require_tokenizer(model), formats.marks_of_thoughts()
+    if call is None or any(map(tokenizer.is_special, (call[0], *(marks or ())))):
+        raise InvalidRequest(
+            "tools: strict is supported with --tool-call-parser hermes, or for a call that tool_choice forces; "
+            "leave it out"
+        )
+    grammar = strict_calls(schemas, call, is_parallel=body.parallel_tool_calls)
+    if marks is None or prompt.rstrip().endswith(marks[1]):
+        return grammar
+    return after_thoughts(grammar, *marks, is_open=prompt.rstrip().endswith(marks[0]))
 
 
 def _after_thoughts(

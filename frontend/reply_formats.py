@@ -28,6 +28,8 @@ class Format:
         fields: Fields of a response template. `content`, if not among them, is all other text.
         opening: The text that opens the model's thoughts. A prompt may end with it.
         lost: The part of a call's opening that belongs to the call.
+        call: The mark that begins a call, and what stands before the name, before and after the arguments; where a
+            grammar can hold calls to their schemas.
         has_numbered_calls: Whether the model's template expects ids of calls like
             `functions.NAME:NUMBER`, numbered over the conversation.
     """
@@ -35,6 +37,7 @@ class Format:
     fields: Fields = field(default_factory=dict)
     opening: str = ""
     lost: str = ""
+    call: tuple[str, str, str, str] | None = None
     has_numbered_calls: bool = False
 
 
@@ -73,7 +76,10 @@ _RECIPIENT = r"to=functions\.(?P<name>[^\s<]{1,256})"
 _CHANNEL = r"<\|channel\|>(?:commentary|analysis)"
 
 TOOL_FORMATS: Mapping[str, Format] = {
-    "hermes": _tools(open="<tool_call>", close="</tool_call>"),
+    "hermes": replace(
+        _tools(open="<tool_call>", close="</tool_call>"),
+        call=("<tool_call>", '\n{"name": ', ', "arguments": ', "}\n</tool_call>"),
+    ),
     "qwen3_coder": _tagged(
         r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>",
         open_pattern=r"<tool_call>\s*<function=(?P<name>[^>]{1,256})>",

@@ -164,6 +164,16 @@ class ToolChoice:
     grammar: Grammar | None = None
     name: str = ""
 
+    @property
+    def schemas(self) -> dict[str, Any]:
+        """The schema of each tool's arguments, any object for a tool that is not strict; empty if none is strict."""
+        if not any(_is_strict(tool) for tool in self.tools):
+            return {}
+        return {
+            _name(tool): _parameters(tool) if _is_strict(tool) else {"type": "object"}
+            for tool in self.tools
+        }
+
     def reply(self, first: int | None) -> Reply:
         """Return the reader of an answer that follows the grammar; `first` as in `new_call`."""
         return ForcedCall(self.name, first) if self.name else ForcedCalls(first)
@@ -205,6 +215,11 @@ def _name(tool: Tool) -> str:
             raise InvalidRequest(
                 'tools: each must be {"type": "function", "function": {"name": ...}}'
             )
+
+
+def _is_strict(tool: Tool) -> bool:
+    function = tool.get("function")
+    return isinstance(function, dict) and function.get("strict") is True
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

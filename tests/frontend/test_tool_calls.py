@@ -8,13 +8,14 @@ import pytest
 import xgrammar
 from xgrammar.testing import _is_grammar_accept_string as accepts
 
+from tandem.frontend.openai_body import read_chat
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.reply_parser import reply_formats
 from tandem.frontend.tool_calls import message, read_choice
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
 from tests.frontend.conftest import serve
-from tests.frontend.fakes import say, stop
+from tests.frontend.fakes import FakeBackend, say, stop
 from tests.frontend.helpers import each
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
@@ -303,3 +304,41 @@ async def test_a_kept_stop_token_is_no_part_of_a_forced_call(backend):
     async with client_of(backend) as sdk:
         said, calls, reason = await ask(sdk, tools=WEATHER, tool_choice="required", extra_body=kept)
     assert (said, calls, reason) == ({}, [("weather", ARGUMENTS)], "tool_calls")
+
+
+def strict_body(*, is_strict: bool = True, **fields) -> dict:
+    tools = [tool("weather", CITY), tool("stop", {"type": "object"})]
+    tools[0]["function"]["strict"] = is_strict
+    return {"messages": [{"role": "user", "content": "Hi"}], "tools": tools} | fields
+
+
+def grammar_for(tokenizer, tools: str, thoughts: str = "", **fields) -> Grammar | None:
+    model = FakeBackend(tokenizer).served
+    options = FrontendOptions(reply_formats=reply_formats(tools, thoughts))
+    call = read_chat(model, options, strict_body(**fields))
+    assert call.make_reply is not None
+    return call.generations[0].request.sampling.grammar
+
+
+def test_a_strict_tool_is_called_by_its_schema_if_the_model_calls_it(tokenizer):
+    right = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    other = '<tool_call>\n{"name": "stop", "arguments": {"any": 1}}\n</tool_call>'
+    wrong = right.replace("Rome", "Oslo")
+    for thoughts, before in (("", ""), ("think", "<think>Hm.</think>\n"), ("think", "")):
+        made = grammar_for(tokenizer, "hermes", thoughts)
+        strict = xgrammar.Grammar.from_structural_tag(made.text)
+        for text in ("No call.", f"I ask. {right}", f"{right}\n{other}"):
+            assert accepts(strict, before + text)
+        assert not accepts(strict, before + wrong)
+    once = grammar_for(tokenizer, "hermes", parallel_tool_calls=False)
+    assert not accepts(xgrammar.Grammar.from_structural_tag(once.text), right + other)
+    assert grammar_for(tokenizer, "hermes", is_strict=False) is None
+
+
+@pytest.mark.parametrize("tools", ["kimi_k2", "llama3", ""])
+def test_a_strict_tool_is_refused_where_its_schema_cannot_be_held_to(tokenizer, tools):
+    model = FakeBackend(tokenizer).served
+    options = FrontendOptions(reply_formats=reply_formats(tools, ""))
+    with pytest.raises(InvalidRequest, match="tools: strict is supported with"):
+        read_chat(model, options, strict_body())
+    read_chat(model, options, strict_body(tool_choice="required"))
