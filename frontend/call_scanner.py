@@ -7,6 +7,7 @@
 """
 
 import json
+import re
 from dataclasses import dataclass
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -32,6 +33,34 @@ class Whole:
 
 
 Event = Begun | Whole | str
+
+
+class NamedScanner:
+    """Reads one call whose name stands before its arguments, in pieces.
+
+    Args:
+        head: Matches all before the arguments, with the group `name`.
+    """
+
+    def __init__(self, head: re.Pattern[str]) -> None:
+        self._head, self._text, self._name = head, "", ""
+        self._arguments = CallScanner()
+        self._arguments.push('{"name": "-", "arguments":')
+
+    @property
+    def rest(self) -> str:
+        """Nothing: a call that has begun is told to its end."""
+        return ""
+
+    def push(self, text: str) -> list[Event]:
+        """Return what `text` completes. Arguments that are no object are not told."""
+        if not self._name:
+            self._text += text
+            if (found := self._head.match(self._text)) is None:
+                return []
+            self._name, text = found["name"].strip(), self._text[found.end() :]
+        events = self._arguments.push(text)
+        return [Begun(self._name) if isinstance(each, Begun) else each for each in events]
 
 
 class CallScanner:

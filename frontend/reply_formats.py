@@ -7,6 +7,7 @@ tool's schema. `frontend/reply_parser.py` reads JSON.
 A name has at most 256 characters, which bounds the text held back for it.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +28,7 @@ class Format:
     Attributes:
         fields: Fields of a response template. `content`, if not among them, is all other text.
         opening: The text that opens the model's thoughts. A prompt may end with it.
+        head: What stands before a call's arguments, with its name, where a call is a name and its arguments alone.
         lost: The part of a call's opening that belongs to the call.
         call: The mark that begins a call, and what stands before the name, before and after the arguments; where a
             grammar can hold calls to their schemas.
@@ -36,6 +38,7 @@ class Format:
 
     fields: Fields = field(default_factory=dict)
     opening: str = ""
+    head: re.Pattern[str] | None = None
     lost: str = ""
     call: tuple[str, str, str, str] | None = None
     has_numbered_calls: bool = False
@@ -45,14 +48,14 @@ def _tools(**region: Any) -> Format:
     return Format({"tool_calls": {"repeats": True, "content": "text", **region}})
 
 
-def _listed(last: str, **region: Any) -> Format:
+def _listed(last: str, head: str, **region: Any) -> Format:
     """Return a format with marks around the list of calls. The first mark may open a call as well.
 
     The last mark is a region of its own that closes at once: it cannot be part of the pattern that
     closes a call, which matches as soon as it can.
     """
-    tools = _tools(**region, transform=_NAMED)
-    return Format({**tools.fields, "marks": {"open": last, "close_pattern": "", "repeats": True}})
+    fields = {"marks": {"open": last, "close_pattern": "", "repeats": True}}
+    return Format({**_tools(**region).fields, **fields}, head=re.compile(head))
 
 
 def _tagged(pattern: str, **region: Any) -> Format:
@@ -72,7 +75,6 @@ _HARMONY_CONTENT = {
     "repeats": True,
 }
 # Models write a call's recipient in the header of its role, or behind its channel.
-_RECIPIENT = r"to=functions\.(?P<name>[^\s<]{1,256})"
 _CHANNEL = r"<\|channel\|>(?:commentary|analysis)"
 
 TOOL_FORMATS: Mapping[str, Format] = {
@@ -104,19 +106,21 @@ TOOL_FORMATS: Mapping[str, Format] = {
     ),
     "deepseek_v3": _listed(
         _LAST,
-        open_pattern=rf"(?:{_FIRST}\s*)?{_BEGIN}function{_SEP}(?P<name>[^\n]{{1,256}})\n```json\n",
+        r"(?P<name>[^\n]{1,256})\n```json\n",
+        open_pattern=rf"(?:{_FIRST}\s*)?{_BEGIN}function{_SEP}",
         close=f"\n```{_END}",
     ),
     "deepseek_v31": _listed(
         _LAST,
-        open_pattern=rf"(?:{_FIRST}\s*)?{_BEGIN}(?P<name>[^<]{{1,256}}){_SEP}",
+        rf"(?P<name>[^<]{{1,256}}){_SEP}",
+        open_pattern=rf"(?:{_FIRST}\s*)?{_BEGIN}",
         close=_END,
     ),
     "kimi_k2": replace(
         _listed(
             "<|tool_calls_section_end|>",
-            open_pattern=r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
-            r"(?:functions\.)?(?P<name>[^:<\s]{1,256})(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+            r"\s*(?:functions\.)?(?P<name>[^:<\s]{1,256})(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+            open_pattern=r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>",
             close="<|tool_call_end|>",
         ),
         has_numbered_calls=True,
@@ -127,12 +131,13 @@ TOOL_FORMATS: Mapping[str, Format] = {
             "tool_calls": {
                 "repeats": True,
                 "content": "text",
-                "open_pattern": rf"(?:{_RECIPIENT}{_CHANNEL}|{_CHANNEL} {_RECIPIENT})"
-                r"[^<]*(?:<\|constrain\|>\w+)?<\|message\|>",
+                "open_pattern": rf"(?:{_CHANNEL} )?to=functions\.",
                 "close": "<|call|>",
-                "transform": _NAMED,
             },
-        }
+        },
+        head=re.compile(
+            rf"(?P<name>[^\s<]{{1,256}})(?:{_CHANNEL})?[^<]*(?:<\|constrain\|>\w+)?<\|message\|>"
+        ),
     ),
 }
 

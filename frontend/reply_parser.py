@@ -11,11 +11,12 @@ import functools
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tandem.frontend.call_scanner import Begun, CallScanner, Event, Whole
+from tandem.frontend.call_scanner import Begun, CallScanner, Event, NamedScanner, Whole
 from tandem.frontend.reply_formats import (
     REASONING_ALIASES,
     REASONING_FORMATS,
@@ -133,7 +134,8 @@ class ParsedReply:
         # Where calls are JSON with their names in it, they are told as they come.
         calls = _template(formats)["fields"].get("tool_calls", {})
         self._is_json = bool(calls) and "transform" not in calls
-        self._scanner: CallScanner | None = None  # of the open region
+        self._scanner: CallScanner | NamedScanner | None = None  # of the open region
+        self._head = next((part.head for part in formats if part.head is not None), None)
         self._entries = list[str]()  # complete calls that were not told yet
         self._is_dropped = False  # whether the open call is one too many
         self._blanks = ""  # at the end of the open text, returned once something follows
@@ -182,7 +184,8 @@ class ParsedReply:
                     self._field, self._raw, self._blanks = field, "", ""
                     self._is_begun = self._has_told = False
                     if field == "tool_calls" and self._is_json:
-                        self._scanner = CallScanner()
+                        head = self._head
+                        self._scanner = CallScanner() if head is None else NamedScanner(head)
                         self._scanner.push(self._lost)
                 case "region_chunk" if field == "tool_calls":
                     self._raw += event["text"]
@@ -241,7 +244,7 @@ class ParsedReply:
         """Tell of complete calls; of `raw` as content if they are none."""
         self._is_first = False
         try:
-            calls = _calls(value)
+            calls = _calls(value, self._head)
         except (RecursionError, TypeError, ValueError):
             self._parts.append(Part("content", raw))
             return
@@ -263,8 +266,11 @@ def _template(formats: Sequence[Format]) -> dict[str, Any]:
     return {"fields": fields, "start_anchor": "\0"}
 
 
-def _calls(value: object) -> list[Call]:
+def _calls(value: object, head: re.Pattern[str] | None) -> list[Call]:
     """Read the calls of one region.
+
+    Args:
+        head: As in `Format`.
 
     Raises:
         ValueError: It is not what calls look like.
@@ -272,6 +278,10 @@ def _calls(value: object) -> list[Call]:
     match value:
         case {"function": {"name": str(name), "arguments": arguments}}:
             return [(name, _read(arguments))]
+        case str(text) if head is not None:
+            if (found := head.match(text)) is None:
+                raise ValueError("not a call")
+            return [(found["name"].strip(), _read(text[found.end() :]))]
         case str(text) if "[ARGS]" in text:
             named = [part.partition("[ARGS]") for part in text.split("[TOOL_CALLS]")]
             return [(name.strip(), _read(arguments)) for name, _, arguments in named]
