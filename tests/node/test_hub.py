@@ -102,6 +102,7 @@ def test_only_the_files_that_serving_needs_are_downloaded_and_once(hub, sharded,
     assert set(hub.gets.values()) == {1}
 
 
+@pytest.mark.cluster
 def test_weights_and_code_are_downloaded_only_where_they_are_used(hub, sharded, tmp_path):
     hub.add_directory("org/model", sharded)
     settings = EngineConfig(model_dir="", load_format="dummy", trust_remote_code=True)
@@ -110,6 +111,7 @@ def test_weights_and_code_are_downloaded_only_where_they_are_used(hub, sharded, 
     assert not any(name.endswith(".safetensors") for name in hub.gets)
 
 
+@pytest.mark.cluster
 def test_a_plan_downloads_no_weights_and_knows_their_bytes_by_the_index(hub, sharded):
     index = json.loads((sharded / "model.safetensors.index.json").read_text())
     index["metadata"] = {"total_size": 12_345}
@@ -120,6 +122,7 @@ def test_a_plan_downloads_no_weights_and_knows_their_bytes_by_the_index(hub, sha
     assert not any(name.endswith(".safetensors") for name in hub.gets)
 
 
+@pytest.mark.cluster
 def test_two_nodes_of_a_machine_download_once(hub, sharded):
     hub.add_directory("org/model", sharded)
     hub.pauses["one.safetensors"] = threading.Event()
@@ -133,6 +136,7 @@ def test_two_nodes_of_a_machine_download_once(hub, sharded):
     assert set(hub.gets.values()) == {1}
 
 
+@pytest.mark.cluster
 def test_a_connection_that_breaks_halfway_is_opened_again(hub, sharded, tmp_path):
     hub.add_directory("org/model", sharded)
     hub.breaks.add("one.safetensors")
@@ -141,6 +145,7 @@ def test_a_connection_that_breaks_halfway_is_opened_again(hub, sharded, tmp_path
     assert (path / "one.safetensors").read_bytes() == (sharded / "one.safetensors").read_bytes()
 
 
+@pytest.mark.cluster
 def test_a_stopped_download_ends_at_once_and_the_next_start_keeps_its_complete_files(
     hub, sharded, tmp_path
 ):
@@ -161,6 +166,7 @@ def test_a_stopped_download_ends_at_once_and_the_next_start_keeps_its_complete_f
     assert (hub.gets["one.safetensors"], hub.gets["two.safetensors"]) == (1, 2)
 
 
+@pytest.mark.cluster
 def test_a_revision_that_moved_is_followed_and_an_old_commit_can_still_be_named(
     hub, sharded, tmp_path
 ):
@@ -174,6 +180,7 @@ def test_a_revision_that_moved_is_followed_and_an_old_commit_can_still_be_named(
     assert resolve_model("org/model@v1", tmp_path) == before
 
 
+@pytest.mark.cluster
 def test_the_cache_serves_without_the_hub(hub, sharded, tmp_path, monkeypatch):
     hub.add_directory("org/model", sharded)
     hub.add("org/other", {"config.json": b"{}"})
