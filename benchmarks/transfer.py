@@ -118,7 +118,7 @@ def _open(name: str, region: MemoryRegion, ending: ExitStack) -> str:
     """Start a listener that permits writes to the whole region; return its offer as JSON."""
     num_pages = region.size_bytes // BLOCK_BYTES
     [transport] = transports(name, TransportConfig())
-    listener = transport.listen(Pool(region, BLOCK_BYTES, num_pages))
+    listener = transport.listen(Pool.packed(region, BLOCK_BYTES, num_pages))
     ending.callback(listener.close)
     admission = listener.admit("127.0.0.1")
     listener.permit(admission.peer, ROOM, range(num_pages))

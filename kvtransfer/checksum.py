@@ -84,17 +84,19 @@ def _places(
 ) -> Iterator[tuple[int, slice]]:
     """Yield indexes of granted pages, and where the bytes of a slab for them lie in the source's pool."""
     layout = granted.layout
-    page_bytes, planes = layout.page_bytes, layout.planes.begin
-    slab_begin, slab_end = int(planes[slab]), int(planes[slab + 1])
+    begins = layout.planes.begin
+    slab_bytes = int(begins[slab + 1] - begins[slab])
     skipped, slot = divmod(granted.first_token - source.first_token, layout.page_size)
     has_all_heads = heads is None or heads.num_heads == layout.num_kv_heads
     is_whole = slot == 0 and tokens.stop == granted.end_token
     if has_all_heads and is_whole and source.layout.has_same_pages(layout):
         # The usual case, where somebody waits for all this: without the arrays of a plan.
+        base, stride = _place(source.layout, slab)
         for index in range(len(granted.page_ids)):
-            begin = source.page_ids[skipped + index] * page_bytes
-            yield index, slice(begin + slab_begin, begin + slab_end)
+            begin = base + source.page_ids[skipped + index] * stride
+            yield index, slice(begin, begin + slab_bytes)
         return
+    base, stride = _place(layout, slab)
     index_of = {page_id: index for index, page_id in enumerate(granted.page_ids)}
     plan = plan_copies(source, granted, tokens, heads, range(slab // 2, slab // 2 + 1))
     for copy in np.argsort(plan.destination_offset).tolist():
@@ -102,8 +104,13 @@ def _places(
         shift = int(plan.source_offset[copy]) - to
         end = to + int(plan.size_bytes[copy])
         # Both slabs of a layer, and pages of one layer that follow each other, are one copy.
-        for page_id in range(to // page_bytes, -(-end // page_bytes)):
-            first = page_id * page_bytes
-            begin, stop = max(to, first + slab_begin), min(end, first + slab_end)
+        for page_id in range((to - base) // stride, -(-(end - base) // stride)):
+            first = base + page_id * stride
+            begin, stop = max(to, first), min(end, first + slab_bytes)
             if begin < stop:
                 yield index_of[page_id], slice(begin + shift, stop + shift)
+
+
+def _place(layout: KVLayout, slab: int) -> tuple[int, int]:
+    """Return where a slab of page 0 lies in the pool, and the bytes from page to page."""
+    return int(layout.planes.base[slab]), int(layout.planes.stride[slab])

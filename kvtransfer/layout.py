@@ -1,5 +1,6 @@
 """The shape of a page of KV and of a pool of them. No memory, no copies."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from tandem.wire.hand_off import LayerKV, LayoutInfo
+from tandem.wire.hand_off import LayerKV, LayoutInfo, Strip
 
 # 256 TiB, as much as a process can address. Beyond it no layout is meant, and offsets would not be int64.
 MAX_POOL_BYTES = 1 << 48
@@ -21,22 +22,71 @@ class Planes(NamedTuple):
     """K and V of every layer, as they lie in a page: plane 2 i is K of layer i, 2 i + 1 its V.
 
     Attributes:
-        begin: First byte of each plane in a page, and one past the last. Shape (2 * num_layers + 1,).
+        begin: Bytes of a page before each plane, and of all of it. Shape (2 * num_layers + 1,).
+        base: Where each plane of page 0 begins in the pool. Shape (2 * num_layers,).
+        stride: Bytes in the pool from each plane of one page to that of the next. Shape (2 * num_layers,).
         num_heads: 0 for a plane that holds nothing. Shape (2 * num_layers,).
         token_bytes: Of one token in one head. Shape (2 * num_layers,).
     """
 
     begin: Int64s
+    base: Int64s
+    stride: Int64s
     num_heads: Int64s
     token_bytes: Int64s
+
+
+class Strips(NamedTuple):
+    """Where the pages of a pool lie, strip by strip, in the order of memory. See `Strip`.
+
+    Attributes:
+        base: First byte of page 0. Shape (num_strips,), as all of them.
+        stride: Bytes from one page to the next.
+        width: Bytes of one page.
+    """
+
+    num_pages: int
+    base: Int64s
+    stride: Int64s
+    width: Int64s
+
+    @classmethod
+    def packed(cls, num_pages: int, page_bytes: int) -> "Strips":
+        """Return the one strip of a pool whose pages lie one after the other."""
+        one = np.array([page_bytes], np.int64)
+        return cls(num_pages, np.zeros(1, np.int64), one, one)
+
+    @property
+    def end(self) -> int:
+        """One past the last byte of all pages, from the first byte of the pool."""
+        base, stride, width = (int(column[-1]) for column in self[1:])
+        return base + (self.num_pages - 1) * stride + width
+
+    def pages(self, offset: Int64s, size_bytes: Int64s) -> Int64s:
+        """Return the pages that byte ranges overlap, with repeats. Every size must be positive.
+
+        Raises:
+            ValueError: A range has bytes of no page, or of two strips.
+        """
+        strip = np.maximum(np.searchsorted(self.base, offset, "right") - 1, 0)
+        stride, width = self.stride[strip], self.width[strip]
+        past = offset - self.base[strip]
+        first, slot = np.divmod(past, stride)
+        last = (past + size_bytes - 1) // stride
+        is_inside = (past >= 0) & (last < self.num_pages)
+        is_inside &= (stride == width) | (slot + size_bytes <= width)
+        if not is_inside.all():
+            raise ValueError("a range of bytes is not of one strip's pages")
+        count = last - first + 1
+        return np.repeat(first - (np.cumsum(count) - count), count) + np.arange(count.sum())
 
 
 class KVLayout(LayoutInfo, frozen=True):
     """A layout that can be: what a peer sends is a `LayoutInfo`.
 
     Raises:
-        ValueError: A size is not positive, the layers contradict the sums, or the pool is larger
-            than any.
+        ValueError: A size is not positive, the layers contradict the sums, strips overlap, or the pool
+            is larger than any.
     """
 
     @classmethod
@@ -57,6 +107,8 @@ class KVLayout(LayoutInfo, frozen=True):
                 raise ValueError(f"{name} is {value}, must be at least 1")
         if self.layers:
             self._check_layers()
+        if self.strips:
+            self._check_strips()
         if self.pool_bytes > MAX_POOL_BYTES:
             raise ValueError(f"a pool of {self.pool_bytes} bytes, more than a process can address")
 
@@ -72,6 +124,23 @@ class KVLayout(LayoutInfo, frozen=True):
         if dim != self.head_dim:
             raise ValueError(f"layers of {dim} elements a token, {self.head_dim} reported")
 
+    def _check_strips(self) -> None:
+        """Raise ValueError unless the strips hold every plane and follow each other."""
+        if sum(each.num_planes for each in self.strips) != 2 * self.num_layers:
+            raise ValueError(f"the strips do not hold the {2 * self.num_layers} planes of a page")
+        if any(min(each.base, each.num_planes - 1, each.stride - 1) < 0 for each in self.strips):
+            raise ValueError("a strip has a size that is not positive")
+        if any(max(each.base, each.stride) > MAX_POOL_BYTES for each in self.strips):
+            raise ValueError("a strip larger than a process can address")
+        places = self.places
+        begins = [*(each.base for each in self.strips), MAX_POOL_BYTES + 1]
+        for strip, width, following in zip(self.strips, places.width, begins[1:], strict=True):
+            pages_end = strip.base + (self.num_pages - 1) * strip.stride + int(width)
+            if width > strip.stride or pages_end > following:
+                raise ValueError("strips overlap")
+            if not width:
+                raise ValueError("a strip of planes that hold nothing")
+
     @property
     def all_heads_bytes(self) -> int:
         """Bytes of one token in every layer and head, K and V."""
@@ -85,18 +154,24 @@ class KVLayout(LayoutInfo, frozen=True):
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the whole pool."""
-        return self.num_pages * self.page_bytes
+        """Bytes from the pool's first to the last of its pages."""
+        return self.places.end if self.strips else self.num_pages * self.page_bytes
+
+    @property
+    def places(self) -> Strips:
+        """Where the pages lie in the pool."""
+        if not self.strips:
+            return Strips.packed(self.num_pages, self.page_bytes)
+        stops = np.cumsum([each.num_planes for each in self.strips])
+        ends = _begins(self)[stops]
+        base = np.array([each.base for each in self.strips], np.int64)
+        stride = np.array([each.stride for each in self.strips], np.int64)
+        return Strips(self.num_pages, base, stride, np.diff(ends, prepend=0))
 
     @property
     def planes(self) -> Planes:
         """Where K and V of each layer lie in a page."""
         return _planes(self)
-
-    def bytes_of_layers(self, layers: range) -> slice:
-        """Return where the layers' K and V lie in a page; they lie together. Step 1."""
-        begin = self.planes.begin
-        return slice(int(begin[2 * layers.start]), int(begin[2 * layers.stop]))
 
     def has_same_pages(self, other: "KVLayout") -> bool:
         """Tell whether a page of one is byte for byte a page of the other."""
@@ -129,13 +204,38 @@ class KVLayout(LayoutInfo, frozen=True):
 
 @lru_cache(maxsize=64)
 def _planes(layout: KVLayout) -> Planes:
-    alike = LayerKV(layout.num_kv_heads, layout.head_dim, layout.head_dim)
-    layers = layout.layers or (alike,) * layout.num_layers
+    layers = _layers(layout)
     heads = [each.num_kv_heads if dim else 0 for each in layers for dim in _dims(each)]
     token_bytes = np.array([dim * layout.itemsize for each in layers for dim in _dims(each)])
-    sizes = np.array(heads) * token_bytes * layout.page_size
-    begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    return Planes(begin, np.array(heads, np.int64), token_bytes.astype(np.int64))
+    begin = _begins(layout)
+    strips = layout.strips or (Strip(0, layout.page_bytes, len(heads)),)
+    counts = [strip.num_planes for strip in strips]
+    first = np.repeat(
+        np.cumsum([0, *counts[:-1]]), counts
+    )  # plane of the strip that each plane is in
+    base = np.repeat([strip.base for strip in strips], counts) + begin[:-1] - begin[first]
+    stride = np.repeat([strip.stride for strip in strips], counts)
+    return Planes(
+        begin,
+        base.astype(np.int64),
+        stride.astype(np.int64),
+        np.array(heads, np.int64),
+        token_bytes.astype(np.int64),
+    )
+
+
+def _begins(layout: KVLayout) -> Int64s:
+    sizes = [
+        each.num_kv_heads * dim * layout.itemsize * layout.page_size
+        for each in _layers(layout)
+        for dim in _dims(each)
+    ]
+    return np.cumsum([0, *sizes], dtype=np.int64)
+
+
+def _layers(layout: KVLayout) -> Sequence[LayerKV]:
+    alike = LayerKV(layout.num_kv_heads, layout.head_dim, layout.head_dim)
+    return layout.layers or (alike,) * layout.num_layers
 
 
 def _dims(layer: LayerKV) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.layout import KVLayout, Planes
 
 Int64s = NDArray[np.int64]
 
@@ -190,7 +190,12 @@ def plan_copies(
         has_all_heads and source.layout.has_same_pages(destination.layout)
     )
     parts = (
-        _whole_pages(source.layout, _Runs(*(column[is_whole] for column in runs)), layers),
+        _whole_pages(
+            source.layout,
+            destination.layout,
+            _Runs(*(column[is_whole] for column in runs)),
+            layers,
+        ),
         _slices(
             source.layout,
             destination.layout,
@@ -235,13 +240,6 @@ def _packed(plan: CopyPlan) -> Int64s:
     return np.cumsum(plan.size_bytes) - plan.size_bytes
 
 
-def touched_pages(offset: Int64s, size_bytes: Int64s, page_bytes: int) -> Int64s:
-    """Return the pages that byte ranges overlap, with repeats. Every size must be positive."""
-    first = offset // page_bytes
-    count = (offset + size_bytes - 1) // page_bytes - first + 1
-    return np.repeat(first - (np.cumsum(count) - count), count) + np.arange(count.sum())
-
-
 def _check(side: PagedTokens, tokens: range, first_head: int, num_heads: int) -> None:
     if tokens and (tokens.start < side.first_token or tokens.stop > side.end_token):
         raise ValueError(f"pages hold {side.first_token} ... {side.end_token}, asked for {tokens}")
@@ -266,14 +264,37 @@ def _runs(source: PagedTokens, destination: PagedTokens, tokens: range) -> _Runs
     return _Runs(pages[0][where[0][0]], where[0][1], pages[1][where[1][0]], where[1][1], num_tokens)
 
 
-def _whole_pages(layout: KVLayout, runs: _Runs, layers: range) -> CopyPlan:
-    place = layout.bytes_of_layers(layers)
-    num_copies = len(runs.num_tokens) if place.stop > place.start else 0
+def _whole_pages(source: KVLayout, destination: KVLayout, runs: _Runs, layers: range) -> CopyPlan:
+    """Make one copy for each page and each run of planes that lie together on both sides."""
+    begin = source.planes.begin
+    is_filled = begin[1:] > begin[:-1]
+    chosen = np.arange(2 * layers.start, 2 * layers.stop)
+    chosen = chosen[is_filled[chosen]]
+    is_turn = np.ones(len(chosen), np.bool_)
+    sides = (source.planes, destination.planes)
+    is_turn[1:] = np.any([_is_apart(planes, chosen) for planes in sides], axis=0)
+    first = chosen[is_turn]
+    last = chosen[np.append(is_turn[1:], True)[: len(chosen)]]
+    sizes = begin[last + 1] - begin[first]
+
+    def offsets(planes: Planes, pages: Int64s) -> Int64s:
+        return (planes.base[first][:, None] + planes.stride[first][:, None] * pages).ravel()
+
     return CopyPlan(
-        runs.source_page[:num_copies] * layout.page_bytes + place.start,
-        runs.destination_page[:num_copies] * layout.page_bytes + place.start,
-        np.full(num_copies, place.stop - place.start),
+        offsets(sides[0], runs.source_page),
+        offsets(sides[1], runs.destination_page),
+        np.repeat(sizes, len(runs.num_tokens)),
     )
+
+
+def _is_apart(planes: Planes, chosen: Int64s) -> NDArray[np.bool_]:
+    """Tell of each chosen plane but the first whether it does not follow the one before in memory."""
+    before, after = chosen[:-1], chosen[1:]
+    ends = planes.base[before] + planes.begin[before + 1] - planes.begin[before]
+    is_apart: NDArray[np.bool_] = (ends != planes.base[after]) | (
+        planes.stride[before] != planes.stride[after]
+    )
+    return is_apart
 
 
 def _slices(
@@ -289,13 +310,13 @@ def _slices(
     to, _ = _rows(destination, layers, heads.destination_first, num_heads, is_joined=is_joined)
     strides = source.planes.token_bytes[from_.plane]
 
-    def offsets(layout: KVLayout, page: Int64s, slot: Int64s, begin: Int64s) -> Int64s:
-        first = page * layout.page_bytes  # (num_runs,)
-        return (first[:, None] + slot[:, None] * strides + begin).ravel()
+    def offsets(layout: KVLayout, page: Int64s, slot: Int64s, rows: _Rows) -> Int64s:
+        pages = page[:, None] * layout.planes.stride[rows.plane]  # (num_runs, num_rows)
+        return (pages + slot[:, None] * strides + rows.begin).ravel()
 
     return CopyPlan(
-        offsets(source, runs.source_page, runs.source_slot, from_.begin),
-        offsets(destination, runs.destination_page, runs.destination_slot, to.begin),
+        offsets(source, runs.source_page, runs.source_slot, from_),
+        offsets(destination, runs.destination_page, runs.destination_slot, to),
         (runs.num_tokens[:, None] * sizes).ravel(),
     )
 
@@ -310,7 +331,7 @@ class _Rows(NamedTuple):
 def _rows(
     layout: KVLayout, layers: range, first_head: int, num_heads: int | None, *, is_joined: bool
 ) -> tuple[_Rows, Int64s]:
-    """Return where the heads of some layers begin in a page, and their bytes per token.
+    """Return where the heads of some layers begin in page 0, and their bytes per token.
 
     Args:
         num_heads: Number of heads in each plane, from `first_head` on; None means all.
@@ -323,7 +344,7 @@ def _rows(
     plane = np.repeat(chosen, apart)
     head = first_head + np.arange(len(plane)) - np.repeat(np.cumsum(apart) - apart, apart)
     token_bytes = planes.token_bytes[plane]
-    begin = planes.begin[plane] + head * layout.page_size * token_bytes
+    begin = planes.base[plane] + head * layout.page_size * token_bytes
     joined = np.repeat(wanted, apart) if is_joined else np.ones(len(plane), np.int64)
     return _Rows(plane, begin), token_bytes * joined
 

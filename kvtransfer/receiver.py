@@ -209,7 +209,7 @@ class DecodeAgent:
         self.times = ReceiverTimes()
         self._num_corrupted = self._received_bytes = self._saved_bytes = 0
         self._control = ControlThread("kv-decode", self._turn)
-        pool = Pool(region, layout.page_bytes, layout.num_pages)
+        pool = Pool.of_layout(region, layout)
         shard = shard or Shard()
         hello = hand_off.Hello(
             epoch=epoch,

@@ -6,6 +6,7 @@ start removes the stale ones.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -42,11 +43,13 @@ class MemoryRegion:
 
     device = "cpu"
 
-    def __init__(self, memory: mmap.mmap, path: Path | None = None, owner_fd: int = -1) -> None:
+    def __init__(
+        self, memory: "mmap.mmap | _Bytes", path: Path | None = None, owner_fd: int = -1
+    ) -> None:
         self._memory = memory
         self._owner_fd = owner_fd
         self.path = path
-        self._buffer = memoryview(memory)
+        self._buffer = memoryview(memory).cast("B")
 
     @classmethod
     def shared(cls, size_bytes: int, name_hint: str = "kv") -> "MemoryRegion":
@@ -77,6 +80,30 @@ class MemoryRegion:
     def private(cls, size_bytes: int) -> "MemoryRegion":
         """Make a region that only this process sees. All bytes are 0."""
         return cls(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+    @classmethod
+    def adopted(cls, address: int, size_bytes: int, *, is_shared: bool) -> "MemoryRegion":
+        """Make a region of memory that this process has already, and keeps as long as it lives.
+
+        Args:
+            is_shared: Whether processes of this host and user can map it. The memory then becomes a file's, at
+                the same address and with the same content, and the region has whole pages of the system.
+                No other thread may write there meanwhile.
+
+        Raises:
+            ConfigInvalid: /dev/shm is too small.
+        """
+        if not is_shared:
+            return _AdoptedRegion(_memory_at(address, size_bytes))
+        begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+        end = -(-(address + size_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        with cls.shared(end - begin) as file:
+            memory = _memory_at(begin, end - begin)
+            file.array()[:] = np.frombuffer(memory, np.uint8)
+            _map_at(begin, end - begin, file._owner_fd)  # noqa: SLF001 - of the same class
+            region = _AdoptedRegion(memory, file.path, file._owner_fd)  # noqa: SLF001
+            file._owner_fd = -1  # noqa: SLF001 - the file is the new region's
+        return region
 
     @property
     def buffer(self) -> memoryview:
@@ -120,10 +147,12 @@ class MemoryRegion:
             self.path.unlink(missing_ok=True)
             os.close(self._owner_fd)
             self._owner_fd = -1
-        try:
+        self._unmap()
+
+    def _unmap(self) -> None:
+        assert isinstance(self._memory, mmap.mmap)
+        with contextlib.suppress(BufferError):
             self._memory.close()
-        except BufferError:
-            return
 
     def __enter__(self) -> Self:
         return self
@@ -134,6 +163,33 @@ class MemoryRegion:
     @override
     def __repr__(self) -> str:
         return f"MemoryRegion({self.path or 'private'}, {self.size_bytes >> 20} MiB)"
+
+
+_Bytes = ctypes.Array[ctypes.c_ubyte]
+
+
+class _AdoptedRegion(MemoryRegion):
+    """Memory that others gave and that stays mapped."""
+
+    @override
+    def _unmap(self) -> None:
+        """Leave the memory to those that use it."""
+
+
+def _memory_at(address: int, size_bytes: int) -> _Bytes:
+    return (ctypes.c_ubyte * size_bytes).from_address(address)
+
+
+def _map_at(address: int, size_bytes: int, fd: int) -> None:
+    """Map a file in place of what is at `address`; both are multiples of the system's page size."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    map_fixed = 0x10  # of Linux; Python has no name for it
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    mapped = libc.mmap(address, size_bytes, protection, mmap.MAP_SHARED | map_fixed, fd, 0)
+    if mapped != address:
+        raise OSError(ctypes.get_errno(), "the KV memory cannot be mapped from a file")
 
 
 class DeviceRegion(MemoryRegion):
@@ -158,6 +214,24 @@ class DeviceRegion(MemoryRegion):
         self._size_bytes, self._address = tensor.nbytes, tensor.data_ptr()
         self.device = str(tensor.device)
         self.path = None
+
+    @classmethod
+    def of_bytes(cls, memory: "torch.Tensor") -> "DeviceRegion":
+        """Return the region of a GPU's bytes, which may be read."""
+        import torch
+
+        # Not the stream of the forwards: a checksum would wait for all work queued there.
+        stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
+
+        def read(extents: Sequence[slice]) -> Iterable[Buffer]:
+            if not extents:
+                return []  # `torch.cat` rejects an empty list
+            with torch.cuda.stream(stream):
+                gathered = torch.cat([memory[extent] for extent in extents]).cpu()
+            sizes = [extent.stop - extent.start for extent in extents]
+            return [piece.numpy().data for piece in torch.split(gathered, sizes)]
+
+        return cls(memory, read)
 
     @property
     @override

@@ -4,7 +4,7 @@ The engine computes in this memory, transfers read and write it, and tiers copy 
 The engine tracks the owners of pages (`tandem.engine.kv_cache`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -91,19 +91,7 @@ def bytes_of(region: MemoryRegion) -> "torch.Tensor":
 def _device_region(size_bytes: int, device: str) -> MemoryRegion:
     import torch
 
-    memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-    # Not the stream of the forwards: a checksum would wait for all work queued there.
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def read(extents: Sequence[slice]) -> Iterable[memoryview]:
-        if not extents:
-            return []  # `torch.cat` rejects an empty list
-        with torch.cuda.stream(stream):
-            gathered = torch.cat([memory[extent] for extent in extents]).cpu()
-        sizes = [extent.stop - extent.start for extent in extents]
-        return [piece.numpy().data for piece in torch.split(gathered, sizes)]
-
-    return DeviceRegion(memory, read)
+    return DeviceRegion.of_bytes(torch.zeros(size_bytes, dtype=torch.uint8, device=device))
 
 
 # ── for tiers ────────────────────────────────────────────────────────────────────────────────────

@@ -46,8 +46,22 @@ class LayerKV(msgspec.Struct, frozen=True):
     value_dim: int
 
 
+class Strip(msgspec.Struct, frozen=True):
+    """Where a pool keeps some planes (K or V of one layer) of every page.
+
+    Attributes:
+        base: First byte of page 0.
+        stride: Bytes from one page to the next.
+        num_planes: How many planes of a page lie here, one after the other.
+    """
+
+    base: int
+    stride: int
+    num_planes: int
+
+
 class LayoutInfo(msgspec.Struct, frozen=True):
-    """A pool of pages, C-contiguous as [page][layer][k, v][head][token][element].
+    """A pool of pages. A page is C-contiguous as [layer][k, v][head][token][element], unless strips divide it.
 
     Attributes:
         page_size: Tokens in a page.
@@ -56,6 +70,8 @@ class LayoutInfo(msgspec.Struct, frozen=True):
         itemsize: Bytes of one element.
         layers: One for each layer where they differ, or K and V do; `num_kv_heads` is then 1 and
             `head_dim` all elements of a token. Empty where every layer is alike.
+        strips: Where the planes of a page lie, in their order and in that of memory. Empty: pages lie one
+            after the other, each with all of its planes.
     """
 
     num_pages: int
@@ -66,6 +82,7 @@ class LayoutInfo(msgspec.Struct, frozen=True):
     dtype: str
     itemsize: int
     layers: Annotated[tuple[LayerKV, ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()
+    strips: Annotated[tuple[Strip, ...], msgspec.Meta(max_length=2 * MAX_LAYERS)] = ()
 
 
 # Ranks of one node. No group of GPUs that shares every layer is as large.

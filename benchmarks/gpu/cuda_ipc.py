@@ -38,7 +38,7 @@ def listen(pool_bytes: int) -> None:
     """Run the receiving end until stdin closes; print the pool's hash for each input line."""
     memory = torch.zeros(pool_bytes, dtype=torch.uint8, device=far_device())
     num_pages = pool_bytes // BLOCK_BYTES
-    pool = Pool(DeviceRegion(memory), BLOCK_BYTES, num_pages)
+    pool = Pool.packed(DeviceRegion(memory), BLOCK_BYTES, num_pages)
     listener = CudaIpcTransport().listen(pool)
     admission = listener.admit("")
     listener.permit(admission.peer, ROOM, range(num_pages))

@@ -20,7 +20,8 @@ from typing import NewType, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from tandem.kvtransfer.plan import CopyPlan, Int64s, touched_pages
+from tandem.kvtransfer.layout import KVLayout, Strips
+from tandem.kvtransfer.plan import CopyPlan, Int64s
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.wire.errors import ConfigInvalid, TransferRefused
 from tandem.wire.generation import Room
@@ -37,20 +38,34 @@ def new_peer_key() -> PeerKey:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A pool of pages as a transport sees it: bytes, and where one page ends.
+    """A pool of pages as a transport sees it: bytes, and where the pages lie in them.
 
     Attributes:
-        region: Holds at least `num_pages * page_bytes` bytes.
+        region: Holds at least `size_bytes` bytes.
     """
 
     region: MemoryRegion
-    page_bytes: int
-    num_pages: int
+    places: Strips
+
+    @classmethod
+    def packed(cls, region: MemoryRegion, page_bytes: int, num_pages: int) -> "Pool":
+        """Return a pool whose pages lie one after the other."""
+        return cls(region, Strips.packed(num_pages, page_bytes))
+
+    @classmethod
+    def of_layout(cls, region: MemoryRegion, layout: KVLayout) -> "Pool":
+        """Return a pool of this layout."""
+        return cls(region, layout.places)
+
+    @property
+    def num_pages(self) -> int:
+        """How many pages there are."""
+        return self.places.num_pages
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all pages."""
-        return self.page_bytes * self.num_pages
+        """Bytes up to the end of the last page."""
+        return self.places.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +212,8 @@ class Paged(Protocol):
     """What is known of a pool beside its bytes."""
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of one page."""
-        ...
-
-    @property
-    def num_pages(self) -> int:
-        """How many there are."""
+    def places(self) -> Strips:
+        """Where its pages lie."""
         ...
 
 
@@ -219,8 +229,8 @@ class Permits:
     """
 
     def __init__(self, pool: Paged, rooms: Int64s | None = None) -> None:
-        self._page_bytes, self._pool_bytes = pool.page_bytes, pool.page_bytes * pool.num_pages
-        self._rooms = np.full(pool.num_pages, NO_ROOM, np.int64) if rooms is None else rooms
+        self._places = places = pool.places
+        self._rooms = np.full(places.num_pages, NO_ROOM, np.int64) if rooms is None else rooms
 
     def permit(self, room: Room, page_ids: Sequence[int]) -> None:
         """Open these pages for `room`."""
@@ -236,8 +246,11 @@ class Permits:
         Raises:
             TransferRefused: Naming the first page outside.
         """
-        check_bounds(self._pool_bytes, plan.destination_offset, plan.size_bytes)
-        pages = touched_pages(plan.destination_offset, plan.size_bytes, self._page_bytes)
+        check_bounds(self._places.end, plan.destination_offset, plan.size_bytes)
+        try:
+            pages = self._places.pages(plan.destination_offset, plan.size_bytes)
+        except ValueError as error:
+            raise TransferRefused(f"a copy leaves the pages of the pool: {error}") from error
         outside = pages[(self._rooms[pages] != room) | (room == NO_ROOM)]
         if len(outside):
             raise TransferRefused(f"page {outside.min()} is not granted to room {room}")

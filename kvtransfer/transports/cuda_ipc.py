@@ -86,7 +86,7 @@ class CudaIpcConnection(ControlConnection):
 
     @override
     def _open_pool(self, facts: Any, region: MemoryRegion, opened: ExitStack) -> None:
-        self._pool = self._memory.open(bytes.fromhex(facts.handle), facts.pool_bytes, region)
+        self._pool = self._memory.open(bytes.fromhex(facts.handle), self._pool_bytes, region)
         opened.callback(self._pool.close)
 
     @override

@@ -33,6 +33,7 @@ import msgspec
 import numpy as np
 from typing_extensions import override
 
+from tandem.kvtransfer.layout import MAX_POOL_BYTES, Strips
 from tandem.kvtransfer.plan import CopyPlan, copy_blocks
 from tandem.kvtransfer.region import POOL_NAME, SHM_DIR, MemoryRegion, is_unlocked
 from tandem.kvtransfer.transports.base import (
@@ -63,18 +64,34 @@ class ControlOffer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pool: The file that the pool's owner keeps locked as long as it lives.
+        page_bytes: Of a pool whose pages lie one after the other.
+        strips: Of another pool: base, stride and width of each, as in `Strips`.
     """
 
     pool: Annotated[str, msgspec.Meta(pattern=f"^{POOL_NAME.pattern}$")]
     peer: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
     nonce: str
-    page_bytes: Annotated[int, msgspec.Meta(ge=1)]
-    num_pages: Annotated[int, msgspec.Meta(ge=1)]
+    page_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_POOL_BYTES)]
+    num_pages: Annotated[int, msgspec.Meta(ge=1, le=MAX_POOL_BYTES)]
+    strips: Annotated[str, msgspec.Meta(pattern=r"^(\d{1,15}:\d{1,15}:\d{1,15}(,|$))*$")] = ""
 
     @property
-    def pool_bytes(self) -> int:
-        """Bytes of the whole pool."""
-        return self.page_bytes * self.num_pages
+    def places(self) -> Strips:
+        """Where the pages lie in the pool."""
+        if not self.strips:
+            return Strips.packed(self.num_pages, self.page_bytes)
+        columns = np.array([each.split(":") for each in self.strips.split(",")], np.int64).T
+        places = Strips(self.num_pages, *columns)
+        if (places.width < 1).any() or (places.stride < places.width).any():
+            raise TransferRefused(f"no pool has such strips: {self.strips[:100]}")
+        return places
+
+
+def _strips(places: Strips) -> str:
+    if len(places.base) == 1 and places.base[0] == 0 and places.stride[0] == places.width[0]:
+        return ""
+    rows = zip(places.base.tolist(), places.stride.tolist(), places.width.tolist(), strict=True)
+    return ",".join(f"{base}:{stride}:{width}" for base, stride, width in rows)
 
 
 def control_path(pool_path: Path, peer: str) -> Path:
@@ -98,7 +115,8 @@ class Control:
 
     def __init__(self, path: Path, pool: Paged, nonce: bytes | None = None) -> None:
         flags = os.O_CREAT | os.O_EXCL if nonce is not None else 0
-        size_bytes = ROOMS_AT + 8 * pool.num_pages
+        num_pages = pool.places.num_pages
+        size_bytes = ROOMS_AT + 8 * num_pages
         self.path = path
         self.fencing = threading.Lock()
         self._fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
@@ -111,7 +129,7 @@ class Control:
             raise
         self._bytes = np.frombuffer(memory, np.uint8, ROOMS_AT)
         self._writer = np.frombuffer(memory, np.int32, 1, 32)
-        rooms = np.frombuffer(memory, np.int64, pool.num_pages, ROOMS_AT)
+        rooms = np.frombuffer(memory, np.int64, num_pages, ROOMS_AT)
         self.permits = Permits(pool, rooms)
         if nonce is not None:
             self._bytes[16:32] = np.frombuffer(nonce, np.uint8)
@@ -205,7 +223,7 @@ class ControlListener:
     def admit(self, toward_host: str) -> Admission:
         """Make a control file for one more peer."""
         del toward_host
-        peer, nonce = new_peer_key(), secrets.token_bytes(NONCE_BYTES)
+        peer, nonce, places = new_peer_key(), secrets.token_bytes(NONCE_BYTES), self._pool.places
         path = control_path(self._path, peer)
         try:
             self._controls[peer] = Control(path, self._pool, nonce)
@@ -216,8 +234,9 @@ class ControlListener:
             pool=self._path.name,
             peer=peer,
             nonce=nonce.hex(),
-            page_bytes=self._pool.page_bytes,
-            num_pages=self._pool.num_pages,
+            page_bytes=int(places.width.sum()),
+            num_pages=places.num_pages,
+            strips=_strips(places),
         )
         descriptor = msgspec.structs.asdict(offer) | self._facts
         return Admission(peer, TransportOffer(name=self._name, descriptor=descriptor))
@@ -266,7 +285,7 @@ class ControlConnection(ABC):
     """
 
     def __init__(self, facts: ControlOffer, region: MemoryRegion) -> None:
-        self._source_bytes, self._pool_bytes = region.size_bytes, facts.pool_bytes
+        self._source_bytes, self._pool_bytes = region.size_bytes, facts.places.end
         self._mutex = threading.Lock()
         self._is_closed = False
         with ExitStack() as opened:
@@ -349,7 +368,7 @@ class ShmConnection(ControlConnection):
     @override
     def _open_pool(self, facts: Any, region: MemoryRegion, opened: ExitStack) -> None:
         try:  # the mapping goes when nothing looks at it
-            memory = mmap.mmap(self._pool_fd, facts.pool_bytes)
+            memory = mmap.mmap(self._pool_fd, self._pool_bytes)
         except (OSError, OverflowError, ValueError) as error:
             raise TransferRefused(f"the pool is smaller than its offer says: {error}") from error
         self._source, self._pool = region.array(), np.frombuffer(memory, np.uint8)

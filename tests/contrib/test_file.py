@@ -55,7 +55,7 @@ class Rig:
         self.source = MemoryRegion.private(PAGE_BYTES * NUM_PAGES)
         self.source.array()[:] = 5
         self.destination = MemoryRegion.private(PAGE_BYTES * NUM_PAGES)
-        self.listener = self.transport.listen(Pool(self.destination, PAGE_BYTES, NUM_PAGES))
+        self.listener = self.transport.listen(Pool.packed(self.destination, PAGE_BYTES, NUM_PAGES))
         self.admission = self.listener.admit("")
         self.peer = self.admission.peer
         self.nonce = bytes.fromhex(self.admission.offer.descriptor["nonce"])
@@ -159,7 +159,9 @@ def test_a_table_of_a_senseless_length_is_refused(tmp_path, num_copies):
     )
 )
 def test_a_batch_of_any_bytes_that_carry_the_secret_is_refused_or_lies_in_its_grant(tmp_path, data):
-    permits = Permits(Pool(MemoryRegion.private(PAGE_BYTES * NUM_PAGES), PAGE_BYTES, NUM_PAGES))
+    permits = Permits(
+        Pool.packed(MemoryRegion.private(PAGE_BYTES * NUM_PAGES), PAGE_BYTES, NUM_PAGES)
+    )
     permits.permit(ROOM, [2, 3])
     path = signed(tmp_path, data)
     with contextlib.suppress(TransferRefused):

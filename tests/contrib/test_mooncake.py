@@ -26,7 +26,7 @@ def region():
 
 @pytest.fixture
 def listener(region):
-    listener = MooncakeTransport().listen(Pool(region, PAGE_BYTES, NUM_PAGES))
+    listener = MooncakeTransport().listen(Pool.packed(region, PAGE_BYTES, NUM_PAGES))
     yield listener
     listener.close()
 
@@ -80,7 +80,7 @@ def test_an_offer_of_a_senseless_size_is_refused(listener, region, name, value):
 
 def test_engines_are_destroyed_one_at_a_time(region):
     transport = MooncakeTransport()
-    listener = transport.listen(Pool(region, PAGE_BYTES, NUM_PAGES))
+    listener = transport.listen(Pool.packed(region, PAGE_BYTES, NUM_PAGES))
     peer = listener.admit("127.0.0.1").peer
     with ThreadPoolExecutor(1) as thread:
         with transport._turn:  # as if another one was being destroyed

@@ -121,7 +121,7 @@ def bootstrap() -> Iterator[Target]:
         timeouts = SenderTimeouts(grant_s=0.05, early_grant_s=0.05)
         prefill, shape = cluster.prefill(timeouts=timeouts), rig.layout()
         region = stack.enter_context(MemoryRegion.private(shape.pool_bytes))
-        listener = cluster.transport.listen(Pool(region, shape.page_bytes, shape.num_pages))
+        listener = cluster.transport.listen(Pool.packed(region, shape.page_bytes, shape.num_pages))
         epochs = iter(range(10, 1 << 40))
 
         def take(data: bytes) -> None:
@@ -178,11 +178,8 @@ def kv_file() -> Iterator[Target]:
     contributed()
     from tandem_file.batches import read_batch
 
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        MemoryRegion.private(PAGE * NUM_PAGES) as region,
-    ):
-        permits = Permits(Pool(region, PAGE, NUM_PAGES))
+    with tempfile.TemporaryDirectory() as directory:
+        permits = Permits(Pool.packed(MemoryRegion.private(PAGE * NUM_PAGES), PAGE, NUM_PAGES))
         permits.permit(ROOM, [2, 3])
         path = Path(directory, f"{1:016x}.batch")
 

@@ -24,7 +24,7 @@ def say(line: str) -> None:
 
 def main() -> None:
     memory = torch.zeros(PAGE_BYTES * NUM_PAGES, dtype=torch.uint8, device="cuda:0")
-    pool = Pool(DeviceRegion(memory), PAGE_BYTES, NUM_PAGES)
+    pool = Pool.packed(DeviceRegion(memory), PAGE_BYTES, NUM_PAGES)
     listener = CudaIpcTransport().listen(pool)
     admission = listener.admit("")
     listener.permit(admission.peer, Room(1), range(NUM_PAGES // 2))

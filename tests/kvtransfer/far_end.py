@@ -37,7 +37,7 @@ def main(what: str, name: str) -> None:
     region = MemoryRegion.shared(LAYOUT.pool_bytes, "farend")
     transport = make(name)
     if what == "listen":
-        listener = transport.listen(Pool(region, LAYOUT.page_bytes, 8))
+        listener = transport.listen(Pool.packed(region, LAYOUT.page_bytes, 8))
         admission = listener.admit("127.0.0.1")
         listener.permit(admission.peer, Room(1), range(8))
         say(msgspec.json.encode(admission.offer).decode())

@@ -48,7 +48,7 @@ def cross_process() -> tuple[str, ...]:
 def _can_listen(name: str, config: TransportConfig) -> bool:
     with MemoryRegion.shared(4096, "probe") as region:
         try:
-            all_transports(name, config)[0].listen(Pool(region, 4096, 1)).close()
+            all_transports(name, config)[0].listen(Pool.packed(region, 4096, 1)).close()
         except ConfigInvalid:
             return False
     return True

@@ -326,7 +326,7 @@ class FakeDecode(FakeEnd):
     def __init__(self, stack, port, transport, epoch=2, shape=None, heartbeat=CALM):
         self.epoch, self.shape = Epoch(epoch), shape or layout()
         self.region = stack.enter_context(MemoryRegion.private(self.shape.pool_bytes))
-        pool = Pool(self.region, self.shape.page_bytes, self.shape.num_pages)
+        pool = Pool.packed(self.region, self.shape.page_bytes, self.shape.num_pages)
         self.listener = transport.listen(pool)
         self.link = self.channel = Link(
             f"tcp://127.0.0.1:{port}", hand_off.FromPrefill, heartbeat=heartbeat

@@ -4,24 +4,32 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tandem.kvtransfer.checksum import SAMPLE_ONE_IN, page_sums, sampled_slabs
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import HeadRange, PagedTokens, plan_copies
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.wire.generation import Room, new_room
-from tandem.wire.hand_off import LayerKV
+from tandem.wire.hand_off import LayerKV, Strip
 
 NUM_LAYERS = 3
 # Latents, a layer that keeps nothing, K and V of two sizes.
 UNEVEN = (LayerKV(1, 5, 0), LayerKV(0, 0, 0), LayerKV(2, 3, 2))
 
 
-def layout_of(page_size: int, heads: int) -> KVLayout:
+def layout_of(page_size: int, heads: int, *, has_strips: bool) -> KVLayout:
     """Return a layout with that many heads; 0 stands for layers that differ."""
     if heads:
-        return KVLayout(16, page_size, NUM_LAYERS, heads, 4, "int16", 2)
-    return KVLayout.of_layers(16, page_size, UNEVEN, "int16", 2)
+        packed = KVLayout(16, page_size, NUM_LAYERS, heads, 4, "int16", 2)
+    else:
+        packed = KVLayout.of_layers(16, page_size, UNEVEN, "int16", 2)
+    if not has_strips:
+        return packed
+    begin = packed.planes.begin
+    first = int(begin[4])  # the layers before the last
+    rest = int(begin[6]) - first + 3
+    return replace(packed, strips=(Strip(2, first, 4), Strip(first * 16 + 5, rest, 2)))
 
 
 def region_of(layout: KVLayout, seed: int) -> MemoryRegion:
@@ -34,10 +42,13 @@ def region_of(layout: KVLayout, seed: int) -> MemoryRegion:
 class Link:
     """A prompt that is pushed, and hashed at both ends."""
 
-    def __init__(self, own_size, their_size, heads, num_have, num_tokens, hashed):
+    def __init__(
+        self, own_size, their_size, heads, num_have, num_tokens, hashed, strips=(False, False)
+    ):
         self.hashed = hashed
         own_heads, their_heads, self.heads = heads
-        self.own, self.theirs = layout_of(own_size, own_heads), layout_of(their_size, their_heads)
+        self.own = layout_of(own_size, own_heads, has_strips=strips[0])
+        self.theirs = layout_of(their_size, their_heads, has_strips=strips[1])
         if not own_heads:
             self.hashed = [slab for slab in hashed if slab in (0, 4, 5)] or [4]
         self.source, self.target = region_of(self.own, 1), region_of(self.theirs, 2)
@@ -76,9 +87,13 @@ class Link:
         ]
         copies = [copy for plan in plans for copy in plan.copies()]
         places = np.concatenate([np.arange(to, to + size) for _, to, size in copies])
-        begins = self.theirs.planes.begin[1:]
-        slabs = np.searchsorted(begins, places % self.theirs.page_bytes, side="right")
-        return places[np.isin(slabs, self.hashed)]
+        return places[np.any([self._is_of(slab, places) for slab in self.hashed], axis=0)]
+
+    def _is_of(self, slab: int, places: np.ndarray) -> np.ndarray:
+        planes = self.theirs.planes
+        page, slot = np.divmod(places - planes.base[slab], planes.stride[slab])
+        size = planes.begin[slab + 1] - planes.begin[slab]
+        return (page >= 0) & (page < self.theirs.num_pages) & (slot < size)
 
 
 LINKS = st.builds(
@@ -97,6 +112,7 @@ LINKS = st.builds(
     st.integers(0, 8),
     st.integers(9, 15),
     st.sampled_from([range(2 * NUM_LAYERS), range(1, 2), range(4, 5), range(0, 2 * NUM_LAYERS, 3)]),
+    st.tuples(st.booleans(), st.booleans()),
 )
 
 

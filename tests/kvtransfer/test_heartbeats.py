@@ -322,7 +322,7 @@ def test_a_prefill_that_never_answers_hello_fails_the_request_in_time(cluster, s
 @pytest.fixture
 def listener(stack):
     region = stack.enter_context(MemoryRegion.private(4096))
-    made = TcpTransport().listen(Pool(region, 4096, 1))
+    made = TcpTransport().listen(Pool.packed(region, 4096, 1))
     stack.callback(made.close)
     return made
 

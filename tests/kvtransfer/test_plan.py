@@ -2,17 +2,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.layout import KVLayout, Strips
 from tandem.kvtransfer.plan import (
     CopyPlan,
     HeadRange,
     PagedTokens,
     copy_blocks,
     plan_copies,
-    touched_pages,
 )
-from tandem.wire.hand_off import LayerKV
+from tandem.wire.hand_off import LayerKV, Strip
 
 
 def layout(page_size=4, heads=2, num_pages=12):
@@ -80,10 +80,14 @@ UNEVEN = (LayerKV(1, 9, 0), LayerKV(2, 4, 4), LayerKV(0, 0, 0), LayerKV(4, 2, 2)
 def elements(side: PagedTokens, token: int, layers: range) -> list[int]:
     """Return where the elements of one token lie in a pool of `UNEVEN` layers, in their order."""
     page, slot = divmod(token - side.first_token, side.layout.page_size)
-    at = side.page_ids[page] * side.layout.page_bytes // 2
-    found = []
+    strips = side.layout.strips or (Strip(0, side.layout.page_bytes, 2 * len(UNEVEN)),)
+    begins = [strip for strip in strips for _ in range(strip.num_planes)]
+    found, at, strip = [], 0, None
     for index, layer in enumerate(UNEVEN):
-        for dim in (layer.key_dim, layer.value_dim):
+        for plane, dim in enumerate((layer.key_dim, layer.value_dim), 2 * index):
+            if begins[plane] is not strip:
+                strip = begins[plane]
+                at = (strip.base + side.page_ids[page] * strip.stride) // 2
             for _ in range(layer.num_kv_heads):
                 if index in layers:
                     found += range(at + slot * dim, at + (slot + 1) * dim)
@@ -91,12 +95,29 @@ def elements(side: PagedTokens, token: int, layers: range) -> list[int]:
     return found
 
 
-@given(problems(), st.integers(0, 5), st.integers(0, 5))
-def test_layers_that_differ_are_copied_element_by_element_too(problem, one, other):
-    sides = [
-        side._replace(layout=KVLayout.of_layers(12, side.layout.page_size, UNEVEN, "int16", 2))
-        for side in problem[:2]
-    ]
+@st.composite
+def uneven(draw, page_size):
+    """Return a pool of `UNEVEN` layers, in one piece or in strips with gaps."""
+    packed = KVLayout.of_layers(12, page_size, UNEVEN, "int16", 2)
+    filled = np.flatnonzero(np.diff(packed.planes.begin)).tolist()
+    cuts = sorted(draw(st.sets(st.sampled_from(filled[1:]))))
+    strips, end = [], 0
+    for first, stop in zip([0, *cuts], [*cuts, 2 * len(UNEVEN)], strict=True):
+        base, gap = end + 2 * draw(st.integers(0, 3)), 2 * draw(st.integers(0, 2))
+        stride = int(packed.planes.begin[stop] - packed.planes.begin[first]) + gap
+        strips.append(Strip(base, stride, stop - first))
+        end = base + 12 * stride
+    is_packed = draw(st.booleans())
+    return packed if is_packed else replace(packed, strips=tuple(strips))
+
+
+def layers_hold(layers: range) -> bool:
+    return any(UNEVEN[index].num_kv_heads for index in layers)
+
+
+@given(problems(), st.integers(0, 5), st.integers(0, 5), st.data())
+def test_layers_that_differ_and_strips_are_copied_element_by_element_too(problem, one, other, data):
+    sides = [side._replace(layout=data.draw(uneven(side.layout.page_size))) for side in problem[:2]]
     tokens, layers = problem[2], range(min(one, other), max(one, other))
     size = max(side.layout.pool_bytes for side in sides) // 2
     src, dst = np.arange(size, dtype=np.int16), np.full(size, -1, np.int16)
@@ -107,6 +128,9 @@ def test_layers_that_differ_are_copied_element_by_element_too(problem, one, othe
     plan = plan_copies(*sides, tokens, layers=layers)
     assert (plan.size_bytes > 0).all()
     np.testing.assert_array_equal(execute(plan, src, dst), expected)
+    pages = sides[1].layout.places.pages(plan.destination_offset, plan.size_bytes)
+    slots = [divmod(t - sides[1].first_token, sides[1].layout.page_size)[0] for t in tokens]
+    assert set(pages.tolist()) == {sides[1].page_ids[i] for i in slots if layers_hold(layers)}
 
 
 @given(problems(), st.integers(1, 500), st.integers(1, 9))
@@ -180,5 +204,21 @@ def test_tokens_that_a_side_does_not_cover_are_refused():
 
 
 def test_a_run_touches_every_page_it_lies_in():
-    pages = touched_pages(np.array([5, 30]), np.array([10, 1]), 10)
+    pages = Strips.packed(4, 10).pages(np.array([5, 30]), np.array([10, 1]))
     assert pages.tolist() == [0, 1, 3]
+
+
+STRIPS = Strips(3, np.array([4, 100]), np.array([10, 20]), np.array([8, 20]))
+
+
+@pytest.mark.parametrize(
+    ("offset", "size"), [(0, 5), (12, 1), (4, 10), (90, 20), (33, 2), (150, 11), (32, 1)]
+)
+def test_bytes_between_strips_and_between_pages_are_of_no_page(offset, size):
+    with pytest.raises(ValueError, match="not of one strip"):
+        STRIPS.pages(np.array([offset]), np.array([size]))
+
+
+def test_pages_are_found_in_each_strip():
+    pages = STRIPS.pages(np.array([4, 24, 100, 119]), np.array([8, 8, 60, 2]))
+    assert pages.tolist() == [0, 2, 0, 1, 2, 0, 1]

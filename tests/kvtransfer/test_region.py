@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from tandem.kvtransfer.region import DeviceRegion, MemoryRegion, sweep_stale
@@ -123,4 +124,30 @@ def test_a_tensor_with_gaps_is_no_region():
 def test_transports_of_the_cpu_refuse_a_devices_memory(name, tmp_path):
     [transport] = transports(name, TransportConfig(directory=str(tmp_path)))
     with pytest.raises(ConfigInvalid, match="memory"):
-        transport.listen(Pool(DeviceRegion(FakeTensor()), 4096, 1))
+        transport.listen(Pool.packed(DeviceRegion(FakeTensor()), 4096, 1))
+
+
+def test_memory_that_is_adopted_keeps_its_place_and_content_and_can_be_mapped_by_others():
+    own = np.zeros(64 << 20, np.uint8)
+    own[[3, -5]] = 7
+    region = MemoryRegion.adopted(own.ctypes.data + 3, len(own) - 7, is_shared=True)
+    base = own.ctypes.data + 3 - region.address
+    other = np.memmap(region.path, np.uint8)
+    assert own[3] == other[base] == 7
+    other[base + 10] = 9
+    assert own[13] == region.array()[base + 10] == region.buffer[base + 10] == 9
+    path = region.path
+    region.close()
+    assert not path.exists()
+    own[13] = 1  # still mapped
+    assert other[base + 10] == 1
+
+
+def test_memory_that_is_adopted_for_this_process_alone_stays_where_it_is():
+    own = np.arange(100, dtype=np.uint8)
+    region = MemoryRegion.adopted(own.ctypes.data + 1, 50, is_shared=False)
+    assert region.path is None
+    assert region.size_bytes == 50
+    region.buffer[0:2] = b"ab"
+    assert own[:4].tolist() == [0, 97, 98, 3]
+    region.close()

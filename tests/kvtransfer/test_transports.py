@@ -68,7 +68,9 @@ class Pair:
             0, 256, LAYOUT.pool_bytes, np.uint8
         )
         self.transport = transport
-        self.listener = transport.listen(Pool(self.destination, LAYOUT.page_bytes, NUM_PAGES))
+        self.listener = transport.listen(
+            Pool.packed(self.destination, LAYOUT.page_bytes, NUM_PAGES)
+        )
         self.admission = self.listener.admit("127.0.0.1")
         self.peer = self.admission.peer
         self.connection = transport.connect(self.admission.offer, self.source)
@@ -260,7 +262,7 @@ def test_a_writer_notices_that_the_pools_owner_was_killed(name):
 def test_nothing_is_written_after_a_busy_writer_is_fenced(name, death):
     layout = far_end.LAYOUT
     with MemoryRegion.shared(layout.pool_bytes, "fence") as region, start("write", name) as child:
-        listener = make(name).listen(Pool(region, layout.page_bytes, 8))
+        listener = make(name).listen(Pool.packed(region, layout.page_bytes, 8))
         admission = listener.admit("127.0.0.1")
         listener.permit(admission.peer, ROOM, range(8))
         child.stdin.write(msgspec.json.encode(admission.offer).decode() + "\n")
@@ -325,7 +327,7 @@ def test_auto_takes_shm_where_it_works_and_tcp_where_it_does_not():
     allowed = transports("auto", TransportConfig())
     for make_region, expected in ((MemoryRegion.shared, "shm"), (MemoryRegion.private, "tcp")):
         with make_region(4096) as region:
-            listeners = listen(allowed, Pool(region, 4096, 1))
+            listeners = listen(allowed, Pool.packed(region, 4096, 1))
             offers = [each.admit("127.0.0.1").offer for each in listeners.values()]
             name, connection = choose(offers, allowed, region)
             assert name == expected
@@ -337,7 +339,7 @@ def test_auto_takes_shm_where_it_works_and_tcp_where_it_does_not():
 def test_an_shm_offer_of_another_host_falls_back_to_tcp():
     allowed = transports("shm,tcp", TransportConfig())
     with MemoryRegion.shared(4096) as region:
-        listeners = listen(allowed, Pool(region, 4096, 1))
+        listeners = listen(allowed, Pool.packed(region, 4096, 1))
         shm, tcp = (each.admit("127.0.0.1").offer for each in listeners.values())
         foreign = TransportOffer(name="shm", descriptor={**shm.descriptor, "nonce": "00" * 16})
         name, connection = choose([foreign, tcp], allowed, region)

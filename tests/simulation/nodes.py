@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from tandem.decode.role import DecodeRole
 from tandem.engine.kv_cache import PageState
 from tandem.kvtransfer.bootstrap import SenderEnd
-from tandem.kvtransfer.plan import touched_pages
 from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import PrefillAgent, SenderTimeouts
@@ -74,7 +73,7 @@ class OneSidedListener(LoopbackListener):
             raise PeerLost("this peer was fenced")
         world = self.process.world
         (node,) = [node for node in world.nodes if node.process is self.process]
-        pages = touched_pages(plan.destination_offset, plan.size_bytes, self._pool.page_bytes)
+        pages = self._pool.places.pages(plan.destination_offset, plan.size_bytes)
         for page in set(pages.tolist()):
             state, owner = node.engine.cache.state(page), self._owners.get(page)
             is_right = owner == room and state in (PageState.GRANTED, PageState.QUARANTINED)

@@ -54,7 +54,7 @@ def test_no_word_of_a_decode_node_keeps_a_room_of_prefill_open(cluster):
     prefill = cluster.prefill(timeouts=timeouts, clock=cluster.clock)
     shape = rig.layout()
     with MemoryRegion.private(shape.pool_bytes) as region:
-        listener = cluster.transport.listen(Pool(region, shape.page_bytes, shape.num_pages))
+        listener = cluster.transport.listen(Pool.packed(region, shape.page_bytes, shape.num_pages))
         hints = HINTS | {"offers": st.builds(lambda: [listener.admit("").offer])}
         rooms = itertools.count(1000)  # each is expected once: what prefill's role promises
 

@@ -46,7 +46,7 @@ class Port:
     def __init__(self, region: MemoryRegion) -> None:
         self.region = region
         self.transport = TcpTransport()
-        self.listener = self.transport.listen(Pool(region, PAGE, NUM_PAGES))
+        self.listener = self.transport.listen(Pool.packed(region, PAGE, NUM_PAGES))
         self.admission = self.listener.admit("127.0.0.1")
         self.facts = TcpOffer(**self.admission.offer.descriptor)
         self.listener.permit(self.admission.peer, ROOM, GRANTED)

@@ -34,7 +34,7 @@ class LaneRig:
         self.source = MemoryRegion.private(POOL_BYTES)
         self.source.array()[:] = np.random.default_rng(0).integers(0, 256, POOL_BYTES, np.uint8)
         self.pool = MemoryRegion.private(POOL_BYTES)
-        self.listener = transport.listen(Pool(self.pool, PAGE_BYTES, NUM_PAGES))
+        self.listener = transport.listen(Pool.packed(self.pool, PAGE_BYTES, NUM_PAGES))
         self.admission = self.listener.admit("127.0.0.1")
         self.listener.permit(self.admission.peer, ROOM, range(NUM_PAGES))
 

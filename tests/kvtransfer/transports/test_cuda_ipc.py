@@ -32,7 +32,7 @@ class Rig:
         self.transport = CudaIpcTransport(memory=HostDevice())
         self.source = MemoryRegion.private(PAGE_BYTES * NUM_PAGES)
         self.destination = MemoryRegion.shared(PAGE_BYTES * NUM_PAGES, "rig")
-        self.listener = self.transport.listen(Pool(self.destination, PAGE_BYTES, NUM_PAGES))
+        self.listener = self.transport.listen(Pool.packed(self.destination, PAGE_BYTES, NUM_PAGES))
         self.admission = self.listener.admit("")
         self.peer = self.admission.peer
         self.listener.permit(self.peer, ROOM, range(NUM_PAGES))
@@ -148,6 +148,6 @@ def test_a_pool_of_the_cpu_is_refused_before_any_driver_is_asked():
     [transport] = transports("cuda_ipc", TransportConfig())
     with MemoryRegion.shared(PAGE_BYTES) as region:
         with pytest.raises(ConfigInvalid, match="GPU memory"):
-            transport.listen(Pool(region, PAGE_BYTES, 1))
+            transport.listen(Pool.packed(region, PAGE_BYTES, 1))
         with pytest.raises(TransferRefused, match="not in GPU memory"):
             CudaMemory().open(bytes(72), PAGE_BYTES, region)

@@ -29,7 +29,7 @@ def region():
 
 @pytest.fixture
 def listener(region):
-    listener = NixlTransport().listen(Pool(region, 4096, POOL_BYTES // 4096))
+    listener = NixlTransport().listen(Pool.packed(region, 4096, POOL_BYTES // 4096))
     yield listener
     listener.close()
 
@@ -41,7 +41,7 @@ def whole_pool():
 
 def test_links_between_hosts_may_be_named(region, monkeypatch):
     monkeypatch.setenv("UCX_TLS", "rc_x,tcp")
-    NixlTransport().listen(Pool(region, 4096, 1)).close()
+    NixlTransport().listen(Pool.packed(region, 4096, 1)).close()
 
 
 def test_nothing_lands_that_this_process_did_not_read(listener, region):

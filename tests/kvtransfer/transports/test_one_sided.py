@@ -102,7 +102,7 @@ def test_an_offer_of_another_process_at_the_same_address_is_refused():
 def test_each_peer_has_a_token_of_its_own():
     end = SimpleNamespace(facts={}, close=lambda: None)
     with MemoryRegion.private(PAGE_BYTES) as region:
-        listener = OneSidedListener(Pool(region, PAGE_BYTES, 1), "one", lambda *_: end)
+        listener = OneSidedListener(Pool.packed(region, PAGE_BYTES, 1), "one", lambda *_: end)
         tokens = {listener.admit("").offer.descriptor["token"] for _ in range(10)}
     assert len(tokens) == 10
 

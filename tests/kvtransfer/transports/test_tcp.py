@@ -98,7 +98,7 @@ def test_a_large_write_goes_over_several_streams():
     ):
         source.array()[:] = np.random.default_rng(0).integers(0, 256, layout.pool_bytes, np.uint8)
         transport = TcpTransport(TransportConfig(host="::1"))
-        listener = transport.listen(Pool(destination, layout.page_bytes, 64))
+        listener = transport.listen(Pool.packed(destination, layout.page_bytes, 64))
         admission = listener.admit("::1")
         connection = transport.connect(admission.offer, source)
         listener.permit(admission.peer, ROOM, range(64))
@@ -112,7 +112,7 @@ def test_a_large_write_goes_over_several_streams():
 def test_a_listener_on_every_address_offers_the_one_toward_the_peer():
     transport = TcpTransport(TransportConfig(host="0.0.0.0"))
     with MemoryRegion.private(4096) as region:
-        listener = transport.listen(Pool(region, 4096, 1))
+        listener = transport.listen(Pool.packed(region, 4096, 1))
         assert listener.admit("127.0.0.1").offer.descriptor["host"] == "127.0.0.1"
         listener.close()
 
@@ -145,7 +145,7 @@ def test_an_interface_without_such_an_address_is_refused(monkeypatch, addresses)
 def test_streams_come_from_the_interface_and_go_to_its_address(host, address):
     transport = TcpTransport(TransportConfig(host=host, interface="lo"))
     with MemoryRegion.private(4096) as region:
-        listener = transport.listen(Pool(region, 4096, 1))
+        listener = transport.listen(Pool.packed(region, 4096, 1))
         admission = listener.admit("192.0.2.1")
         assert admission.offer.descriptor["host"] == address
         connection = transport.connect(admission.offer, region)
@@ -156,7 +156,7 @@ def test_streams_come_from_the_interface_and_go_to_its_address(host, address):
 
 def test_an_offer_of_the_other_family_is_refused_if_the_interface_has_no_such_address(monkeypatch):
     with MemoryRegion.private(4096) as region:
-        listener = TcpTransport(TransportConfig(host="::1")).listen(Pool(region, 4096, 1))
+        listener = TcpTransport(TransportConfig(host="::1")).listen(Pool.packed(region, 4096, 1))
         monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [ONLY_IPV4]})
         here = TcpTransport(TransportConfig(interface="lo"))
         with pytest.raises(TransferRefused, match="no IPv6 address"):
