@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SHM_DIR = Path("/dev/shm")  # noqa: S108 - names in it are random and files are ours alone
 POOL_NAME = re.compile(r"tandem-[\w-]{1,64}-[0-9a-f]{16}\.pool")
 
+# Allocators give a larger piece pages of its own: glibc beyond 32 MiB at the latest.
+LEAST_SHARED_BYTES = 64 << 20
 
 Read = Callable[[Sequence[slice]], Iterable[Buffer]]
 """Returns what is at some places of a region."""
@@ -44,7 +46,7 @@ class MemoryRegion:
     device = "cpu"
 
     def __init__(
-        self, memory: "mmap.mmap | _Bytes", path: Path | None = None, owner_fd: int = -1
+        self, memory: mmap.mmap | memoryview, path: Path | None = None, owner_fd: int = -1
     ) -> None:
         self._memory = memory
         self._owner_fd = owner_fd
@@ -88,12 +90,13 @@ class MemoryRegion:
         Args:
             is_shared: Whether processes of this host and user can map it. The memory then becomes a file's, at
                 the same address and with the same content, and the region has whole pages of the system.
-                No other thread may write there meanwhile.
+                No other thread may write there meanwhile. Memory of less than `LEAST_SHARED_BYTES`, which may lie
+                on pages with other objects, stays private.
 
         Raises:
             ConfigInvalid: /dev/shm is too small.
         """
-        if not is_shared:
+        if not is_shared or size_bytes < LEAST_SHARED_BYTES:
             return _AdoptedRegion(_memory_at(address, size_bytes))
         begin = address // mmap.PAGESIZE * mmap.PAGESIZE
         end = -(-(address + size_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -165,9 +168,6 @@ class MemoryRegion:
         return f"MemoryRegion({self.path or 'private'}, {self.size_bytes >> 20} MiB)"
 
 
-_Bytes = ctypes.Array[ctypes.c_ubyte]
-
-
 class _AdoptedRegion(MemoryRegion):
     """Memory that others gave and that stays mapped."""
 
@@ -176,8 +176,8 @@ class _AdoptedRegion(MemoryRegion):
         """Leave the memory to those that use it."""
 
 
-def _memory_at(address: int, size_bytes: int) -> _Bytes:
-    return (ctypes.c_ubyte * size_bytes).from_address(address)
+def _memory_at(address: int, size_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * size_bytes).from_address(address)).cast("B")
 
 
 def _map_at(address: int, size_bytes: int, fd: int) -> None:

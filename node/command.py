@@ -23,6 +23,9 @@ from tandem.wire.keys import cluster_key, operator_key, warn_of_weak_secret
 
 log = logs.get_logger(__name__)
 
+# The engine of every role with `--engine vllm`. It is not imported here: a node without vLLM has no use for it.
+VLLM_MODULE = "tandem.vllm.engine"
+
 
 @dataclass(frozen=True, slots=True)
 class NodeCommand:
@@ -71,7 +74,10 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
         operator = operator_key(os.environ.get("TANDEM_CLUSTER_KEY", ""))
         from tandem.node.supervisor import serve  # late: flag errors need not wait for its imports
 
-        status: int = uvloop.run(serve(config, command.engine_modules, key, operator))
+        modules = command.engine_modules
+        if config.simulation.engine == "vllm":
+            modules = dict.fromkeys(modules, VLLM_MODULE)
+        status: int = uvloop.run(serve(config, modules, key, operator))
     except TandemError as error:
         sys.stderr.write(f"{parser.prog}: error: {error.for_operators}\n")
         return 2

@@ -183,11 +183,12 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Command-line options of a simulated engine; the source of `EngineConfig.simulation`."""
 
     engine: Annotated[
-        Literal["model", "simulated"],
+        Literal["model", "simulated", "vllm"],
         Flag(
             "--engine",
             group="simulation",
-            help="simulated: the whole node, but forwards only take time; see `tandem docs simulation`",
+            help="vllm: vLLM computes, and flags behind -- are its own; see `tandem docs vllm`. simulated: forwards "
+            "only take time; see `tandem docs simulation`",
         ),
     ] = "model"
     profile: Annotated[
@@ -228,6 +229,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         engine_port: Port of the engine's links to edge workers, which read it from `/server_info`.
         default_sampling: Defaults of sampling parameters that a request omits.
         weight_version: As in `ModelInfo`.
+        vllm_args: With `--engine vllm`, what stands behind `--`.
     """
 
     role: NodeRole
@@ -342,6 +344,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     transfer: TransferConfig = TransferConfig()
     simulation: SimulationConfig = SimulationConfig()
+    vllm_args: tuple[str, ...] = ()
 
     @property
     def heartbeat(self) -> Heartbeat:
@@ -386,8 +389,23 @@ def check(config: NodeConfig) -> NodeConfig:
         raise ConfigInvalid(
             f"--mem-fraction-static is {engine.mem_fraction_static}: give over 0, up to 1"
         )
+    if config.simulation.engine == "vllm":
+        _check_vllm(config)
+    elif config.vllm_args:
+        raise ConfigInvalid("flags behind -- are vLLM's: give --engine vllm, too", topic="vllm")
     _check_tiers(config)
     return config
+
+
+def _check_vllm(config: NodeConfig) -> None:
+    if config.tiers.specs:
+        raise ConfigInvalid(
+            "--kv-tier keeps pages of our own engine: with --engine vllm leave it out", topic="vllm"
+        )
+    if config.engine.tp_size > 1 and not config.transfer.bootstrap_port:
+        raise ConfigInvalid(
+            "--bootstrap-port 0 is any free port, and with --engine vllm rank r has the r-th port after it: give a port"
+        )
 
 
 def _check_tiers(config: NodeConfig) -> None:

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
@@ -75,8 +75,49 @@ class Parts:
 MakeRole = Callable[[Parts], Role[Any]]
 
 
+class Hosted(Protocol):
+    """An engine that serves under a node's HTTP process."""
+
+    def run(self) -> int:
+        """Serve; return the exit status, or raise the error for which it cannot start."""
+
+    def close(self) -> None:
+        """Release what outlives a process."""
+
+
 def main(make_role: MakeRole) -> int:
     """Run an engine process to its end; return its exit status."""
+    return host(lambda config, parent: _EngineProcess(config, make_role, parent))
+
+
+class Parent:
+    """The node's HTTP process, as its engine reports to it. `out`: claimed standard output."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+
+    def report(self, message: Report) -> None:
+        """Send a report."""
+        self._out.write(msgspec.json.encode(message) + b"\n")
+        self._out.flush()
+
+    def report_drained(self, number: int) -> None:
+        """Report the end of a drain."""
+        try:
+            self.report(Drained(number=number))
+        except OSError:  # the parent died: the end of standard input stops the loop
+            log.debug("engine.parent_gone")
+
+    @staticmethod
+    def follow(loop: EngineLoop) -> None:
+        """Have the parent's orders reach the loop; it stops when the parent ends."""
+        threading.Thread(
+            target=_take_orders, args=(loop,), name="parent-watch", daemon=True
+        ).start()
+
+
+def host(make: Callable[[NodeConfig, Parent], Hosted]) -> int:
+    """Read the config from the parent, and run the engine that `make` returns for it; return the exit status."""
     # Ctrl-C, and sometimes SIGTERM, reaches the whole process group. The parent drains and decides when to end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -85,21 +126,22 @@ def main(make_role: MakeRole) -> int:
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=NodeConfig)
     logs.configure(config.log_level, config.log_format, role=config.role)
     allow_peers()
-    process = _EngineProcess(config, make_role, out)
+    parent = Parent(out)
+    process = make(config, parent)
     try:
         return process.run()
     except TandemError as error:
-        process.report(Failed(error=error.info()))
+        parent.report(Failed(error=error.info()))
         return 1
     finally:
         process.close()
 
 
 class _EngineProcess:
-    """Builds the engine from the config and runs its loop. Reports to the parent go to `out`."""
+    """Builds the engine from the config and runs its loop."""
 
-    def __init__(self, config: NodeConfig, make_role: MakeRole, out: BinaryIO) -> None:
-        self._config, self._make_role, self._out = config, make_role, out
+    def __init__(self, config: NodeConfig, make_role: MakeRole, parent: Parent) -> None:
+        self._config, self._make_role, self._parent = config, make_role, parent
         self._waker = Waker()
         self._loop: EngineLoop | None = None
         self._lost_rank: TandemError | None = None
@@ -110,11 +152,6 @@ class _EngineProcess:
             Ranks(config, self._waker.wake, self._rank_ended) if config.engine.tp_size > 1 else None
         )
         self._others = [] if self._ranks is None else self._ranks.others
-
-    def report(self, message: Report) -> None:
-        """Send a report to the parent."""
-        self._out.write(msgspec.json.encode(message) + b"\n")
-        self._out.flush()
 
     def run(self) -> int:
         """Serve; return the exit status."""
@@ -150,14 +187,12 @@ class _EngineProcess:
             self._waker,
             heartbeat=config.heartbeat,
             measures=Measures(engine.steps, times, tiering.seconds),
-            on_drained=self._report_drained,
+            on_drained=self._parent.report_drained,
             wait_s=tiering.wait_s,
             turned=watch.turned,
         )
-        threading.Thread(
-            target=_take_orders, args=(loop,), name="parent-watch", daemon=True
-        ).start()
-        self.report(self._ready(epoch, engine, inbox.port))
+        self._parent.follow(loop)
+        self._parent.report(self._ready(epoch, engine, inbox.port))
         try:
             loop.run()
         except DeviceLost as lost:
@@ -205,12 +240,6 @@ class _EngineProcess:
             ),
         )
 
-    def _report_drained(self, number: int) -> None:
-        try:
-            self.report(Drained(number=number))
-        except OSError:  # the parent died: the end of standard input stops the loop
-            log.debug("engine.parent_gone")
-
     def _rank_ended(self, error: TandemError) -> None:
         """End this process, because the rank's shard of every request is lost. Called on the rank's reader thread."""
         log.error("rank.died", reason=str(error), effect="the node ends")
@@ -218,7 +247,7 @@ class _EngineProcess:
         # The main thread may wait for the dead rank forever (NCCL does).
         end_process_after(RANK_LOST_GRACE_S)
         if self._loop is None:
-            self.report(Failed(error=error.info()))
+            self._parent.report(Failed(error=error.info()))
             self._close_memory()  # the pool's file would outlive the process
             os._exit(1)
         self._loop.stop()  # the current pass still answers its requests

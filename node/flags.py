@@ -110,7 +110,8 @@ def read_config(
 
     Return the config and the flags that have no effect. `engine.model_dir` is still the user's `--model`.
     """
-    args = parser.parse_args(argv)
+    own, vllm_args = split_argv(argv)
+    args = parser.parse_args(own)
     if getattr(args, "disaggregation_mode", None) not in (None, role):
         parser.error(f"--disaggregation-mode {args.disaggregation_mode} given to a {role} node")
     read = read_flags(
@@ -132,5 +133,13 @@ def read_config(
         )
     )
     name = read.served_model_name or model_name(read.model)
-    config = msgspec.structs.replace(read, engine=engine, served_model_name=name)
+    config = msgspec.structs.replace(
+        read, engine=engine, served_model_name=name, vllm_args=tuple(vllm_args)
+    )
     return check(config), list(dict.fromkeys(args.ignored))
+
+
+def split_argv(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return our own flags, and those behind `--`, which are vLLM's."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return argv[:end], argv[end + 1 :]

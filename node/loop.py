@@ -8,7 +8,6 @@ The role decides how a request is processed.
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
-from typing import Any
 
 import msgspec
 
@@ -17,7 +16,7 @@ from tandem.node.engine_process import Drain as DrainOrder
 from tandem.node.engine_process import Order
 from tandem.node.life import Drain, hand_over, num_left, refusal
 from tandem.node.metrics import Measures
-from tandem.node.role import Role, Start
+from tandem.node.role import RequestRunner, Start
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import DEFAULT_HEARTBEAT, Heartbeat, Inbox, Peer, Waker, wait
 from tandem.wire.errors import EngineFailed, PeerLost, TandemError
@@ -45,7 +44,7 @@ class EngineLoop:
 
     Args:
         heartbeat: Specifies the silence after which an edge worker is lost.
-        log_interval_s: Interval between two lines of `Role.log_line`.
+        log_interval_s: Interval between two lines of `RequestRunner.log_line`.
         measures: Counts and times of this process, for operators.
         on_drained: Called with a drain's number when no request is left and all answers were read.
         wait_s: Returns how long an idle loop may wait; the argument is the upper limit.
@@ -54,7 +53,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        role: Role[Any],
+        role: RequestRunner,
         inbox: Inbox[ToEngine],
         answers: Answers,
         waker: Waker,

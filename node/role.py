@@ -11,7 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Generic, Protocol, TypeVar, cast
 
 from tandem.engine.core import Engine
 from tandem.engine.request import ActiveRequest
@@ -126,6 +126,44 @@ class Half:
 
 
 H = TypeVar("H", bound=Half)
+
+
+class RequestRunner(Protocol):
+    """What the loop runs requests with. Only the loop's thread calls its methods."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to compute."""
+
+    def tickets(self) -> list[Ticket]:
+        """Return the requests that edge workers still wait for."""
+
+    def start(self, ticket: Ticket, message: Start) -> None:
+        """Accept a request under a new ticket, or raise a `TandemError` and keep no state of it."""
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Stop a request at any stage; an unknown ticket is ignored."""
+
+    def poll(self) -> None:
+        """Process events of transfers and tiers, and passed deadlines."""
+
+    def step(self) -> None:
+        """Run one engine step and send its results."""
+
+    def fail_all(self, error: TandemError) -> None:
+        """Fail with `error` each request that the engine may be computing."""
+
+    def hand_over(self, error: TandemError) -> None:
+        """Fail every request at any stage with `error`, and report the error to the other half."""
+
+    def load(self) -> NodeLoad:
+        """Return the node's load."""
+
+    def flush_cache(self) -> None:
+        """Drop the cached pages that no request reads."""
+
+    def log_line(self, elapsed_s: float) -> str | None:
+        """Return a log line about the work since the last call, or None if there was none."""
 
 
 class Role(ABC, Generic[H]):

@@ -128,7 +128,7 @@ def test_transports_of_the_cpu_refuse_a_devices_memory(name, tmp_path):
 
 
 def test_memory_that_is_adopted_keeps_its_place_and_content_and_can_be_mapped_by_others():
-    own = np.zeros(64 << 20, np.uint8)
+    own = np.zeros(65 << 20, np.uint8)
     own[[3, -5]] = 7
     region = MemoryRegion.adopted(own.ctypes.data + 3, len(own) - 7, is_shared=True)
     base = own.ctypes.data + 3 - region.address

@@ -1,0 +1,27 @@
+"""What vLLM reads from the environment when it is imported."""
+
+import os
+
+from tandem.node.config import NodeConfig
+
+# vLLM reports its use over the network and logs at length; what operators set takes precedence.
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # A single rank runs in the node's engine process.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+
+def prepare_environment(config: NodeConfig) -> None:
+    """Set what vLLM reads from the environment, before it is imported. What operators set takes precedence."""
+    settings = dict(ENVIRONMENT)
+    if config.engine.device == "cpu":
+        settings["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, config.engine.kv_bytes >> 30))
+        if config.engine.num_threads:
+            settings |= {
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": str(config.engine.num_threads),
+            }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)

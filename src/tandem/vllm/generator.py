@@ -1,0 +1,222 @@
+"""vLLM's EngineCore in this process: its scheduler steps when the node's loop asks it to."""
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.engine.arg_utils import EngineArgs
+from vllm.renderers import renderer_from_config
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.executor import Executor
+
+from tandem.kvtransfer.events import ReceiverTimes, SenderTimes
+from tandem.kvtransfer.receiver import DecodeAgent
+from tandem.kvtransfer.sender import PrefillAgent
+from tandem.node.config import NodeConfig
+from tandem.vllm.connector import TandemConnector, fingerprint
+from tandem.vllm.halves import Reports
+from tandem.vllm.outputs import Apart, Counts, Output
+from tandem.vllm.requests import output_of, sampling_params
+from tandem.vllm.worker import DecodeWorker, PrefillWorker
+from tandem.wire.errors import ConfigInvalid, InvalidRequest
+from tandem.wire.generation import GenerateRequest
+from tandem.wire.messages import ModelInfo
+
+
+class VllmGenerator:
+    """A `Generator`.
+
+    Args:
+        config: The node. What stands behind `--` goes to vLLM as to `vllm serve`, and wins.
+
+    Raises:
+        ConfigInvalid: vLLM refuses the settings; the message says what to do.
+    """
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._config = config
+        self._vllm_config = vllm_config = _vllm_config(config)
+        self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+        self._inputs = InputProcessor(vllm_config, renderer_from_config(vllm_config))
+        self._tasks = self._core.get_supported_tasks()
+        self._scheduler: Any = self._core.scheduler
+        self._connector: TandemConnector | None = self._scheduler.connector
+
+    @property
+    def bootstrap_port(self) -> int:
+        """Where this prefill's first rank listens for grants."""
+        agent = _own_agent()
+        return (
+            agent.port if isinstance(agent, PrefillAgent) else self._config.transfer.bootstrap_port
+        )
+
+    @property
+    def transfer_times(self) -> SenderTimes | ReceiverTimes | None:
+        """How long hand-offs took, where the first rank runs in this process."""
+        agent = _own_agent()
+        return None if agent is None else agent.times
+
+    @property
+    def max_running(self) -> int:
+        """Requests that vLLM runs at once."""
+        return int(self._vllm_config.scheduler_config.max_num_seqs)
+
+    @property
+    def max_tokens(self) -> int:
+        """Limit of prompt plus generated tokens of one request."""
+        cache = self._vllm_config.cache_config
+        # vLLM keeps one block for itself.
+        num_tokens = (self._scheduler.kv_cache_config.num_blocks - 1) * cache.block_size
+        return min(int(self._vllm_config.model_config.max_model_len), int(num_tokens))
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model."""
+        config, model = self._config, self._vllm_config.model_config
+        given = model.try_get_generation_config().get("eos_token_id")
+        eos = model.hf_text_config.eos_token_id if given is None else given
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        return ModelInfo(
+            name=config.served_model_name,
+            fingerprint=fingerprint(self._vllm_config),
+            context_length=model.max_model_len,
+            vocab_size=model.get_vocab_size(),
+            eos_token_ids=sorted(ids),
+            default_sampling=config.default_sampling,
+            weight_version=config.weight_version,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._scheduler.has_requests())
+
+    def check(self, request: GenerateRequest, apart: Apart | None) -> EngineCoreRequest:
+        """Return the request in vLLM's words, or raise `InvalidRequest`."""
+        params = sampling_params(request, apart)
+        prompt_ids = list(request.prompt_ids)
+        if apart is not None and apart.is_decode and apart.draws_first:
+            prompt_ids.append(prompt_ids[-1])  # the place of the first token, until it lands
+        prompt: dict[str, object] = {
+            "type": "token",
+            "prompt_token_ids": prompt_ids,
+            "cache_salt": request.cache_salt or None,
+        }
+        try:
+            return self._inputs.process_inputs(
+                str(request.request_id),
+                prompt,
+                params,
+                supported_tasks=self._tasks,
+                priority=-request.priority,
+            )
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise InvalidRequest(f"vLLM refuses the request: {error}") from error
+
+    def add(self, request_id: str, checked: object) -> None:
+        """Queue a checked request under an id that no other has."""
+        assert isinstance(checked, EngineCoreRequest)
+        checked.request_id = request_id
+        request, wave = self._core.preprocess_add_request(checked)
+        self._core.add_request(request, wave)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; an unknown one is ignored."""
+        self._core.abort_requests([request_id])
+
+    def step(self) -> list[Output]:
+        """Run one step."""
+        outputs, is_executed = self._core.step_fn()
+        self._core.post_step(is_executed)
+        return [output_of(each) for told in (outputs or {}).values() for each in told.outputs]
+
+    def take_transfers(self) -> Reports:
+        """Return what the connector heard."""
+        return Reports() if self._connector is None else self._connector.take_news()
+
+    def counts(self) -> Counts:
+        """Return what is there now."""
+        num_running, num_waiting = self._scheduler.get_request_counts()
+        pool = self._scheduler.kv_cache_manager.block_pool
+        return Counts(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_pages=pool.num_gpu_blocks - 1,
+            pages_free=pool.get_num_free_blocks(),
+            page_size=self._vllm_config.cache_config.block_size,
+            moved_bytes=0 if self._connector is None else self._connector.moved_bytes,
+        )
+
+    def flush_cache(self) -> None:
+        """Drop the cached blocks that no request reads."""
+        self._core.reset_prefix_cache()
+
+    def close(self) -> None:
+        """End vLLM's workers and all links."""
+        self._core.shutdown()
+
+
+def _own_agent() -> PrefillAgent | DecodeAgent | None:
+    """Return the agent of this process's rank; vLLM's multi-process executors have theirs elsewhere."""
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    worker = getattr(connector, "worker", None)
+    return worker.agent if isinstance(worker, PrefillWorker | DecodeWorker) else None
+
+
+def _vllm_config(config: NodeConfig) -> VllmConfig:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="--engine vllm", add_help=False))
+    argv = [*_own_flags(config), *config.vllm_args]
+    try:
+        args = parser.parse_args(argv)
+        given = EngineArgs.from_cli_args(args)
+        if config.role != "colocated":
+            given.kv_transfer_config = _transfer(config)
+        return given.create_engine_config()
+    except SystemExit as error:
+        raise ConfigInvalid(
+            f"vLLM does not accept {shlex.join(config.vllm_args)}", topic="vllm"
+        ) from error
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        words = " ".join(str(error).split())
+        raise ConfigInvalid(f"vLLM refuses these settings: {words}", topic="vllm") from error
+
+
+def _own_flags(config: NodeConfig) -> Sequence[str]:
+    """Return our own flags as vLLM's."""
+    engine = config.engine
+    flags = {
+        "--model": engine.model_dir,
+        "--dtype": engine.dtype,
+        "--tensor-parallel-size": engine.tp_size,
+        "--max-num-seqs": engine.max_running_requests,
+        "--max-model-len": engine.context_length,
+    }
+    words = [word for flag, value in flags.items() if value for word in (flag, str(value))]
+    return words + ([] if engine.is_prefix_cache_enabled else ["--no-enable-prefix-caching"])
+
+
+def _transfer(config: NodeConfig) -> KVTransferConfig:
+    transfer = config.transfer
+    return KVTransferConfig(
+        kv_connector="TandemConnector",
+        kv_connector_module_path="tandem.vllm.connector",
+        kv_role="kv_producer" if config.role == "prefill" else "kv_consumer",
+        kv_load_failure_policy="fail",
+        kv_connector_extra_config={
+            "host": config.host,
+            "bootstrap_port": transfer.bootstrap_port,
+            "transfer_backend": transfer.backend,
+            "transfer_interface": transfer.interface,
+            "transfer_directory": transfer.directory,
+            "push_granularity": transfer.push_granularity,
+            "verify_kv": transfer.verify,
+            "grant_timeout_s": transfer.grant_timeout_s,
+            "landed_timeout_s": transfer.landed_timeout_s,
+            "is_insecure": config.is_insecure,
+        },
+    )

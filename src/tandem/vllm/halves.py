@@ -1,0 +1,301 @@
+"""What vLLM's scheduler decides of hand-offs, without vLLM: grants, pushes, and when blocks may be freed. Pure.
+
+```
+ scheduler side: PrefillHalves, DecodeHalves ── Orders, each step ──▶ worker side of every rank (worker.py)
+                                             ◀── Reports ───────────
+```
+
+vLLM calls a page a block. It frees the blocks of a request when the request finishes, unless the connector holds them; then
+the worker names the request once no transfer uses its blocks.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tandem.wire.errors import ErrorInfo
+from tandem.wire.generation import Room
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Decode's blocks for the tokens `have_tokens` and on of a prompt, and the prefill that may write them."""
+
+    request_id: str
+    room: Room
+    host: str
+    port: int
+    page_ids: Sequence[int]
+    have_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Prefill's blocks that a step completes: the prompt's pages `first_page` on."""
+
+    room: Room
+    page_ids: Sequence[int]
+    first_page: int
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """What decode receives beside the blocks: the answer's first token, and how many prompt tokens were cached."""
+
+    token: int
+    num_cached: int
+
+
+@dataclass(slots=True)
+class Orders:
+    """What the workers do before a step (all but `pushes`) and in it.
+
+    Attributes:
+        computed: Prompts whose blocks were all pushed, in the steps before.
+    """
+
+    expected: list[tuple[str, Room]] = field(default_factory=list)
+    grants: list[Grant] = field(default_factory=list)
+    pushes: list[Pages] = field(default_factory=list)
+    computed: list[tuple[Room, First]] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Reports:
+    """What the workers heard since the last step.
+
+    Attributes:
+        granted: Prompts whose pages decode granted, by the number of ranks that heard so.
+        failed: Hand-offs that failed, and why.
+        handed_off: Prompts that are in decode's memory, by the number of ranks.
+        landed: Prompts that are in our memory, as the first rank heard.
+        moved_bytes: Pushed or received by all ranks.
+    """
+
+    granted: Counter[str] = field(default_factory=Counter)
+    failed: dict[str, ErrorInfo] = field(default_factory=dict)
+    handed_off: Counter[str] = field(default_factory=Counter)
+    landed: dict[str, First] = field(default_factory=dict)
+    moved_bytes: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.granted or self.failed or self.handed_off or self.landed)
+
+    def add(self, other: "Reports") -> None:
+        """Add the reports of another rank."""
+        self.granted += other.granted
+        self.handed_off += other.handed_off
+        self.failed = other.failed | self.failed
+        self.landed = other.landed | self.landed
+        self.moved_bytes += other.moved_bytes
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt at prefill that goes to decode."""
+
+    room: Room
+    num_tokens: int
+    is_granted: bool = False
+    is_told: bool = False
+    is_over: bool = False
+    page_ids: list[int] = field(default_factory=list)
+    num_pushed: int = 0
+    num_cached: int = 0
+
+
+class PrefillHalves:
+    """The prompts of a prefill node.
+
+    Args:
+        page_size: Tokens of a block.
+        num_ranks: Workers that each push a part of every page.
+    """
+
+    def __init__(self, page_size: int, num_ranks: int = 1) -> None:
+        self._page_size, self._num_ranks = page_size, num_ranks
+        self._prompts: dict[str, _Prompt] = {}
+        self._orders = Orders()
+        self._handed_off: Counter[str] = Counter()
+        self._granted: Counter[str] = Counter()
+
+    def begin(self, request_id: str, room: Room, num_tokens: int) -> None:
+        """Take a prompt: its grant is awaited."""
+        self._prompts[request_id] = _Prompt(room, num_tokens)
+        self._orders.expected.append((request_id, room))
+
+    def may_compute(self, request_id: str) -> bool:
+        """Tell whether decode has room for the prompt, or never will, so that the request can end."""
+        prompt = self._prompts.get(request_id)
+        return prompt is None or prompt.is_granted or prompt.is_over
+
+    def computes(
+        self, request_id: str, new_page_ids: Sequence[int], num_before: int, num_new: int
+    ) -> None:
+        """Note what the next step computes of a request.
+
+        Args:
+            new_page_ids: Blocks that came to those of the request since it was last computed.
+            num_before: Tokens computed before the step; at first those that were cached.
+            num_new: Tokens that the step computes.
+        """
+        prompt = self._prompts.get(request_id)
+        if prompt is None or prompt.is_over:
+            return
+        if not prompt.page_ids:
+            prompt.num_cached = num_before
+        prompt.page_ids += new_page_ids
+        end = min(num_before + num_new, prompt.num_tokens)
+        is_whole = end == prompt.num_tokens
+        num_pages = -(-end // self._page_size) if is_whole else end // self._page_size
+        first, prompt.num_pushed = prompt.num_pushed, max(prompt.num_pushed, num_pages)
+        if prompt.num_pushed > first:
+            pages = prompt.page_ids[first : prompt.num_pushed]
+            self._orders.pushes.append(Pages(prompt.room, pages, first))
+
+    def preempted(self, request_id: str) -> None:
+        """Give a hand-off up: vLLM gives the request's blocks to others at once."""
+        prompt = self._prompts.get(request_id)
+        if prompt is not None and not prompt.is_over:
+            self._give_up(request_id, prompt)
+
+    def finished(self, request_id: str, first_token: int | None) -> bool:
+        """Take note of a request's end; tell whether its blocks are held until a worker names it.
+
+        Args:
+            first_token: Of the answer; None if the request was aborted before it had one.
+        """
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is None:
+            return False
+        if first_token is None:
+            if not prompt.is_over:
+                self._give_up(request_id, prompt)
+        elif not prompt.is_over:
+            self._orders.computed.append((prompt.room, First(first_token, prompt.num_cached)))
+        return prompt.is_told
+
+    def heard(self, reports: Reports) -> list[str]:
+        """Take the reports of the workers; return the prompts that decode has now."""
+        self._granted += reports.granted
+        self._handed_off += reports.handed_off
+        for request_id in self._complete(self._granted):
+            if prompt := self._prompts.get(request_id):
+                prompt.is_granted = True
+        for request_id in reports.failed:
+            if prompt := self._prompts.get(request_id):
+                prompt.is_over = True
+        for counts in (self._granted, self._handed_off):
+            for request_id in reports.failed:
+                counts.pop(request_id, None)
+        return self._complete(self._handed_off)
+
+    def take_orders(self) -> Orders:
+        """Return what the workers do next."""
+        orders, self._orders = self._orders, Orders()
+        for request_id, _ in orders.expected:
+            if prompt := self._prompts.get(request_id):
+                prompt.is_told = True
+        return orders
+
+    def _give_up(self, request_id: str, prompt: _Prompt) -> None:
+        prompt.is_over = True
+        if prompt.is_told:
+            self._orders.given_up.append(request_id)
+        else:
+            self._orders.expected.remove((request_id, prompt.room))
+
+    def _complete(self, counts: Counter[str]) -> list[str]:
+        complete = [each for each, count in counts.items() if count >= self._num_ranks]
+        for request_id in complete:
+            del counts[request_id]
+        return complete
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a decode node's prompt comes from."""
+
+    room: Room
+    host: str
+    port: int
+
+
+class DecodeHalves:
+    """The prompts that a decode node awaits. `page_size`: tokens of a block."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._awaited: set[str] = set()  # asked for once; a failed one is not asked for again
+        self._orders = Orders()
+
+    def num_external(self, request_id: str, source: Source | None, num_missing: int) -> int:
+        """Return how many tokens of a prompt come from prefill, if `num_missing` are not cached here."""
+        if source is None or request_id in self._awaited:
+            return 0
+        return max(0, num_missing)
+
+    def allocated(
+        self,
+        request_id: str,
+        source: Source,
+        page_ids: Sequence[int],
+        num_tokens: int,
+        num_external: int,
+    ) -> None:
+        """Grant a request's blocks, of which the first hold the tokens that are cached here.
+
+        Args:
+            num_tokens: Of the prompt.
+            num_external: Of these, how many come from prefill: the last ones.
+        """
+        if not num_external or request_id in self._awaited:
+            return
+        self._awaited.add(request_id)
+        have_tokens = num_tokens - num_external
+        pages = page_ids[have_tokens // self._page_size : -(-num_tokens // self._page_size)]
+        self._orders.grants.append(
+            Grant(request_id, source.room, source.host, source.port, list(pages), have_tokens)
+        )
+
+    def finished(self, request_id: str) -> None:
+        """Take note of a request's end. vLLM holds the blocks itself while a transfer is awaited."""
+        if request_id in self._awaited:
+            self._awaited.remove(request_id)
+            self._orders.given_up.append(request_id)
+
+    def take_orders(self) -> Orders:
+        """Return what the workers do next."""
+        orders, self._orders = self._orders, Orders()
+        return orders
+
+
+def source_of(params: Mapping[str, object] | None) -> Source | None:
+    """Return where a request's prompt comes from, by its `kv_transfer_params`; None if it is computed here."""
+    match params:
+        case {
+            "bootstrap_room": int(room),
+            "bootstrap_host": str(host),
+            "bootstrap_port": int(port),
+        }:
+            return Source(Room(room), host, port)
+        case _:
+            return None
+
+
+def room_of(params: Mapping[str, object] | None) -> Room | None:
+    """Return the room that a prompt goes to, by the request's `kv_transfer_params`; None if it stays."""
+    match params:
+        case {"bootstrap_room": int(room)}:
+            return Room(room)
+        case _:
+            return None
+
+
+def draws_first(params: Mapping[str, object] | None) -> bool:
+    """Tell whether prefill draws the answer's first token, which then ends decode's prompt.
+
+    Otherwise decode computes the prompt's last token again, and draws the first token itself.
+    """
+    return params is not None and params.get("draws_first") is True
