@@ -35,7 +35,7 @@ settings.load_profile("tandem")
 CLUSTERS = ("e2e", "faults", "kubernetes")
 
 # These need system programs; each has its own command (`make help`).
-collect_ignore = ["browser"]
+collect_ignore = ["browser", "with_vllm"]
 
 
 def pytest_itemcollected(item):

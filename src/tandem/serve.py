@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from tandem.frontend.server import listen
 from tandem.node.command import NodeCommand, run
-from tandem.node.flags import read_config
+from tandem.node.flags import read_config, split_argv
 from tandem.processes import Member, shown_url
 from tandem.processes import run as run_processes
 from tandem.wire.command_line import Parser
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     if not sys.stdout.isatty():
         return run(COMMAND, argv)
     parser = COMMAND.build_parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(split_argv(argv)[0])
     try:
         config, _ = read_config(parser, COMMAND.role, argv)
         listen(config.host, config.port).close()  # before the model is loaded
@@ -51,5 +51,5 @@ def main(argv: Sequence[str]) -> int:
         parser.error(error.message)
     url = shown_url(config.http.scheme, config.host, config.port)
     # Its standard output is no terminal.
-    node = Member("node", ["serve", *argv, "--log-format", "console"], url)
+    node = Member("node", ["serve", "--log-format", "console", *argv], url)
     return run_processes("serve", [node], config.drain_timeout_s, is_verbose=args.verbose)

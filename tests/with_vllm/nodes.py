@@ -1,0 +1,204 @@
+"""Clusters of real nodes whose engine is vLLM, and vLLM alone beside them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.kept_port import kept_port
+
+HERE = Path(__file__).parent
+START_S = 240
+# One core for each node, as many threads in vLLM alone: so that both add in the same order.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+def free_port() -> int:
+    with kept_port() as port:
+        return port
+
+
+class Process:
+    """A command, whose log is kept."""
+
+    def __init__(self, log: Path, *command: str) -> None:
+        self.log = log
+        self._file = log.open("a")
+        self._popen = subprocess.Popen(
+            [sys.executable, "-P", "-m", *command],
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | ENVIRONMENT,
+            start_new_session=True,
+        )
+
+    @property
+    def is_running(self) -> bool:
+        return self._popen.poll() is None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and all its children."""
+        os.killpg(self._popen.pid, number)
+
+    def end(self) -> int:
+        """End it as an operator does; return its exit status."""
+        if self.is_running:
+            self._popen.send_signal(signal.SIGTERM)
+        try:
+            return self._popen.wait(60)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        try:
+            self.signal(signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._popen.wait()
+        self._file.close()
+
+
+class Node:
+    """A prefill or decode node."""
+
+    def __init__(self, role: str, directory: Path, model: Path, flags, vllm_flags) -> None:
+        self.role, self.port, self.bootstrap_port = role, free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = directory / f"{role}-{self.port}.log"
+        own = ["--bootstrap-port", str(self.bootstrap_port)] if role == "prefill" else []
+        self._command = [
+            *("tandem", role, "--engine", "vllm", "--model", str(model), "--port", str(self.port)),
+            *("--num-threads", "1", *own, *flags, "--", "--enforce-eager", *vllm_flags),
+        ]
+        self.process: Process | None = None
+
+    def start(self) -> None:
+        self.process = Process(self._log, *self._command)
+
+    def wait_up(self) -> None:
+        deadline = time.monotonic() + START_S
+        while get(f"{self.url}/health")[0] != 200:
+            assert self.process is not None
+            assert self.process.is_running, self._log.read_text()[-3000:]
+            assert time.monotonic() < deadline, self._log.read_text()[-3000:]
+            time.sleep(0.2)
+
+    @property
+    def load(self) -> dict:
+        return get(f"{self.url}/server_info")[1]["load"]
+
+
+class Cluster:
+    """Nodes and a router. Everything ends with the block."""
+
+    def __init__(
+        self, directory: Path, model: Path, prefills=1, decodes=1, flags=(), vllm_flags=()
+    ) -> None:
+        roles = ["prefill"] * prefills + ["decode"] * decodes
+        self.nodes = [Node(role, directory, model, flags, vllm_flags) for role in roles]
+        self.prefills, self.decodes = self.nodes[:prefills], self.nodes[prefills:]
+        self.url = f"http://127.0.0.1:{free_port()}"
+        words = ["tandem", "lb", "--port", self.url.rpartition(":")[2]]
+        for node in self.prefills:
+            words += ["--prefill", node.url, str(node.bootstrap_port)]
+        for node in self.decodes:
+            words += ["--decode", node.url]
+        # Every prompt takes the whole path.
+        self._router = [*words, "--local-prefill-threshold", "0"]
+        self._directory = directory
+        self.router: Process | None = None
+
+    def __enter__(self):
+        for node in self.nodes:
+            node.start()
+        self.router = Process(self._directory / "router.log", *self._router)
+        try:
+            self.wait_up()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        for process in [self.router, *(node.process for node in self.nodes)]:
+            if process is not None:
+                process.kill()
+
+    def wait_up(self) -> None:
+        """Wait until every node serves and the router knows it."""
+        for node in self.nodes:
+            node.wait_up()
+        deadline = time.monotonic() + 60
+        wanted = {"prefill": len(self.prefills), "decode": len(self.decodes)}
+        while True:
+            status, body = get(f"{self.url}/nodes")
+            up = [each["role"] for each in body["nodes"] if each["state"] == "up"] if status == 200 else []
+            if {role: up.count(role) for role in wanted} == wanted:
+                return
+            assert time.monotonic() < deadline, body
+            time.sleep(0.2)
+
+    def generate(self, prompt_ids, **sampling):
+        """Return the token ids of an answer, or its error."""
+        params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 24} | sampling
+        status, body = post(
+            f"{self.url}/generate", {"input_ids": prompt_ids, "sampling_params": params}
+        )
+        assert status == 200, body
+        return body["output_ids"]
+
+    def generate_all(self, prompts, num_at_once=16, **sampling):
+        with ThreadPoolExecutor(num_at_once) as pool:
+            return list(pool.map(lambda ids: self.generate(ids, **sampling), prompts))
+
+    def wait_free(self) -> None:
+        """Wait until every block of every node is free; 2 s at most."""
+        deadline = time.monotonic() + 2
+        while any(node.load["pages_free"] < node.load["num_pages"] for node in self.nodes):
+            assert time.monotonic() < deadline, [node.load for node in self.nodes]
+            time.sleep(0.05)
+
+
+def get(url: str):
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            data = answer.read()
+            return answer.status, json.loads(data) if data else None
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+    except OSError:
+        return 0, None
+
+
+def post(url: str, body, timeout_s: float = 240):
+    data = json.dumps(body).encode()
+    wanted = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(wanted, timeout=timeout_s) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def alone(model: Path, asked: list, directory: Path, *vllm_flags: str) -> list:
+    """Return the answers of vLLM in one process to lists of token ids, asked one after the other.
+
+    Args:
+        asked: (prompt ids, sampling parameters in vLLM's words) of each.
+    """
+    question, answer = directory / "asked.json", directory / "answered.json"
+    question.write_text(json.dumps(asked))
+    subprocess.run(
+        [sys.executable, str(HERE / "alone.py"), str(model), str(question), str(answer), *vllm_flags],
+        check=True,
+        env=os.environ | ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    return json.loads(answer.read_text())

@@ -1,0 +1,43 @@
+"""What comes out of prefill and decode apart is what vLLM in one process answers, token for token."""
+
+import pytest
+
+from tests.with_vllm.models import embedded, prompts, tiny
+from tests.with_vllm.nodes import Cluster, alone
+
+
+def check(cluster: Cluster, asked: list, expected: list, *, is_exact_at_once: bool) -> None:
+    cold = [cluster.generate(ids) for ids in asked]
+    assert cold == expected[: len(asked)]
+    warm = [cluster.generate(ids) for ids in asked]
+    assert warm == expected[len(asked) :]
+    at_once = cluster.generate_all(asked)
+    if is_exact_at_once:
+        assert at_once == expected[: len(asked)]
+    assert all(len(answer) == 24 for answer in at_once)
+    cluster.wait_free()
+    assert all(node.load["pushed_bytes"] for node in cluster.prefills)
+    assert all(node.load["received_bytes"] for node in cluster.decodes)
+
+
+# In bfloat16 the answers of vLLM alone depend on what else is in the batch.
+@pytest.mark.parametrize(("dtype", "transport"), [("float32", "shm"), ("bfloat16", "tcp")])
+def test_the_embedded_model_answers_apart_as_vllm_alone(tmp_path, cache, dtype, transport):
+    model = embedded(cache)
+    asked = prompts(40_000, block=128, longest=1500)
+    flags = ("--max-num-batched-tokens", "512", "--max-model-len", "2048")
+    expected = alone(model, [(ids, {}) for ids in asked * 2], tmp_path, "--dtype", dtype, *flags)
+    own = ("--dtype", dtype, "--transfer-backend", transport)
+    with Cluster(tmp_path, model, flags=own, vllm_flags=flags) as cluster:
+        check(cluster, asked, expected, is_exact_at_once=dtype == "float32")
+
+
+@pytest.mark.parametrize("kind", ["experts", "sliding window"])
+def test_models_of_other_architectures_answer_apart_as_vllm_alone(tmp_path, kind):
+    model = tiny(kind, tmp_path / "model")
+    asked = prompts(320, block=32, longest=300)
+    flags = ("--block-size", "32", "--skip-tokenizer-init", "--max-num-batched-tokens", "128")
+    flags += ("--max-num-seqs", "64")
+    expected = alone(model, [(ids, {}) for ids in asked * 2], tmp_path, "--dtype", "float32", *flags)
+    with Cluster(tmp_path, model, flags=("--dtype", "float32"), vllm_flags=flags) as cluster:
+        check(cluster, asked, expected, is_exact_at_once=True)

@@ -1,0 +1,124 @@
+"""Parameters of requests reach vLLM, and bad ones are refused."""
+
+import pytest
+
+from tests.with_vllm.models import embedded
+from tests.with_vllm.nodes import Cluster, alone, post
+
+PROMPT = list(range(1000, 1150))
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+# Our words, and vLLM's.
+CASES = {
+    "one token": ({"max_new_tokens": 1}, {"max_tokens": 1}),
+    "two tokens": ({"max_new_tokens": 2}, {"max_tokens": 2}),
+    "bias": ({"logit_bias": {"500": 50.0}}, {"logit_bias": {500: 50.0}}),
+    "repetition": ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+    "presence": ({"presence_penalty": 1.5}, {"presence_penalty": 1.5}),
+    "frequency": ({"frequency_penalty": 1.5}, {"frequency_penalty": 1.5}),
+    "end of sequence": ({"ignore_eos": False}, {"ignore_eos": False}),
+    "least": (
+        {"ignore_eos": False, "logit_bias": {"2": 100.0}, "min_new_tokens": 5},
+        {"ignore_eos": False, "logit_bias": {2: 100.0}, "min_tokens": 5},
+    ),
+    "stop": (
+        {"logit_bias": {"500": 100.0}, "stop_token_ids": [500]},
+        {"logit_bias": {500: 100.0}, "stop_token_ids": [500]},
+    ),
+    "schema": (
+        {"json_schema": SCHEMA, "ignore_eos": False},
+        {"structured_outputs": {"json": SCHEMA}, "ignore_eos": False},
+    ),
+    "regex": (
+        {"regex": "(ab|cd){3}", "ignore_eos": False},
+        {"structured_outputs": {"regex": "(ab|cd){3}"}, "ignore_eos": False},
+    ),
+}
+FLAGS = ("--max-model-len", "512")
+
+
+@pytest.fixture(scope="module")
+def model(cache):
+    return embedded(cache)
+
+
+@pytest.fixture(scope="module")
+def cluster(model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("cluster")
+    with Cluster(directory, model, flags=("--dtype", "float32"), vllm_flags=FLAGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(model, tmp_path_factory):
+    questions = [(PROMPT, theirs) for _, theirs in CASES.values()]
+    directory = tmp_path_factory.mktemp("alone")
+    answers = alone(model, questions, directory, "--dtype", "float32", *FLAGS)
+    return dict(zip(CASES, answers, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_parameter_has_the_effect_that_it_has_in_vllm(cluster, expected, case):
+    ours, _ = CASES[case]
+    tokens = cluster.generate(PROMPT, **ours)
+    wanted = expected[case]
+    # A token that ends the answer is not among ours.
+    assert tokens in (wanted, wanted[:-1] if wanted[-1] in (2, 500) else wanted)
+    assert tokens or case == "stop"
+
+
+def test_log_probabilities_are_those_of_vllm(cluster):
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+    }
+    apart = post(f"{cluster.url}/generate", body)[1]["meta_info"]
+    prompt, answer = apart["input_token_logprobs"], apart["output_token_logprobs"]
+    assert [len(prompt), len(answer)] == [len(PROMPT), 4]
+    assert [entry[1] for entry in prompt] == PROMPT
+    assert prompt[0][0] is None
+    assert all(entry[0] < 0 for entry in prompt[1:] + answer)
+    tops = apart["output_top_logprobs"]
+    # Greedily, the chosen token is the likeliest.
+    assert [top[0][:2] for top in tops] == [entry[:2] for entry in answer]
+
+
+def test_several_choices_share_a_prompt(cluster):
+    body = {"prompt": PROMPT, "n": 3, "max_tokens": 8, "temperature": 0}
+    status, answer = post(f"{cluster.url}/v1/completions", body)
+    assert status == 200
+    assert len({choice["text"] for choice in answer["choices"]}) == 1
+    assert len(answer["choices"]) == 3
+
+
+def test_a_stop_string_ends_the_answer(cluster):
+    body = {"text": "1 2 3 4 5 6 7 8", "sampling_params": {"temperature": 0, "stop": ["12"]}}
+    status, answer = post(f"{cluster.url}/generate", body)
+    assert status == 200
+    assert "12" not in answer["text"]
+    assert answer["meta_info"]["finish_reason"]["matched"] == "12"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"input_ids": [1] * 600}, "512"),
+        ({"input_ids": [1], "sampling_params": {"json_schema": '{"type": "nothing"}'}}, ""),
+        ({"input_ids": [1], "sampling_params": {"regex": "(("}}, ""),
+        ({"input_ids": [1 << 20]}, "ids"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_400(cluster, body, words):
+    status, answer = post(f"{cluster.url}/generate", body)
+    assert status == 400, answer
+    assert words in answer["error"]["message"]
+    cluster.wait_free()
+
+
+def test_a_client_does_not_name_the_other_half(cluster):
+    for name, value in (("kv_transfer_params", {"bootstrap_room": 1}), ("bootstrap_room", 5)):
+        body = {"prompt": "a", "max_tokens": 2, name: value}
+        status, _ = post(f"{cluster.url}/v1/completions", body)
+        assert status == 400
