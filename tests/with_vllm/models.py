@@ -49,5 +49,3 @@ def prompts(vocab_size: int, block: int, longest: int) -> list[list[int]]:
     lengths = [1, 2, block + 7, 2 * block + 40, longest // 3, longest - 1]
     own = [[rng.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
     return [*shared, *own, shared[0] + own[2][:50], shared[1] + own[3][:50]]
-
-

@@ -1,5 +1,6 @@
 """Clusters of real nodes whose engine is vLLM, and vLLM alone beside them."""
 
+import contextlib
 import json
 import os
 import signal
@@ -56,10 +57,8 @@ class Process:
             self.kill()
 
     def kill(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._popen.wait()
         self._file.close()
 
@@ -138,7 +137,11 @@ class Cluster:
         wanted = {"prefill": len(self.prefills), "decode": len(self.decodes)}
         while True:
             status, body = get(f"{self.url}/nodes")
-            up = [each["role"] for each in body["nodes"] if each["state"] == "up"] if status == 200 else []
+            up = (
+                [each["role"] for each in body["nodes"] if each["state"] == "up"]
+                if status == 200
+                else []
+            )
             if {role: up.count(role) for role in wanted} == wanted:
                 return
             assert time.monotonic() < deadline, body
@@ -195,7 +198,14 @@ def alone(model: Path, asked: list, directory: Path, *vllm_flags: str) -> list:
     question, answer = directory / "asked.json", directory / "answered.json"
     question.write_text(json.dumps(asked))
     subprocess.run(
-        [sys.executable, str(HERE / "alone.py"), str(model), str(question), str(answer), *vllm_flags],
+        [
+            sys.executable,
+            str(HERE / "alone.py"),
+            str(model),
+            str(question),
+            str(answer),
+            *vllm_flags,
+        ],
         check=True,
         env=os.environ | ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR"},
         stdout=subprocess.DEVNULL,

@@ -48,7 +48,6 @@ def _whole(cluster):
         if not node.process.is_running:
             node.start()
     cluster.wait_up()
-    yield
 
 
 def answers(cluster, prompts) -> list:

@@ -38,6 +38,8 @@ def test_models_of_other_architectures_answer_apart_as_vllm_alone(tmp_path, kind
     asked = prompts(320, block=32, longest=300)
     flags = ("--block-size", "32", "--skip-tokenizer-init", "--max-num-batched-tokens", "128")
     flags += ("--max-num-seqs", "64")
-    expected = alone(model, [(ids, {}) for ids in asked * 2], tmp_path, "--dtype", "float32", *flags)
+    expected = alone(
+        model, [(ids, {}) for ids in asked * 2], tmp_path, "--dtype", "float32", *flags
+    )
     with Cluster(tmp_path, model, flags=("--dtype", "float32"), vllm_flags=flags) as cluster:
         check(cluster, asked, expected, is_exact_at_once=True)

@@ -11,6 +11,7 @@ decode also `bootstrap_host` and `bootstrap_port` of the prefill.
 
 import hashlib
 import json
+import secrets
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -41,7 +42,7 @@ from tandem.vllm.halves import (
 )
 from tandem.vllm.versions import check_version
 from tandem.vllm.worker import HandOffConfig, WorkerHalf, make_worker
-from tandem.wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid, EngineFailed
 
 # With only transfers to wait for, vLLM steps without a pause, and would leave no time to the threads that move bytes.
 IDLE_WAIT_S = 0.002
@@ -89,6 +90,12 @@ class TandemConnector(KVConnectorBase_V1):
                 "--pipeline-parallel-size: blocks are handed off whole, so every rank must hold all layers: leave it out, "
                 "and give --tensor-parallel-size"
             )
+        if len(kv_cache_config.kv_cache_groups) > 1:
+            raise ConfigInvalid(
+                "this model keeps several kinds of state, such as those of Mamba layers, and only KV of one kind can be "
+                "handed off: use another model, or vLLM's own connectors",
+                topic="vllm",
+            )
         self._num_ranks = parallel.tensor_parallel_size
         self._is_prefill = self._config.role == "prefill"
         self.worker: WorkerHalf | None = None
@@ -108,8 +115,11 @@ class TandemConnector(KVConnectorBase_V1):
         if self._is_prefill and room is not None:
             self._prefill.begin(request.request_id, room, request.num_prompt_tokens)
         elif room is not None and draws_first(request.kv_transfer_params):
-            # A prompt that is cached here to its end would be asked of nobody, and its first token neither.
-            del request.block_hashes[(_num_prompt(request) - 1) // self._page_size :]
+            # A prompt that is cached here to its end would be asked of nobody, and its first token neither: its last
+            # block must not be found. A request has as many hashes as whole blocks.
+            last = (_num_prompt(request) - 1) // self._page_size
+            if last < len(request.block_hashes):
+                request.block_hashes[last] = secrets.token_bytes(len(request.block_hashes[last]))
 
     @override
     def get_num_new_matched_tokens(
@@ -140,7 +150,9 @@ class TandemConnector(KVConnectorBase_V1):
         if not self._is_prefill:
             return StepOrders(self._decode.take_orders())
         for request_id in scheduler_output.preempted_req_ids or ():
-            self._prefill.preempted(request_id)
+            if self._prefill.preempted(request_id):
+                error = EngineFailed("vLLM needed the blocks of this prompt for others")
+                self._news.failed[request_id] = error.info()
         num_new = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
             self._prefill.computes(
@@ -248,8 +260,11 @@ class TandemConnector(KVConnectorBase_V1):
 
 
 def _num_prompt(request: Any) -> int:
-    """Return the prompt tokens of a decode's request, without the place of the answer's first token."""
-    return int(request.num_prompt_tokens) - draws_first(request.kv_transfer_params)
+    """Return how many prompt tokens of a decode's request may come from prefill.
+
+    vLLM computes the last one: that is the place of the answer's first token, if prefill draws it.
+    """
+    return int(request.num_prompt_tokens) - 1
 
 
 def _put_first(request: Any, token: int) -> None:

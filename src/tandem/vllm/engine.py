@@ -2,13 +2,14 @@
 
 from typing import TYPE_CHECKING
 
+from tandem.engine.errors import DeviceLost
 from tandem.node.answers import Answers
 from tandem.node.config import NodeConfig
 from tandem.node.engine_host import Parent, host
 from tandem.node.engine_process import Ready
 from tandem.node.loop import EngineLoop
 from tandem.node.metrics import Measures
-from tandem.node.process import end_process
+from tandem.node.process import StepWatch, end_process, end_process_after
 from tandem.telemetry import log as logs
 from tandem.vllm.role import VllmRole
 from tandem.vllm.versions import check_version
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from tandem.vllm.generator import VllmGenerator
 
 log = logs.get_logger(__name__)
+
+# Time to release resources after vLLM failed: some of them may wait for it.
+GRACE_S = 2.0
 
 
 class VllmProcess:
@@ -53,14 +57,16 @@ class VllmProcess:
             max_running=generator.max_running,
             max_waiting=config.engine.max_waiting_requests,
         )
+        watch = StepWatch(config.step_timeout_s, generator.steps)
         loop = EngineLoop(
             role,
             inbox,
             answers,
             waker,
             heartbeat=config.heartbeat,
-            measures=Measures(transfers=generator.transfer_times),
+            measures=Measures(generator.steps, generator.transfer_times),
             on_drained=self._parent.report_drained,
+            turned=watch.turned,
         )
         self._parent.follow(loop)
         self._parent.report(
@@ -74,7 +80,12 @@ class VllmProcess:
         )
         try:
             loop.run()
+        except DeviceLost as lost:
+            log.exception("engine.lost", reason=str(lost), effect="the node ends")
+            end_process_after(GRACE_S)
+            return 1
         finally:
+            watch.stop()
             inbox.close()
         return 0
 

@@ -1,6 +1,7 @@
 """vLLM's EngineCore in this process: its scheduler steps when the node's loop asks it to."""
 
 import shlex
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.executor import Executor
 
+from tandem.engine.errors import DeviceLost
+from tandem.engine.step import StepCounts
 from tandem.kvtransfer.events import ReceiverTimes, SenderTimes
 from tandem.kvtransfer.receiver import DecodeAgent
 from tandem.kvtransfer.sender import PrefillAgent
@@ -34,12 +37,15 @@ class VllmGenerator:
     Args:
         config: The node. What stands behind `--` goes to vLLM as to `vllm serve`, and wins.
 
+    Attributes:
+        steps: Counts the steps that computed something, and their time.
+
     Raises:
         ConfigInvalid: vLLM refuses the settings; the message says what to do.
     """
 
     def __init__(self, config: NodeConfig) -> None:
-        self._config = config
+        self._config, self.steps = config, StepCounts()
         self._vllm_config = vllm_config = _vllm_config(config)
         self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
         self._inputs = InputProcessor(vllm_config, renderer_from_config(vllm_config))
@@ -130,9 +136,20 @@ class VllmGenerator:
         self._core.abort_requests([request_id])
 
     def step(self) -> list[Output]:
-        """Run one step."""
-        outputs, is_executed = self._core.step_fn()
-        self._core.post_step(is_executed)
+        """Run one step.
+
+        Raises:
+            DeviceLost: vLLM failed. What its scheduler knows of the requests is not to be trusted any more.
+        """
+        began_s = time.perf_counter()
+        try:
+            outputs, is_executed = self._core.step_fn()
+            self._core.post_step(is_executed)
+        except Exception as error:
+            raise DeviceLost(f"vLLM failed: {error!r}") from error
+        if is_executed:
+            self.steps.num_collected += 1
+            self.steps.device_seconds.observe(time.perf_counter() - began_s)
         return [output_of(each) for told in (outputs or {}).values() for each in told.outputs]
 
     def take_transfers(self) -> Reports:
@@ -176,7 +193,7 @@ def _vllm_config(config: NodeConfig) -> VllmConfig:
         given = EngineArgs.from_cli_args(args)
         if config.role != "colocated":
             given.kv_transfer_config = _transfer(config)
-        return given.create_engine_config()
+        made = given.create_engine_config()
     except SystemExit as error:
         raise ConfigInvalid(
             f"vLLM does not accept {shlex.join(config.vllm_args)}", topic="vllm"
@@ -184,6 +201,12 @@ def _vllm_config(config: NodeConfig) -> VllmConfig:
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         words = " ".join(str(error).split())
         raise ConfigInvalid(f"vLLM refuses these settings: {words}", topic="vllm") from error
+    if made.parallel_config.data_parallel_size > 1:
+        raise ConfigInvalid(
+            "--data-parallel-size: a node is one engine: leave it out, and start more nodes",
+            topic="vllm",
+        )
+    return made
 
 
 def _own_flags(config: NodeConfig) -> Sequence[str]:

@@ -16,10 +16,16 @@ from dataclasses import dataclass, field
 from tandem.wire.errors import ErrorInfo
 from tandem.wire.generation import Room
 
+# vLLM's number of a block that no request may use.
+NO_BLOCK = 0
+
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Decode's blocks for the tokens `have_tokens` and on of a prompt, and the prefill that may write them."""
+    """Decode's blocks for the tokens `have_tokens` and on of a prompt, and the prefill that may write them.
+
+    `request_id` is empty if there are none, and no request waits for them: prefill need not wait then either.
+    """
 
     request_id: str
     room: Room
@@ -154,11 +160,13 @@ class PrefillHalves:
             pages = prompt.page_ids[first : prompt.num_pushed]
             self._orders.pushes.append(Pages(prompt.room, pages, first))
 
-    def preempted(self, request_id: str) -> None:
-        """Give a hand-off up: vLLM gives the request's blocks to others at once."""
+    def preempted(self, request_id: str) -> bool:
+        """Give a hand-off up, if there is one: vLLM gives the request's blocks to others at once."""
         prompt = self._prompts.get(request_id)
-        if prompt is not None and not prompt.is_over:
-            self._give_up(request_id, prompt)
+        if prompt is None or prompt.is_over:
+            return False
+        self._give_up(request_id, prompt)
+        return True
 
     def finished(self, request_id: str, first_token: int | None) -> bool:
         """Take note of a request's end; tell whether its blocks are held until a worker names it.
@@ -232,9 +240,7 @@ class DecodeHalves:
 
     def num_external(self, request_id: str, source: Source | None, num_missing: int) -> int:
         """Return how many tokens of a prompt come from prefill, if `num_missing` are not cached here."""
-        if source is None or request_id in self._awaited:
-            return 0
-        return max(0, num_missing)
+        return 0 if source is None or request_id in self._awaited else num_missing
 
     def allocated(
         self,
@@ -247,16 +253,20 @@ class DecodeHalves:
         """Grant a request's blocks, of which the first hold the tokens that are cached here.
 
         Args:
-            num_tokens: Of the prompt.
-            num_external: Of these, how many come from prefill: the last ones.
+            num_tokens: Of the prompt, as many as may come from prefill.
+            num_external: Of these, how many do: the last ones.
         """
-        if not num_external or request_id in self._awaited:
+        if request_id in self._awaited:
             return
         self._awaited.add(request_id)
-        have_tokens = num_tokens - num_external
-        pages = page_ids[have_tokens // self._page_size : -(-num_tokens // self._page_size)]
+        first = (num_tokens - num_external) // self._page_size
+        pages = list(page_ids[first : -(-num_tokens // self._page_size)]) if num_external else []
+        # With sliding windows the first tokens have no block of their own, and need none.
+        num_without = next((i for i, page in enumerate(pages) if page != NO_BLOCK), len(pages))
+        pages, have_tokens = pages[num_without:], (first + num_without) * self._page_size
+        asked = request_id if num_external else ""
         self._orders.grants.append(
-            Grant(request_id, source.room, source.host, source.port, list(pages), have_tokens)
+            Grant(asked, source.room, source.host, source.port, pages, have_tokens)
         )
 
     def finished(self, request_id: str) -> None:

@@ -243,8 +243,9 @@ class DecodeWorker(WorkerHalf):
     @override
     def follow(self, orders: Orders) -> None:
         for each in orders.grants:
-            self._ids[each.room] = each.request_id
-            self._rooms[each.request_id] = each.room, len(each.page_ids)
+            if each.request_id:
+                self._ids[each.room] = each.request_id
+                self._rooms[each.request_id] = each.room, len(each.page_ids)
             self.agent.request(each.room, each.host, each.port, each.page_ids, each.have_tokens)
         for request_id in orders.given_up:
             if (found := self._rooms.get(request_id)) is not None:
@@ -255,7 +256,8 @@ class DecodeWorker(WorkerHalf):
         self._wait(wait_s)
         results = Results()
         for event in self.agent.events():
-            request_id = self._ids[event.room]
+            if (request_id := self._ids.get(event.room)) is None:
+                continue
             if isinstance(event, Lost | Failed):
                 self._reports.failed[request_id] = event.error.info()
             if isinstance(event, Lost):

@@ -99,8 +99,9 @@ def test_a_preempted_prompt_is_given_up_and_pushes_no_more():
     halves = begun()
     halves.computes("a", [1, 2], 0, 8)
     assert halves.take_orders().pushes == [Pages(ROOM, [1, 2], 0)]
-    halves.preempted("a")
+    assert halves.preempted("a")
     assert halves.take_orders().given_up == ["a"]
+    assert not halves.preempted("a")
     halves.computes("a", [4, 5, 6], 0, 10)
     assert halves.finished("a", 5)  # held until the workers know that nothing reads its blocks
     orders = halves.take_orders()
@@ -151,6 +152,19 @@ def test_the_blocks_of_what_is_not_cached_are_granted():
     assert halves.num_external("a", SOURCE, 6) == 6
     halves.allocated("a", SOURCE, [10, 11, 12, 13], 10, 6)
     assert halves.take_orders().grants == [Grant("a", ROOM, "127.0.0.1", 8998, [11, 12], 4)]
+
+
+def test_blocks_outside_a_sliding_window_are_not_granted():
+    halves = DecodeHalves(PAGE)
+    halves.allocated("a", SOURCE, [0, 0, 12, 13], 15, 15)
+    assert halves.take_orders().grants == [Grant("a", ROOM, "127.0.0.1", 8998, [12, 13], 8)]
+
+
+def test_a_prompt_that_is_cached_here_releases_its_prefill_with_an_empty_grant():
+    halves = DecodeHalves(PAGE)
+    assert halves.num_external("a", SOURCE, 0) == 0
+    halves.allocated("a", SOURCE, [10, 11, 12], 8, 0)
+    assert halves.take_orders().grants == [Grant("", ROOM, "127.0.0.1", 8998, [], 8)]
 
 
 def test_a_prompt_whose_load_failed_is_not_asked_for_again():
