@@ -174,7 +174,7 @@ class CustomTool(Body):
     def for_chat(self) -> dict[str, Any]:
         """Return the tool as OpenAI writes it."""
         about = {"description": self.description} if self.description else {}
-        function = {"name": self.name, **about, "parameters": self.input_schema}
+        function: dict[str, Any] = {"name": self.name, **about, "parameters": self.input_schema}
         if self.strict:
             function["strict"] = True
         return {"type": "function", "function": function}
