@@ -85,14 +85,21 @@ TOOL_FORMATS: Mapping[str, Format] = {
     # The name belongs to the region, for it streams from there: openings only look ahead to it.
     "qwen3_coder": _tagged(
         r"(?P<name>[^<>]{1,256})>",
-        Tags(re.compile(r"<parameter=(?P<key>[^>]+)>"), "</parameter>", is_trimmed=True),
+        Tags(
+            re.compile(r"<parameter=(?=[^>])"),
+            re.compile(r"(?P<key>[^>]+)>"),
+            "</parameter>",
+            is_trimmed=True,
+        ),
         open_pattern=r"<tool_call>\s*<function=(?=[^<>]{1,256}>)",
         close_pattern=r"</function>\s*</tool_call>",
     ),
     "glm45": _tagged(
         r"(?P<name>[^\s<]{1,256})(?=[\s<])",
         Tags(
-            re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>", re.DOTALL), "</arg_value>"
+            re.compile("<arg_key>"),
+            re.compile(r"(?P<key>.*?)</arg_key>\s*<arg_value>", re.DOTALL),
+            "</arg_value>",
         ),
         open_pattern=r"<tool_call>\s*(?=[^\s<])",
         close="</tool_call>",

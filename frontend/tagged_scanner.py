@@ -23,11 +23,14 @@ class Tags:
     """The tags around an argument.
 
     Attributes:
-        opening: What stands before the value, with the group `key`.
+        start: What an argument begins with.
+        key: What follows up to the value, with the group `key`. If it does not match behind one start, it matches
+            behind no later one: trying all of them would take quadratic time.
         is_trimmed: Whether a line break at each end belongs to the tags.
     """
 
-    opening: re.Pattern[str]
+    start: re.Pattern[str]
+    key: re.Pattern[str]
     closing: str
     is_trimmed: bool = False
 
@@ -90,9 +93,11 @@ class TaggedScanner:
         """Read up to the next tag. Return whether there may be more."""
         if self._value is not None:
             return self._read_value(pieces, self._value)
-        if (found := self._tags.opening.search(self._text)) is None:
+        if (start := self._tags.start.search(self._text)) is None:
             return False
-        self._others.append(self._text[: found.start()])
+        if (found := self._tags.key.match(self._text, start.end())) is None:
+            return False
+        self._others.append(self._text[: start.start()])
         self._text = self._text[found.end() :]
         self._cast = self._cast_of(self._name, found["key"])
         self._value, self._is_first = [], self._tags.is_trimmed
