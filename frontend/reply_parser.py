@@ -281,16 +281,16 @@ def _is_text(tool: Mapping[str, Any], name: str, key: str) -> bool:
     return not is_union and schema.get("type") in (None, "string")
 
 
-def _cast(tools: Sequence[Mapping[str, Any]], name: str, key: str, text: str) -> object:
+def _cast(tools: Sequence[Mapping[str, Any]], name: str, key: str, text: str) -> str:
     from transformers.utils.chat_parsing import parse_response
 
     call = json.dumps({"function": {"name": name, "arguments": {key: text}}})
     template = {"fields": {"call": {"content": "json"}}, "start_anchor": "\0"}
     try:
         read = parse_response(call, template, prefix="", tools=list(tools))
+        return json.dumps(read["call"]["function"]["arguments"][key], ensure_ascii=False)
     except RecursionError:  # nested without end
-        return text
-    return read["call"]["function"]["arguments"][key]
+        return json.dumps(text, ensure_ascii=False)
 
 
 def _calls(text: str, head: re.Pattern[str] | None) -> list[Call]:

@@ -35,8 +35,8 @@ class Tags:
     is_trimmed: bool = False
 
 
-# From a raw value to the value of its type.
-Cast = Callable[[str], object]
+# From a raw value to the JSON of its type.
+Cast = Callable[[str], str]
 
 
 class TaggedScanner:
@@ -102,7 +102,7 @@ class TaggedScanner:
         self._cast = self._cast_of(self._name, found["key"])
         self._value, self._is_first = [], self._tags.is_trimmed
         quote = '"' if self._cast is None else ""
-        pieces.append(f"{self._separator}{_json(found['key'])}: {quote}")
+        pieces.append(f'{self._separator}"{_escaped(found["key"])}": {quote}')
         self._separator = ", "
         return True
 
@@ -124,7 +124,7 @@ class TaggedScanner:
         else:
             value.append(chunk)
             if mark:
-                pieces.append(_json(self._cast("".join(value))))
+                pieces.append(self._cast("".join(value)))
         if mark:
             self._value = None
         return bool(mark)
@@ -136,9 +136,5 @@ def _overlap(text: str, mark: str) -> int:
     return next(num for num in range(longest, -1, -1) if text.endswith(mark[:num]))
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 def _escaped(text: str) -> str:
-    return _json(text)[1:-1]
+    return json.dumps(text, ensure_ascii=False)[1:-1]
