@@ -174,7 +174,9 @@ class CustomTool(Body):
     def for_chat(self) -> dict[str, Any]:
         """Return the tool as OpenAI writes it."""
         about = {"description": self.description} if self.description else {}
-        function = {"name": self.name, **about, "parameters": self.input_schema}
+        function: dict[str, Any] = {"name": self.name, **about, "parameters": self.input_schema}
+        if self.strict:
+            function["strict"] = True
         return {"type": "function", "function": function}
 
 
@@ -282,11 +284,6 @@ def _chat(body: CountBody, model: ServedModel, options: FrontendOptions) -> dict
     tools, choice, output = body.tools, body.tool_choice, body.output_config
     if choice.is_forced and not tools:
         raise InvalidRequest(f"tool_choice: {choice.type!r} needs tools to choose from")
-    if choice.type == "auto" and any(tool.strict for tool in tools):
-        raise InvalidRequest(
-            "tools: strict is not supported where the model chooses; leave it out, or force a call "
-            "by tool_choice"
-        )
     own = {"model", "rid", *_SAMPLING, *GenerationBody.model_fields}
     chat = body.model_dump(include=own, exclude_unset=True, exclude_none=True) | {
         "messages": list(_turns(body)),

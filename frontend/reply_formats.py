@@ -1,8 +1,7 @@
 """How models write their tool calls and their thoughts, as data, by well-known names.
 
 A format is the fields of a response template for transformers' `ResponseParser`: what opens a region and
-what closes it. transformers also reads names in openings and arguments in tags, and casts them by the
-tool's schema. `frontend/reply_parser.py` reads JSON.
+what closes it. `frontend/reply_parser.py` reads the calls in it.
 
 A name has at most 256 characters, which bounds the text held back for it.
 """
@@ -12,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tandem.frontend.tagged_scanner import Tags
+
 Fields = Mapping[str, Mapping[str, Any]]
 
 # DeepSeek's marks have wide bars, and blocks for blanks.
 _MARKS = ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "sep", "call\u2581end")
 _FIRST, _LAST, _BEGIN, _SEP, _END = (f"<\uff5ctool\u2581{name}\uff5c>" for name in _MARKS)
-
-_NAMED = {"function": {"name": "{name}", "arguments": "{content}"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +28,7 @@ class Format:
         fields: Fields of a response template. `content`, if not among them, is all other text.
         opening: The text that opens the model's thoughts. A prompt may end with it.
         head: What stands before a call's arguments, with its name, where a call is a name and its arguments alone.
+        tags: The tags around each argument, where arguments are no JSON.
         lost: The part of a call's opening that belongs to the call.
         call: The mark that begins a call, and what stands before the name, before and after the arguments; where a
             grammar can hold calls to their schemas.
@@ -39,6 +39,7 @@ class Format:
     fields: Fields = field(default_factory=dict)
     opening: str = ""
     head: re.Pattern[str] | None = None
+    tags: Tags | None = None
     lost: str = ""
     call: tuple[str, str, str, str] | None = None
     has_numbered_calls: bool = False
@@ -58,9 +59,8 @@ def _listed(last: str, head: str, **region: Any) -> Format:
     return Format({**_tools(**region).fields, **fields}, head=re.compile(head))
 
 
-def _tagged(pattern: str, **region: Any) -> Format:
-    arguments = {"content": "xml-inline", "content_args": {"tag_pattern": pattern}}
-    return _tools(**region, **arguments, transform=_NAMED)
+def _tagged(head: str, tags: Tags, **region: Any) -> Format:
+    return replace(_tools(**region), head=re.compile(head), tags=tags)
 
 
 def _thoughts(opening: str, closing: str) -> Format:
@@ -82,14 +82,26 @@ TOOL_FORMATS: Mapping[str, Format] = {
         _tools(open="<tool_call>", close="</tool_call>"),
         call=("<tool_call>", '\n{"name": ', ', "arguments": ', "}\n</tool_call>"),
     ),
+    # The name belongs to the region, for it streams from there: openings only look ahead to it.
     "qwen3_coder": _tagged(
-        r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>",
-        open_pattern=r"<tool_call>\s*<function=(?P<name>[^>]{1,256})>",
+        r"(?P<name>[^<>]{1,256})>",
+        Tags(
+            re.compile(r"<parameter=(?=[^>])"),
+            re.compile(r"(?P<key>[^>]+)>"),
+            "</parameter>",
+            is_trimmed=True,
+        ),
+        open_pattern=r"<tool_call>\s*<function=(?=[^<>]{1,256}>)",
         close_pattern=r"</function>\s*</tool_call>",
     ),
     "glm45": _tagged(
-        r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
-        open_pattern=r"<tool_call>\s*(?P<name>[^\s<]{1,256})",
+        r"(?P<name>[^\s<]{1,256})(?=[\s<])",
+        Tags(
+            re.compile("<arg_key>"),
+            re.compile(r"(?P<key>.*?)</arg_key>\s*<arg_value>", re.DOTALL),
+            "</arg_value>",
+        ),
+        open_pattern=r"<tool_call>\s*(?=[^\s<])",
         close="</tool_call>",
     ),
     # Before and since version 11 of its tokenizer: a list, or a name and [ARGS] for each call.

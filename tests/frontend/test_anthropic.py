@@ -149,7 +149,7 @@ REFUSED = {
         {"tools": [TOOL | {"allowed_callers": ["code_execution_20250825"]}]},
         "tools.0.allowed_callers.0",
     ),
-    "strict": ({"tools": [TOOL | {"strict": True}]}, "tools: strict is not supported"),
+    "strict": ({"tools": [TOOL | {"strict": True}]}, "tools: strict is supported with"),
     "schema": ({"tools": [TOOL | {"input_schema": {}}]}, "input_schema: must be a JSON schema"),
     "forced without tools": ({"tool_choice": {"type": "any"}}, "'any' needs tools"),
     "forced unknown": (
@@ -194,6 +194,16 @@ async def test_what_is_not_done_is_refused_by_name(client, name):
 def test_thinking_that_cannot_be_is_refused(sees, body, template, sentence):
     with pytest.raises(InvalidRequest, match=sentence):
         sees(body, "a", THINKS)
+
+
+def test_a_strict_tool_follows_its_schema_where_the_model_chooses(backend):
+    options = FrontendOptions(reply_formats=reply_formats("hermes", ""))
+    for is_strict in (True, False):
+        call = read_messages(
+            backend.served, options, ASK | {"tools": [TOOL | {"strict": is_strict}]}
+        )
+        grammar = call.generations[0].request.sampling.grammar
+        assert (grammar is not None) == is_strict
 
 
 async def test_what_means_nothing_here_is_passed_over(client, backend):

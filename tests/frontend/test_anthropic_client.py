@@ -23,6 +23,7 @@ ASK = CHAT | {"max_tokens": 500}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "weather", "description": "Weather of a city.", "input_schema": SCHEMA}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+TAGGED = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
 FORMATS = FrontendOptions(reply_formats=reply_formats("hermes", "qwen3"))
 FORCED = '[{"name": "weather", "parameters": {"city": "Rome"}}]'
 
@@ -147,12 +148,14 @@ async def test_a_stop_sequence_is_named(backend):
     assert got == ([{"type": "text", "text": "One two"}], "stop_sequence", " three")
 
 
-async def test_thoughts_text_and_calls_are_blocks(backend):
-    speak(backend, f"<think>Hm.</think>I look.\n{CALL}\n{CALL}")
+@pytest.mark.parametrize(("name", "written"), [("hermes", CALL), ("qwen3_coder", TAGGED)])
+async def test_thoughts_text_and_calls_are_blocks(backend, name, written):
+    speak(backend, f"<think>Hm.</think>I look.\n{written}\n{written}")
     thinking = {"type": "thinking", "thinking": "Hm."}
     text = {"type": "text", "text": "I look."}
     call = {"type": "tool_use", "name": "weather", "input": {"city": "Rome"}}
-    async with client_of(backend, FORMATS) as client:
+    formats = FrontendOptions(reply_formats=reply_formats(name, "qwen3"))
+    async with client_of(backend, formats) as client:
         assert await ask(client, tools=[WEATHER]) == (
             [thinking, text, call, call],
             "tool_use",

@@ -160,14 +160,15 @@ def test_a_call_that_is_not_json_is_told_as_content():
     assert read('{"a": 1}', tools="llama3")["content"] == '{"a": 1}'
 
 
-def test_an_argument_nested_without_end_loses_no_text():
+@pytest.mark.parametrize("depth", [900, 5_000, 100_000])
+def test_an_argument_nested_without_end_loses_no_text(depth):
     tools = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
     tools[0]["function"]["parameters"] = {"properties": {"city": {"type": "array"}}}
-    deep = "[" * 100_000
     reply = reply_formats("qwen3_coder", "").reply("", tools)()
-    text = TAGGED.replace("Paris; or Rome", deep)
+    text = TAGGED.replace("Paris; or Rome", "[" * depth + "]" * depth)
     parts = [*reply.push(text[:100]), *reply.push(text[100:]), *reply.push("!"), *reply.finish()]
-    assert deep in "".join(part.text for part in parts)
+    said = "".join(part.text for part in parts)
+    assert (said.count("["), said[-1]) == (depth, "!")
 
 
 @pytest.mark.parametrize("name", [name for name in REASONING_FORMATS if name != "gpt_oss"])
@@ -242,7 +243,7 @@ def test_an_unknown_format_is_named():
         reply_formats("", "nosuch")
 
 
-@pytest.mark.parametrize("name", [name for name in WRITTEN if name not in ("qwen3_coder", "glm45")])
+@pytest.mark.parametrize("name", WRITTEN)
 def test_the_name_of_a_call_comes_first_and_its_arguments_as_they_are_written(name):
     text, count = WRITTEN[name]
     parts = parts_of(text, range(1, len(text)), tools=name)
@@ -251,7 +252,41 @@ def test_the_name_of_a_call_comes_first_and_its_arguments_as_they_are_written(na
         first, *others = [part for part in parts if part.index == index]
         assert (first.name, first.text) == ("get_weather", "")
         assert "".join(part.text for part in others) == JSON
-        assert max(len(part.text) for part in others) == 1
+        # Between tags a key comes at once.
+        longest = len(', "days": ') if name in ("qwen3_coder", "glm45") else 1
+        assert max(len(part.text) for part in others) == longest
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+def test_a_call_with_tags_may_be_the_only_one_and_have_a_number(name):
+    make = reply_formats(name, "").reply("", TOOLS, 3, is_parallel=False)
+    reply = make()
+    parts = [part for char in WRITTEN[name][0] for part in reply.push(char)] + reply.finish()
+    [call] = message(parts)["tool_calls"]
+    assert call == call_of() | {"id": "functions.get_weather:3"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        ("qwen3_coder", "<tool_call><function=a<b></tool_call>", None, []),
+        ("qwen3_coder", "<tool_call><function=", None, []),
+        ("glm45", f"<tool_call>{'x' * 300}</tool_call>", "x" * 300, []),
+        ("glm45", "<tool_call>get_weather", "", ["{}"]),
+        ("glm45", '<tool_call>get_weather\n{"city": 1}</tool_call>', '{"city": 1}', ["{}"]),
+        ("qwen3_coder", TAGGED.partition("; or")[0], "", ['{"city": "Paris']),
+        (
+            "qwen3_coder",
+            TAGGED.rpartition("</parameter>")[0],
+            "",
+            ['{"city": "Paris; or Rome", "days": "2\\n'],
+        ),
+    ],
+)
+def test_what_is_broken_in_a_call_with_tags_is_not_lost(name, text, content, calls):
+    said = read(text, range(len(text)), tools=name)
+    assert [call["function"]["arguments"] for call in said.get("tool_calls", [])] == calls
+    assert (said["content"] or "") == (text if content is None else content)
 
 
 @pytest.mark.parametrize("arguments", ["", "null", "[1]", '{"a": '])

@@ -26,6 +26,7 @@ WEATHER = {
     "strict": False,
 }
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+TAGGED = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
 FORMATS = FrontendOptions(reply_formats=reply_formats("hermes", "qwen3"))
 
 
@@ -78,9 +79,13 @@ async def streamed(sdk, **fields) -> list:
     return events
 
 
-async def test_a_stream_tells_of_thoughts_text_and_calls_by_the_events_of_openai(backend):
-    speak(backend, f"<think>Hm, Rome.</think>I ask.{CALL}{CALL}")
-    async with client_of(backend, FORMATS) as sdk:
+@pytest.mark.parametrize(("name", "written"), [("hermes", CALL), ("qwen3_coder", TAGGED)])
+async def test_a_stream_tells_of_thoughts_text_and_calls_by_the_events_of_openai(
+    backend, name, written
+):
+    speak(backend, f"<think>Hm, Rome.</think>I ask.{written}{written}")
+    formats = FrontendOptions(reply_formats=reply_formats(name, "qwen3"))
+    async with client_of(backend, formats) as sdk:
         events = await streamed(sdk, input="Weather?", tools=[WEATHER])
     kinds = [event.type for event in events if not event.type.endswith("delta")]
     text_item = ["output_item.added", "content_part.added", "{}.done", "content_part.done"]

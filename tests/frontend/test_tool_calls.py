@@ -156,6 +156,10 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 WEATHER = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
 ARGUMENTS = '{"city": "Rome"}'
 SAID = f'<think>Hm.</think>I look.\n<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+TAGGED = (
+    "<think>Hm.</think>I look.\n<tool_call>weather\n<arg_key>city</arg_key>\n"
+    "<arg_value>Rome</arg_value>\n</tool_call>"
+)
 FORMATS = FrontendOptions(reply_formats=reply_formats("hermes", "qwen3"))
 
 
@@ -188,9 +192,11 @@ async def ask(sdk, **fields):
     return seen[0]
 
 
-async def test_calls_and_thoughts_are_told_apart(backend):
-    speak(backend, SAID)
-    async with client_of(backend, FORMATS) as sdk:
+@pytest.mark.parametrize(("name", "written"), [("hermes", SAID), ("glm45", TAGGED)])
+async def test_calls_and_thoughts_are_told_apart(backend, name, written):
+    speak(backend, written)
+    formats = FrontendOptions(reply_formats=reply_formats(name, "qwen3"))
+    async with client_of(backend, formats) as sdk:
         said, calls, reason = await ask(sdk, tools=WEATHER)
     assert said == {"content": "I look.", "reasoning_content": "Hm."}
     assert (calls, reason) == ([("weather", ARGUMENTS)], "tool_calls")
