@@ -10,8 +10,11 @@ import json
 import os
 import re
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import xgrammar
 from transformers import PreTrainedTokenizerFast
@@ -42,13 +45,29 @@ _MAX_WHITESPACE = 20
 # The library's rule for one character of a string with minLength or maxLength. It allows control
 # characters, which JSON forbids, and rejects escapes (mlc-ai/xgrammar#800; open in 0.2.8). Our
 # replacement also compiles faster: ten such strings in 0.03 s instead of 24 s.
-_BOUNDED_CHARACTER = re.compile(r'^(\w+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
+_BOUNDED_CHARACTER = re.compile(
+    r'^(\w+_characters\w* ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE
+)
 _JSON_CHARACTER = r'(([^\0-\x1f\"\\]) | ("\\" basic_escape))'
 # The library prints \xdf, but parses \x with any number of digits; \u00df has exactly four. A pair of
 # backslashes is matched too, so that the text after it is not taken for an escape.
 _SHORT_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|.)")
+# No text has this byte, so that no grammar of text allows a token that begins with it.
+_UNWRITABLE = b"\xff"
 # Source location and failed check at the beginning of the library's error messages.
 _ORIGIN = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: |Check failed: \(.*?\) is false: ")
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """xgrammar's compiler for one vocabulary.
+
+    Attributes:
+        special_ids: Ids of the special tokens by name. Only token formats of a structural tag allow these tokens.
+    """
+
+    compiler: xgrammar.GrammarCompiler
+    special_ids: Mapping[str, int] = field(default_factory=dict)
 
 
 class GrammarCompiler:
@@ -158,7 +177,7 @@ class GrammarCompiler:
                 answer.set_result(outcome)
 
 
-def compile_text(library: xgrammar.GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
+def compile_text(library: Library, grammar: Grammar) -> CompiledGrammar:
     """Compile one grammar on this thread.
 
     Raises:
@@ -180,28 +199,58 @@ def compile_text(library: xgrammar.GrammarCompiler, grammar: Grammar) -> Compile
     return compiled
 
 
-def _compile(library: xgrammar.GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
+def _compile(library: Library, grammar: Grammar) -> CompiledGrammar:
     match grammar.kind:
         case "json_schema":
             return _compile_schema(library, grammar.text)
         case "json_object":
             return _compile_schema(library, '{"type": "object"}')
         case "regex":
-            return library.compile_regex(grammar.text)
+            return library.compiler.compile_regex(grammar.text)
         case "ebnf":
-            return library.compile_grammar(grammar.text)
+            return library.compiler.compile_grammar(grammar.text)
         case "structural_tag":
-            return library.compile_structural_tag(grammar.text)
+            return _compile_tag(library, grammar.text)
 
 
-def _compile_schema(library: xgrammar.GrammarCompiler, schema: str) -> CompiledGrammar:
+def _compile_schema(library: Library, schema: str) -> CompiledGrammar:
     rules = xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=_MAX_WHITESPACE)
+    return library.compiler.compile_grammar(_with_json_characters(rules) or rules)
+
+
+def _compile_tag(library: Library, tag: str) -> CompiledGrammar:
+    text = json.dumps(_with_ids(json.loads(tag), library.special_ids))
+    if "Length" in text:  # a string may be bounded
+        try:
+            rules = _with_json_characters(xgrammar.Grammar.from_structural_tag(text))
+            if rules is not None:
+                return library.compiler.compile_grammar(rules)
+        except RuntimeError:
+            pass  # it is invalid, or it has token formats that the library can only compile directly
+    return library.compiler.compile_structural_tag(text)
+
+
+def _with_json_characters(rules: xgrammar.Grammar) -> str | None:
+    """Return the rules with JSON's own characters in bounded strings; None: no string is bounded."""
     text, num_bounded = _BOUNDED_CHARACTER.subn(lambda m: m[1] + _JSON_CHARACTER, str(rules))
     if not num_bounded:
-        return library.compile_grammar(rules)
-    return library.compile_grammar(
-        _SHORT_ESCAPE.sub(lambda m: f"\\u00{m[1]}" if m[1] else m[0], text)
-    )
+        return None
+    return _SHORT_ESCAPE.sub(lambda m: f"\\u00{m[1]}" if m[1] else m[0], text)
+
+
+def _with_ids(part: Any, special_ids: Mapping[str, int]) -> Any:
+    """Return a part of a structural tag in which the names of special tokens are replaced by their ids."""
+    match part:
+        case {"type": "json_schema"}:
+            return part
+        case {"type": "token", "token": str(name)}:
+            return part | {"token": special_ids.get(name, name)}
+        case dict():
+            return {key: _with_ids(value, special_ids) for key, value in part.items()}
+        case list():
+            return [_with_ids(each, special_ids) for each in part]
+        case _:
+            return part
 
 
 def _check_json(grammar: Grammar) -> None:
@@ -238,7 +287,7 @@ def _overloaded() -> Overloaded:
 
 def _make_library(
     model_dir: Path, vocab_size: int, eos_token_ids: frozenset[int]
-) -> xgrammar.GrammarCompiler | TandemError:
+) -> Library | TandemError:
     """Return xgrammar's compiler for a model, or the error for requests with grammars if there is none."""
     file = model_dir / "tokenizer.json"
     if not file.is_file():
@@ -251,7 +300,7 @@ def _make_library(
             "structured output needs a model with an end-of-sequence token, and this one has none"
         )
     try:
-        vocabulary = _read_vocabulary(file, vocab_size, ends)
+        vocabulary, special_ids = _read_vocabulary(file, vocab_size, ends)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException:
@@ -260,14 +309,16 @@ def _make_library(
         return EngineFailed("structured output is out of order: tokenizer.json cannot be read")
     # At most half the cores, because the engine may compute on the CPU.
     threads = max(1, min(8, (os.cpu_count() or 1) // 2))
-    return xgrammar.GrammarCompiler(
+    compiler = xgrammar.GrammarCompiler(
         vocabulary, max_threads=threads, cache_limit_bytes=_MAX_CACHED_BYTES
     )
+    return Library(compiler, special_ids)
 
 
 def _read_vocabulary(
     file: Path, vocab_size: int, eos_token_ids: list[int]
-) -> xgrammar.TokenizerInfo:
+) -> tuple[xgrammar.TokenizerInfo, dict[str, int]]:
+    """Return the vocabulary, and the ids of its special tokens by name, without ends of sequence."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
     raw = xgrammar.TokenizerInfo.from_huggingface(
         tokenizer, vocab_size=vocab_size, stop_token_ids=eos_token_ids
@@ -276,9 +327,13 @@ def _read_vocabulary(
     for token, token_id in tokenizer.get_vocab().items():
         if token_id < vocab_size:
             tokens[token_id] = token
-    # The library treats special tokens such as `<|im_start|>` as ordinary text. Give them empty text, so
-    # that no grammar allows them: the detokenizer would omit them.
+    # The library treats special tokens such as `<|im_start|>` as ordinary text, and never allows tokens
+    # with empty text. The detokenizer would omit special tokens, so that only their ids may allow them.
+    special_ids = dict[str, int]()
     for token_id, added in tokenizer.added_tokens_decoder.items():
         if added.special and token_id < vocab_size:
-            tokens[token_id] = ""
-    return xgrammar.TokenizerInfo.from_vocab_and_metadata(tokens, raw.dump_metadata())
+            is_end = token_id in eos_token_ids
+            tokens[token_id] = "" if is_end else _UNWRITABLE
+            if not is_end:
+                special_ids[added.content] = token_id
+    return xgrammar.TokenizerInfo.from_vocab_and_metadata(tokens, raw.dump_metadata()), special_ids
