@@ -54,6 +54,8 @@ _JSON_CHARACTER = r'(([^\0-\x1f\"\\]) | ("\\" basic_escape))'
 _SHORT_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|.)")
 # No text has this byte, so that no grammar of text allows a token that begins with it.
 _UNWRITABLE = b"\xff"
+# Formats of structural tags that allow any token, with exceptions.
+_OF_ANY_TOKEN = ("any_tokens", "exclude_token", "token_dispatch", "token_triggered_tags")
 # Source location and failed check at the beginning of the library's error messages.
 _ORIGIN = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: |Check failed: \(.*?\) is false: ")
 
@@ -63,7 +65,7 @@ class Library:
     """xgrammar's compiler for one vocabulary.
 
     Attributes:
-        special_ids: Ids of the special tokens by name. Only token formats of a structural tag allow these tokens.
+        special_ids: Ids of the special tokens by name. Only a structural tag that names one allows it.
     """
 
     compiler: xgrammar.GrammarCompiler
@@ -219,7 +221,7 @@ def _compile_schema(library: Library, schema: str) -> CompiledGrammar:
 
 
 def _compile_tag(library: Library, tag: str) -> CompiledGrammar:
-    text = json.dumps(_with_ids(json.loads(tag), library.special_ids))
+    text = json.dumps(_for_library(json.loads(tag), library.special_ids))
     if "Length" in text:  # a string may be bounded
         try:
             rules = _with_json_characters(xgrammar.Grammar.from_structural_tag(text))
@@ -238,17 +240,21 @@ def _with_json_characters(rules: xgrammar.Grammar) -> str | None:
     return _SHORT_ESCAPE.sub(lambda m: f"\\u00{m[1]}" if m[1] else m[0], text)
 
 
-def _with_ids(part: Any, special_ids: Mapping[str, int]) -> Any:
-    """Return a part of a structural tag in which the names of special tokens are replaced by their ids."""
+def _for_library(part: Any, special_ids: Mapping[str, int]) -> Any:
+    """Return a part of a structural tag that names special tokens by id and allows no others."""
     match part:
         case {"type": "json_schema"}:
             return part
         case {"type": "token", "token": str(name)}:
             return part | {"token": special_ids.get(name, name)}
         case dict():
-            return {key: _with_ids(value, special_ids) for key, value in part.items()}
+            made = {key: _for_library(value, special_ids) for key, value in part.items()}
+            if part.get("type") in _OF_ANY_TOKEN:
+                excluded = part.get("exclude_tokens", [])
+                made["exclude_tokens"] = [*excluded, *special_ids.values()]
+            return made
         case list():
-            return [_with_ids(each, special_ids) for each in part]
+            return [_for_library(each, special_ids) for each in part]
         case _:
             return part
 
@@ -327,13 +333,13 @@ def _read_vocabulary(
     for token, token_id in tokenizer.get_vocab().items():
         if token_id < vocab_size:
             tokens[token_id] = token
-    # The library treats special tokens such as `<|im_start|>` as ordinary text, and never allows tokens
-    # with empty text. The detokenizer would omit special tokens, so that only their ids may allow them.
+    # The library treats special tokens such as `<|im_start|>` as ordinary text, which the detokenizer would
+    # omit, and rejects a token with empty text even where a tag names it.
     special_ids = dict[str, int]()
     for token_id, added in tokenizer.added_tokens_decoder.items():
         if added.special and token_id < vocab_size:
-            is_end = token_id in eos_token_ids
-            tokens[token_id] = "" if is_end else _UNWRITABLE
-            if not is_end:
+            tokens[token_id] = ""
+            if token_id not in eos_token_ids:
+                tokens[token_id] = _UNWRITABLE
                 special_ids[added.content] = token_id
     return xgrammar.TokenizerInfo.from_vocab_and_metadata(tokens, raw.dump_metadata()), special_ids

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from tandem.frontend.body import Body, Many, refuse_unsupported, validate
-from tandem.frontend.tool_calls import Thoughts
+from tandem.frontend.reply_formats import Thoughts
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
 

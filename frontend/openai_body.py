@@ -30,6 +30,7 @@ from tandem.frontend.generation import (
 from tandem.frontend.grammars import after_thoughts, openai_grammar, strict_calls
 from tandem.frontend.logprobs import MAX_TOP_LOGPROBS
 from tandem.frontend.options import FrontendOptions
+from tandem.frontend.reply_formats import Thoughts
 from tandem.frontend.reply_parser import ReplyFormats
 from tandem.frontend.request_ids import NAMES, GivenId, ids_of
 from tandem.frontend.sampling import (
@@ -38,7 +39,7 @@ from tandem.frontend.sampling import (
     read_sampling,
     require_tokens,
 )
-from tandem.frontend.tool_calls import Reply, Thoughts, ToolChoice, read_choice
+from tandem.frontend.tool_calls import Reply, ToolChoice, read_choice
 from tandem.wire.errors import InvalidRequest, ModelNotFound
 from tandem.wire.generation import Grammar, LogprobsWanted, new_request_id
 

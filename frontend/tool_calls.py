@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from tandem.frontend.call_scanner import Begun, CallScanner, Whole
+from tandem.frontend.reply_formats import Thoughts
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
 
@@ -150,20 +151,6 @@ class ForcedCalls:
     def finish(self) -> list[Part]:
         """Return a list that was cut short before its first call, as content."""
         return [Part("content", self._text)] if self._text and not self._num_calls else []
-
-
-@dataclass(frozen=True, slots=True)
-class Thoughts:
-    """What a model may write before an answer that a grammar binds.
-
-    Attributes:
-        opening, closing: The marks around it.
-        is_open: Whether the prompt ends with the opening. Otherwise the model may leave thoughts out.
-    """
-
-    opening: str
-    closing: str
-    is_open: bool
 
 
 class AfterThoughts:

@@ -212,11 +212,11 @@ def tag_of(*elements) -> Grammar:
     return Grammar(kind="structural_tag", text=text)
 
 
-def token(name: str) -> dict:
+def token(name: str | int) -> dict:
     return {"type": "token", "token": name}
 
 
-def thoughts_of(opening: str, closing: str) -> dict:
+def thoughts_of(opening: str | int, closing: str) -> dict:
     content = {"type": "any_text"}
     return {"type": "tag", "begin": token(opening), "content": content, "end": token(closing)}
 
@@ -290,12 +290,38 @@ def test_special_marks_are_allowed_where_a_tag_names_them_and_nowhere_else(marke
             GrammarState(compiled, write(*wrong))
 
 
-@pytest.mark.parametrize("text", ["[^x]*", ".*"])
-def test_text_of_any_bytes_is_no_special_token(marked, text):
+# A format of any text or tokens, and the special tokens that it names.
+FREE = {
+    "regex": (regex("[^x]*"), set()),
+    "any text": (tag_of({"type": "any_text"}), set()),
+    "any tokens": (tag_of({"type": "any_tokens"}), set()),
+    "exclude token": (tag_of({"type": "exclude_token", "exclude_tokens": [0]}), set()),
+    "dispatch": (
+        tag_of(
+            {
+                "type": "token_triggered_tags",
+                "trigger_tokens": [257],
+                "tags": [thoughts_of(257, "[OTHER]")],
+            }
+        ),
+        {257},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_no_format_allows_a_special_token_that_it_does_not_name(marked, name):
     compiler, ids, vocab_size = marked
-    allowed = set(allowed_ids(GrammarState(compiler.compile(regex(text)).result()), vocab_size))
-    special = {"[THINK]", "[/THINK]", "[OTHER]"}
-    assert allowed.isdisjoint(ids[name] for name in special)
+    assert [ids[word] for word in ("</s>", "[THINK]", "[/THINK]", "[OTHER]")] == [
+        256,
+        257,
+        258,
+        259,
+    ]
+    grammar, named = FREE[name]
+    allowed = set(allowed_ids(GrammarState(compiler.compile(grammar).result()), vocab_size))
+    assert allowed & {257, 258, 259} == named
+    assert ids[b"a"] in allowed
 
 
 def test_a_tag_with_a_token_that_the_model_lacks_is_refused_by_its_name(marked):

@@ -13,7 +13,7 @@ from tandem.frontend.grammars import (
     native_grammar,
     openai_grammar,
 )
-from tandem.frontend.tool_calls import Thoughts
+from tandem.frontend.reply_formats import Thoughts
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
 

@@ -14,9 +14,9 @@ from tandem.frontend.chat_template import ChatTemplate
 from tandem.frontend.grammars import MAX_GRAMMAR_BYTES
 from tandem.frontend.openai_body import read_chat
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.reply_formats import Format
+from tandem.frontend.reply_formats import Format, Thoughts
 from tandem.frontend.reply_parser import ReplyFormats, reply_formats
-from tandem.frontend.tool_calls import Thoughts, message, read_choice
+from tandem.frontend.tool_calls import message, read_choice
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
 from tests.frontend.conftest import serve
