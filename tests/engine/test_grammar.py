@@ -12,6 +12,8 @@ import xgrammar
 from tandem.engine.errors import GrammarViolated
 from tandem.engine.grammar import GrammarMasks, GrammarState
 from tandem.engine.grammar_compiler import GrammarCompiler, Library, compile_text
+from tandem.frontend.grammars import after_thoughts
+from tandem.frontend.reply_formats import Thoughts
 from tandem.wire.errors import EngineFailed, InvalidRequest, Overloaded
 from tandem.wire.generation import Grammar
 from tests.patience import PATIENCE_S, patiently
@@ -245,13 +247,13 @@ def marked(request, tmp_path_factory):
     compiler.close()
 
 
-def test_special_marks_are_allowed_where_a_tag_names_them_and_nowhere_else(marked):
+def test_special_marks_are_allowed_around_thoughts_and_nowhere_else(marked):
     compiler, ids, vocab_size = marked
     opening, closing, end = ids["[THINK]"], ids["[/THINK]"], ids["</s>"]
     special = {opening, closing, end, ids["[OTHER]"]}
-    answer = {"type": "json_schema", "json_schema": {"type": "object"}}
-    first = {"type": "optional", "content": thoughts_of("[THINK]", "[/THINK]")}
-    compiled = compiler.compile(tag_of(first, answer)).result()
+    thoughts = Thoughts("[THINK]", "[/THINK]", is_open=False)
+    asked = after_thoughts(Grammar(kind="json_object"), thoughts, lambda mark: mark in ids)
+    compiled = compiler.compile(asked).result()
 
     def write(*parts: str | int) -> list[int]:
         """Return the ids of texts, byte by byte, and of ids."""
