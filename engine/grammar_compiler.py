@@ -12,8 +12,9 @@ import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import xgrammar
@@ -54,22 +55,53 @@ _JSON_CHARACTER = r'(([^\0-\x1f\"\\]) | ("\\" basic_escape))'
 _SHORT_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|.)")
 # No text has this byte, so that no grammar of text allows a token that begins with it.
 _UNWRITABLE = b"\xff"
-# Formats of structural tags that allow any token, with exceptions.
-_OF_ANY_TOKEN = ("any_tokens", "exclude_token", "token_dispatch", "token_triggered_tags")
+# Vocabularies, and compiled tags, that name special tokens. A server names the marks of its model's thoughts.
+_MAX_VOCABULARIES, _MAX_TAGS = 4, 16
 # Source location and failed check at the beginning of the library's error messages.
 _ORIGIN = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: |Check failed: \(.*?\) is false: ")
 
 
-@dataclass(frozen=True, slots=True)
 class Library:
-    """xgrammar's compiler for one vocabulary.
+    """xgrammar's compilers for one vocabulary.
 
-    Attributes:
-        special_ids: Ids of the special tokens by name. Only a structural tag that names one allows it.
+    Args:
+        vocabulary: Its special tokens have empty text, which no grammar allows.
+        special_ids: Ids of the special tokens by name. A structural tag may name them.
     """
 
-    compiler: xgrammar.GrammarCompiler
-    special_ids: Mapping[str, int] = field(default_factory=dict)
+    def __init__(
+        self,
+        vocabulary: xgrammar.TokenizerInfo,
+        special_ids: Mapping[str, int] = MappingProxyType({}),
+        num_threads: int = 1,
+    ) -> None:
+        self.special_ids = special_ids
+        self.compiler = xgrammar.GrammarCompiler(
+            vocabulary, max_threads=num_threads, cache_limit_bytes=_MAX_CACHED_BYTES
+        )
+        self._vocabulary, self._num_threads = vocabulary, num_threads
+        self._tokens = list(vocabulary.decoded_vocab)  # holds the GIL for 0.2 s, so only once
+        self._allowing = lru_cache(_MAX_VOCABULARIES)(self._make_allowing)
+        self.compile_naming = lru_cache(_MAX_TAGS)(self._compile_naming)
+
+    def _compile_naming(self, tag: str, token_ids: frozenset[int]) -> CompiledGrammar:
+        """Compile a tag that names these special tokens."""
+        return _compile_tag(self._allowing(token_ids), tag)
+
+    def _make_allowing(self, token_ids: frozenset[int]) -> xgrammar.GrammarCompiler:
+        tokens = list(self._tokens)
+        for token_id in token_ids:
+            tokens[token_id] = _UNWRITABLE
+        vocabulary = xgrammar.TokenizerInfo(
+            tokens,
+            vocab_size=len(tokens),
+            stop_token_ids=self._vocabulary.stop_token_ids,
+            add_prefix_space=self._vocabulary.add_prefix_space,
+        )
+        # Without its cache, which confuses rules that differ only in the tokens that they name (0.2.8).
+        return xgrammar.GrammarCompiler(
+            vocabulary, max_threads=self._num_threads, cache_enabled=False
+        )
 
 
 class GrammarCompiler:
@@ -212,7 +244,11 @@ def _compile(library: Library, grammar: Grammar) -> CompiledGrammar:
         case "ebnf":
             return library.compiler.compile_grammar(grammar.text)
         case "structural_tag":
-            return _compile_tag(library, grammar.text)
+            named = set[int]()
+            form = _with_ids(json.loads(grammar.text), library.special_ids, named)
+            if not named:
+                return _compile_tag(library.compiler, grammar.text)
+            return library.compile_naming(json.dumps(form), frozenset(named))
 
 
 def _compile_schema(library: Library, schema: str) -> CompiledGrammar:
@@ -220,16 +256,15 @@ def _compile_schema(library: Library, schema: str) -> CompiledGrammar:
     return library.compiler.compile_grammar(_with_json_characters(rules) or rules)
 
 
-def _compile_tag(library: Library, tag: str) -> CompiledGrammar:
-    text = json.dumps(_for_library(json.loads(tag), library.special_ids))
-    if "Length" in text:  # a string may be bounded
+def _compile_tag(compiler: xgrammar.GrammarCompiler, tag: str) -> CompiledGrammar:
+    if "Length" in tag:  # a string may be bounded
         try:
-            rules = _with_json_characters(xgrammar.Grammar.from_structural_tag(text))
+            rules = _with_json_characters(xgrammar.Grammar.from_structural_tag(tag))
             if rules is not None:
-                return library.compiler.compile_grammar(rules)
+                return compiler.compile_grammar(rules)
         except RuntimeError:
             pass  # it is invalid, or it has token formats that the library can only compile directly
-    return library.compiler.compile_structural_tag(text)
+    return compiler.compile_structural_tag(tag)
 
 
 def _with_json_characters(rules: xgrammar.Grammar) -> str | None:
@@ -240,21 +275,18 @@ def _with_json_characters(rules: xgrammar.Grammar) -> str | None:
     return _SHORT_ESCAPE.sub(lambda m: f"\\u00{m[1]}" if m[1] else m[0], text)
 
 
-def _for_library(part: Any, special_ids: Mapping[str, int]) -> Any:
-    """Return a part of a structural tag that names special tokens by id and allows no others."""
+def _with_ids(part: Any, special_ids: Mapping[str, int], named: set[int]) -> Any:
+    """Return a part of a structural tag with ids for names of special tokens. Adds these ids to `named`."""
     match part:
         case {"type": "json_schema"}:
             return part
-        case {"type": "token", "token": str(name)}:
-            return part | {"token": special_ids.get(name, name)}
+        case {"type": "token", "token": str(name)} if name in special_ids:
+            named.add(special_ids[name])
+            return part | {"token": special_ids[name]}
         case dict():
-            made = {key: _for_library(value, special_ids) for key, value in part.items()}
-            if part.get("type") in _OF_ANY_TOKEN:
-                excluded = part.get("exclude_tokens", [])
-                made["exclude_tokens"] = [*excluded, *special_ids.values()]
-            return made
+            return {key: _with_ids(value, special_ids, named) for key, value in part.items()}
         case list():
-            return [_for_library(each, special_ids) for each in part]
+            return [_with_ids(each, special_ids, named) for each in part]
         case _:
             return part
 
@@ -315,10 +347,7 @@ def _make_library(
         return EngineFailed("structured output is out of order: tokenizer.json cannot be read")
     # At most half the cores, because the engine may compute on the CPU.
     threads = max(1, min(8, (os.cpu_count() or 1) // 2))
-    compiler = xgrammar.GrammarCompiler(
-        vocabulary, max_threads=threads, cache_limit_bytes=_MAX_CACHED_BYTES
-    )
-    return Library(compiler, special_ids)
+    return Library(vocabulary, special_ids, threads)
 
 
 def _read_vocabulary(
@@ -333,13 +362,12 @@ def _read_vocabulary(
     for token, token_id in tokenizer.get_vocab().items():
         if token_id < vocab_size:
             tokens[token_id] = token
-    # The library treats special tokens such as `<|im_start|>` as ordinary text, which the detokenizer would
-    # omit, and rejects a token with empty text even where a tag names it.
+    # The library treats special tokens such as `<|im_start|>` as ordinary text. Give them empty text, so
+    # that no grammar allows them: the detokenizer would omit them.
     special_ids = dict[str, int]()
     for token_id, added in tokenizer.added_tokens_decoder.items():
         if added.special and token_id < vocab_size:
             tokens[token_id] = ""
             if token_id not in eos_token_ids:
-                tokens[token_id] = _UNWRITABLE
                 special_ids[added.content] = token_id
     return xgrammar.TokenizerInfo.from_vocab_and_metadata(tokens, raw.dump_metadata()), special_ids

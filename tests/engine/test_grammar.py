@@ -76,7 +76,7 @@ def byte_library() -> Library:
     """A vocabulary of the 256 bytes, an end and padding: no token holds a whole accented letter."""
     tokens = [bytes([byte]) for byte in range(256)] + [b""]
     info = xgrammar.TokenizerInfo(tokens, vocab_size=BYTES_VOCAB_SIZE, stop_token_ids=[BYTES_EOS])
-    return Library(xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False))
+    return Library(info)
 
 
 @pytest.fixture
@@ -302,12 +302,17 @@ FREE = {
         tag_of(
             {
                 "type": "token_triggered_tags",
-                "trigger_tokens": [257],
-                "tags": [thoughts_of(257, "[OTHER]")],
+                "trigger_tokens": ["a"],
+                "tags": [thoughts_of("a", "[OTHER]")],
             }
         ),
+        {259},
+    ),
+    "any tokens behind a token": (
+        tag_of({"type": "optional", "content": token("[THINK]")}, {"type": "any_tokens"}),
         {257},
     ),
+    "rules of tokens": (ebnf("root ::= ExcludeToken(0)* Token(257)"), set()),
 }
 
 
@@ -322,13 +327,20 @@ def test_no_format_allows_a_special_token_that_it_does_not_name(marked, name):
     ]
     grammar, named = FREE[name]
     allowed = set(allowed_ids(GrammarState(compiler.compile(grammar).result()), vocab_size))
-    assert allowed & {257, 258, 259} == named
+    assert allowed & {257, 258, 259} <= named
     assert ids[b"a"] in allowed
 
 
 def test_a_tag_with_a_token_that_the_model_lacks_is_refused_by_its_name(marked):
     with pytest.raises(InvalidRequest, match=r'"\[NONE\]" not found in vocabulary'):
         marked[0].compile(tag_of(token("[NONE]"))).result()
+
+
+def test_tags_that_differ_only_in_a_token_have_masks_of_their_own(marked):
+    compiler, ids, vocab_size = marked
+    for name in ("[THINK]", "[/THINK]", "[OTHER]", "[THINK]"):
+        compiled = compiler.compile(tag_of(token(name), {"type": "any_text"})).result()
+        assert allowed_ids(GrammarState(compiled), vocab_size) == [ids[name]]
 
 
 def test_what_a_schema_in_a_tag_holds_is_never_taken_for_a_token(marked):
@@ -430,8 +442,7 @@ def test_replay_of_sent_tokens_gives_the_same_masks(compiler, token_bytes):
 
 def test_a_state_that_no_token_continues_ends_the_text():
     info = xgrammar.TokenizerInfo([b"a", b""], vocab_size=33, stop_token_ids=[1])
-    library = Library(xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False))
-    compiled = compile_text(library, regex("ab"))  # nothing in this vocabulary writes a b
+    compiled = compile_text(Library(info), regex("ab"))  # nothing in this vocabulary writes a b
     state = GrammarState(compiled, [0])
     assert allowed_ids(state, 33) == [1]
     state.accept(1)
