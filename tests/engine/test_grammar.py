@@ -276,18 +276,14 @@ def test_special_marks_are_allowed_around_thoughts_and_nowhere_else(marked):
         return special & set(allowed)
 
     assert marks_after() == {opening}
-    for thought in (
-        "",
-        "Hm {é",
-        '{"a": 1}',
-        "[/THINK]",
-    ):  # no text is a mark, and none ends the answer
+    for thought in ("", "Hm {é", '{"a": 1}', "[THINK]"):
         assert marks_after(opening, thought) == {closing}
     assert marks_after(opening, "Hm", closing) == set()
     assert marks_after(opening, closing, "{") == set()
     for done in ([opening, "Hm", closing, "{}"], ["{}"]):
         assert marks_after(*done) == {end}
-    for wrong in ([closing], [opening, opening], [opening, "Hm", end], [opening, ids["[OTHER]"]]):
+    others = (opening, end, ids["[OTHER]"])
+    for wrong in ([closing], *([opening, "Hm", other] for other in others)):
         with pytest.raises(GrammarViolated):
             GrammarState(compiled, write(*wrong))
 
