@@ -53,7 +53,8 @@ _JSON_CHARACTER = r'(([^\0-\x1f\"\\]) | ("\\" basic_escape))'
 # The library prints \xdf, but parses \x with any number of digits; \u00df has exactly four. A pair of
 # backslashes is matched too, so that the text after it is not taken for an escape.
 _SHORT_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|.)")
-# No text has this byte, so that no grammar of text allows a token that begins with it.
+# Text of special tokens that a tag names. No text has this byte: only the tag's token formats allow these
+# tokens, and the free text around triggered tags, which the library does not check.
 _UNWRITABLE = b"\xff"
 # Vocabularies, and compiled tags, that name special tokens. A server names the marks of its model's thoughts.
 _MAX_VOCABULARIES, _MAX_TAGS = 4, 16

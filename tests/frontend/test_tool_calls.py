@@ -2,6 +2,7 @@
 
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import openai
 import pytest
@@ -14,7 +15,7 @@ from tandem.frontend.chat_template import ChatTemplate
 from tandem.frontend.grammars import MAX_GRAMMAR_BYTES
 from tandem.frontend.openai_body import read_chat
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.reply_formats import Format, Thoughts
+from tandem.frontend.reply_formats import TOOL_FORMATS, Format, Thoughts
 from tandem.frontend.reply_parser import ReplyFormats, reply_formats
 from tandem.frontend.tool_calls import message, read_choice
 from tandem.wire.errors import InvalidRequest
@@ -458,6 +459,15 @@ def test_a_forced_call_begins_at_once_where_there_are_no_thoughts(
         assert accepts(tag, said)
         assert not accepts(tag, said.replace("Rome", "Oslo"))
         assert accepts(tag, '{"city": "Rome"}') is not is_open
+
+
+def test_strict_tools_may_follow_thoughts_between_special_tokens(tokenizer):
+    formats = replace(SPECIAL_FORMATS, tools=TOOL_FORMATS["hermes"])
+    options = FrontendOptions(reply_formats=formats)
+    call = read_chat(FakeBackend(tokenizer).served, options, strict_body())
+    form = json.loads(call.generations[0].request.sampling.grammar.text)["format"]
+    assert form["elements"][0]["content"]["elements"][0]["end"]["token"] == SPECIAL[1]
+    assert form["elements"][1]["type"] == "triggered_tags"
 
 
 def test_the_largest_grammar_may_follow_thoughts(tokenizer):
