@@ -21,6 +21,7 @@ from tandem.frontend.generation import require_tokenizer, tokenize
 from tandem.frontend.grammars import OpenAIGrammar, Schema
 from tandem.frontend.openai_body import (
     MAX_MESSAGES,
+    THINKING_SWITCHES,
     OpenAICall,
     chat_text,
     read_chat,
@@ -55,8 +56,6 @@ _OF_OTHER_APIS = (
     | (OpenAISampling.names() - _SAMPLING)
     | OpenAIGrammar.names()
 )
-# By which templates of models that may think are asked to, or not to.
-_SWITCHES = frozenset({"enable_thinking", "thinking"})
 
 
 def _as_blocks(content: object) -> object:
@@ -346,10 +345,10 @@ def _switches(body: CountBody, model: ServedModel, options: FrontendOptions) -> 
     """Return what the template must be given for `thinking`."""
     if body.thinking is None:
         return {}
-    kind, switches = body.thinking.type, _SWITCHES & require_tokenizer(model).template_names
+    kind, switches = body.thinking.type, THINKING_SWITCHES & require_tokenizer(model).template_names
     is_read = options.reply_formats.thoughts is not None
-    # A forced call begins with the first token. An output format begins after the thoughts.
-    is_bound = body.tool_choice.is_forced
+    # Without marks around thoughts a forced call begins with the first token.
+    is_bound = body.tool_choice.is_forced and options.reply_formats.marks_of_thoughts() is None
     if kind == "disabled" and is_read and not switches:
         raise InvalidRequest("thinking: this model's template cannot turn it off; leave it out")
     if kind == "enabled" and not is_read:

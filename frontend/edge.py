@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from tandem.frontend.backend import Backend, Health
 from tandem.frontend.body import read_json
-from tandem.frontend.detokenizer import NoText
+from tandem.frontend.detokenizer import Detokenizer, NoText
 from tandem.frontend.generation import Generation
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.frontend.options import FrontendOptions
@@ -89,7 +89,9 @@ class Edge:
             TandemError: As the backend raises it.
         """
         rules, tokenizer, timings = generation.rules, generation.tokenizer, generation.timings
-        text = NoText() if tokenizer is None else tokenizer.detokenizer(rules.skip_special_tokens)
+        text: Detokenizer = NoText()
+        if tokenizer is not None:
+            text = tokenizer.detokenizer(rules.skip_special_tokens, rules.shown_tokens)
         transcript = Transcript(rules, text, sink, self.metrics.gaps)
         with self._entered(generation, transcript):
             timings.sent()

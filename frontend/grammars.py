@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from tandem.frontend.body import Body, Many, refuse_unsupported, validate
+from tandem.frontend.reply_formats import Thoughts
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
 
@@ -30,6 +31,8 @@ from tandem.wire.generation import Grammar
 MAX_GRAMMAR_BYTES = 64 * 1024
 _METACHARACTERS = frozenset(r"\.^$*+?{}[]|()")
 _ANY_OBJECT = Grammar(kind="json_object")
+# As the engine bounds them in a schema that is not part of a tag.
+_BLANKS = {"max_whitespace_cnt": 20}
 
 
 def _schema(value: object) -> Grammar:
@@ -86,7 +89,9 @@ def _structural_tag(value: object) -> Grammar:
             form = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
         case _:
             raise ValueError("must have a format, or structures and triggers")
-    return _tag(form)
+    tag = _tag(form)
+    _check_size(tag.text)
+    return tag
 
 
 def _tag_of(structure: object) -> dict[str, Any]:
@@ -100,7 +105,6 @@ def _tag_of(structure: object) -> dict[str, Any]:
 
 def _tag(form: Mapping[str, Any]) -> Grammar:
     text = json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
-    _check_size(text)
     return Grammar(kind="structural_tag", text=text)
 
 
@@ -112,6 +116,9 @@ def strict_calls(
     Args:
         schemas: Of the arguments of each tool, by its name.
         call: As in `Format`.
+
+    Raises:
+        InvalidRequest: The schemas are too large.
     """
     mark, before_name, before_arguments, end = call
     tags = [
@@ -124,29 +131,46 @@ def strict_calls(
         for name, schema in schemas.items()
     ]
     form = {"type": "triggered_tags", "triggers": [mark], "tags": tags}
-    return _tag(form | {"stop_after_first": not is_parallel})
+    tag = _tag(form | {"stop_after_first": not is_parallel})
+    try:
+        _check_size(tag.text)
+    except ValueError as error:
+        raise InvalidRequest(f"tools: the grammar of strict calls {error}") from error
+    return tag
 
 
-def after_thoughts(grammar: Grammar, opening: str, closing: str, *, is_open: bool) -> Grammar:
+def after_thoughts(
+    grammar: Grammar, thoughts: Thoughts, is_special: Callable[[str], bool]
+) -> Grammar:
     """Return the grammar of an answer that thinks first, as it likes, and then follows `grammar`.
 
     Args:
-        is_open: Whether the prompt ends with `opening`. Otherwise the model may leave thoughts out.
+        is_special: Whether a mark is one special token. No text is one, so it is named as a token.
     """
-    begin = "" if is_open else opening
-    thoughts = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": closing}
+    begin, end = (
+        {"type": "token", "token": mark} if is_special(mark) else mark
+        for mark in (thoughts.opening, thoughts.closing)
+    )
+    content = {"type": "any_text"}
+    thought = {
+        "type": "tag",
+        "begin": "" if thoughts.is_open else begin,
+        "content": content,
+        "end": end,
+    }
     blanks = {"type": "regex", "pattern": "[ \\n]{0,2}"}
-    first = {"type": "sequence", "elements": [thoughts, blanks]}
-    elements = [first if is_open else {"type": "optional", "content": first}, _format_of(grammar)]
-    return _tag({"type": "sequence", "elements": elements})
+    first = {"type": "sequence", "elements": [thought, blanks]}
+    head = first if thoughts.is_open else {"type": "optional", "content": first}
+    return _tag({"type": "sequence", "elements": [head, _format_of(grammar)]})
 
 
 def _format_of(grammar: Grammar) -> dict[str, Any]:
     match grammar.kind:
         case "json_schema":
-            return {"type": "json_schema", "json_schema": pydantic_core.from_json(grammar.text)}
+            schema = pydantic_core.from_json(grammar.text)
+            return {"type": "json_schema", "json_schema": schema} | _BLANKS
         case "json_object":
-            return {"type": "json_schema", "json_schema": {"type": "object"}}
+            return {"type": "json_schema", "json_schema": {"type": "object"}} | _BLANKS
         case "regex":
             return {"type": "regex", "pattern": grammar.text}
         case "ebnf":

@@ -1,7 +1,7 @@
 """Bodies of OpenAI's API: from JSON to checked generations. Answering is in `frontend/openai.py`."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -30,7 +30,8 @@ from tandem.frontend.generation import (
 from tandem.frontend.grammars import after_thoughts, openai_grammar, strict_calls
 from tandem.frontend.logprobs import MAX_TOP_LOGPROBS
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.reply_parser import NO_FORMATS, ReplyFormats
+from tandem.frontend.reply_formats import Thoughts
+from tandem.frontend.reply_parser import ReplyFormats
 from tandem.frontend.request_ids import NAMES, GivenId, ids_of
 from tandem.frontend.sampling import (
     CompletionSampling,
@@ -46,6 +47,8 @@ from tandem.wire.generation import Grammar, LogprobsWanted, new_request_id
 MAX_MESSAGES = 8192
 # A client's name for the one model of any server.
 ANY_MODEL = "default"
+# Templates read one of these names to turn thoughts on or off.
+THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
 
 
 class StreamOptions(Body):
@@ -223,19 +226,31 @@ def read_chat(
     asked = openai_grammar(data)
     if asked is not None and choice.grammar is not None:
         raise InvalidRequest("tool_choice: a call cannot be forced beside another grammar")
-    formats = options.reply_formats
+    formats, bound, thoughts = options.reply_formats, asked or choice.grammar, None
+    if bound is not None:
+        if body.separate_reasoning:
+            thoughts = _thoughts(body, formats, text)
+        if thoughts is not None:
+            bound = after_thoughts(bound, thoughts, require_tokenizer(model).is_special)
+    elif schemas := choice.schemas:
+        bound = _strict_calls(model, body, schemas, formats, text)
     if asked is not None:
         # There are no calls in what it allows, and thoughts only before it.
-        asked, formats = _after_thoughts(model, body, asked, formats, text)
+        formats = ReplyFormats(thoughts=formats.thoughts if thoughts is not None else None)
         choice = ToolChoice([])
-    elif choice.grammar is None and (schemas := choice.schemas):
-        asked = _strict_calls(model, body, schemas, formats, text)
-    make_reply = _make_reply(body, choice, formats, text)
+    make_reply = _make_reply(body, choice, formats, text, thoughts)
     if make_reply is not None and choice.grammar is None:
-        # In many formats marks are special tokens. A forced call has none.
+        # In many formats marks are special tokens.
         sampling = sampling.model_copy(update={"skip_special_tokens": False})
     prompts = Prompts(is_batch=False, texts=[text])
-    call = _call(model, body, sampling, prompts, id_prefix, grammar=asked or choice.grammar)
+    call = _call(model, body, sampling, prompts, id_prefix, grammar=bound)
+    if choice.grammar is not None and thoughts is not None:
+        # A stop token that the client keeps must not be part of the arguments.
+        shown = (thoughts.opening, thoughts.closing)
+        call.generations = [
+            replace(each, rules=replace(each.rules, shown_tokens=shown))
+            for each in call.generations
+        ]
     call.make_reply, call.has_reasoning = make_reply, body.include_reasoning
     return call
 
@@ -249,34 +264,26 @@ def _strict_calls(
 ) -> Grammar:
     """Return the grammar that holds the model's own calls to their schemas, behind its thoughts."""
     call = formats.tools.call if formats.tools is not None else None
-    tokenizer, marks = require_tokenizer(model), formats.marks_of_thoughts()
-    if call is None or any(map(tokenizer.is_special, (call[0], *(marks or ())))):
+    is_special = require_tokenizer(model).is_special
+    if call is None or is_special(call[0]):
         raise InvalidRequest(
             "tools: strict is supported with --tool-call-parser hermes, or for a call that tool_choice forces; "
             "leave it out"
         )
     grammar = strict_calls(schemas, call, is_parallel=body.parallel_tool_calls)
-    if marks is None or prompt.rstrip().endswith(marks[1]):
-        return grammar
-    return after_thoughts(grammar, *marks, is_open=prompt.rstrip().endswith(marks[0]))
+    thoughts = _thoughts(body, formats, prompt)
+    return grammar if thoughts is None else after_thoughts(grammar, thoughts, is_special)
 
 
-def _after_thoughts(
-    model: ServedModel, body: ChatBody, asked: Grammar, formats: ReplyFormats, prompt: str
-) -> tuple[Grammar, ReplyFormats]:
-    """Return the grammar that lets the model think first, and the format of its thoughts.
-
-    A grammar allows no special tokens: thoughts that end with one are left out, as for models that do not think.
-    """
-    marks = formats.marks_of_thoughts() if body.separate_reasoning else None
-    if marks is None or any(map(require_tokenizer(model).is_special, marks)):
-        return asked, NO_FORMATS
-    opening, closing = marks
-    told = prompt.rstrip()
-    if told.endswith(closing):  # the template closed them: this answer has none
-        return asked, NO_FORMATS
-    asked = after_thoughts(asked, opening, closing, is_open=told.endswith(opening))
-    return asked, ReplyFormats(thoughts=formats.thoughts)
+def _thoughts(body: ChatBody, formats: ReplyFormats, prompt: str) -> Thoughts | None:
+    """Return what the model may write before what a grammar binds; None where the answer has no thoughts."""
+    marks, told = formats.marks_of_thoughts(), prompt.rstrip()
+    if marks is None or told.endswith(marks[1]):
+        return None
+    is_open = told.endswith(marks[0])
+    # Not every template has a switch: one may open thoughts in any case.
+    is_off = any(body.chat_template_kwargs.get(name) is False for name in THINKING_SWITCHES)
+    return None if is_off and not is_open else Thoughts(*marks, is_open)
 
 
 def read_chat_body(model: ServedModel, data: dict[str, Any]) -> ChatBody:
@@ -322,13 +329,17 @@ def _choice(body: ChatBody) -> ToolChoice:
 
 
 def _make_reply(
-    body: ChatBody, choice: ToolChoice, formats: ReplyFormats, prompt: str
+    body: ChatBody,
+    choice: ToolChoice,
+    formats: ReplyFormats,
+    prompt: str,
+    thoughts: Thoughts | None,
 ) -> Callable[[], Reply] | None:
     first = None
     if formats.tools is not None and formats.tools.has_numbered_calls:
         first = sum(len(message.tool_calls) for message in body.messages)
     if choice.grammar is not None:
-        return partial(choice.reply, first)
+        return partial(choice.reply, first, thoughts)
     return formats.reply(
         prompt,
         choice.tools,

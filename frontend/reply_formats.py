@@ -45,6 +45,20 @@ class Format:
     has_numbered_calls: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """What a model may write before an answer that a grammar binds.
+
+    Attributes:
+        opening, closing: The marks around it.
+        is_open: Whether the prompt ends with the opening. Otherwise the model may leave thoughts out.
+    """
+
+    opening: str
+    closing: str
+    is_open: bool
+
+
 def _tools(**region: Any) -> Format:
     return Format({"tool_calls": {"repeats": True, "content": "text", **region}})
 

@@ -41,6 +41,7 @@ class TextRules:
         stops: Strings that end it.
         patterns: Regular expressions that end it. Where there are any, `stops` are among them.
         keeps_stop: Whether the stop string, match or stop token stays in the text.
+        shown_tokens: Special tokens that are never skipped.
         min_new_tokens: Stops are searched only after this many tokens.
         stream_interval: Tokens of one event, except the first and the last.
         is_silent: Show nothing that is generated: only the prompt's log-probabilities are wanted.
@@ -50,6 +51,7 @@ class TextRules:
     patterns: tuple[StopPattern, ...] = ()
     keeps_stop: bool = False
     skip_special_tokens: bool = True
+    shown_tokens: tuple[str, ...] = ()
     min_new_tokens: int = 0
     stream_interval: int = 1
     is_silent: bool = False

@@ -65,8 +65,9 @@ class Tokenizer:
         self._longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)))
         decoder = json.loads(backend.to_str())["decoder"]
         self._is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
-        self._skipped = {False: frozenset[int](), True: self.special_ids}
-        self._pieces = {skip: Pieces(backend, ids) for skip, ids in self._skipped.items()}
+        # By the ids that they leave out.
+        self._pieces = {ids: Pieces(backend, ids) for ids in (frozenset[int](), self.special_ids)}
+        self._all_pieces = self._pieces[frozenset()]
 
     @classmethod
     def load(cls, directory: Path, chat_template: str = "") -> "Tokenizer":
@@ -93,7 +94,7 @@ class Tokenizer:
             ) from error
 
     def is_special(self, text: str) -> bool:
-        """Return whether a text is one special token, which no grammar allows."""
+        """Return whether a text is one special token, which no grammar of text allows."""
         return self.backend.token_to_id(text) in self.special_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -117,11 +118,22 @@ class Tokenizer:
         """Return the text of all ids at once. Ids that the vocabulary lacks have no text."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return the detokenizer of a new generation: `decode`, as tokens come."""
+    def detokenizer(
+        self, skip_special_tokens: bool = True, shown_tokens: Sequence[str] = ()
+    ) -> Detokenizer:
+        """Return the detokenizer of a new generation: `decode`, as tokens come.
+
+        Args:
+            shown_tokens: Special tokens that are not skipped.
+        """
+        skipped = self.special_ids if skip_special_tokens else frozenset[int]()
+        if shown_tokens:
+            skipped = skipped.difference(map(self.backend.token_to_id, shown_tokens))
         if self._is_byte_level:
-            return ByteLevelDetokenizer(self._pieces[skip_special_tokens])
-        return WindowDetokenizer(self.backend, self._skipped[skip_special_tokens])
+            if skipped not in self._pieces:
+                self._pieces[skipped] = Pieces(self.backend, skipped)
+            return ByteLevelDetokenizer(self._pieces[skipped])
+        return WindowDetokenizer(self.backend, skipped)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token by itself, which may be part of a character.
@@ -130,7 +142,7 @@ class Tokenizer:
         decoder does to the whole, such as dropping a leading space.
         """
         if self._is_byte_level:
-            return self._pieces[False].bytes_of(token_id)
+            return self._all_pieces.bytes_of(token_id)
         token = self.backend.id_to_token(token_id)
         return b"" if token is None else sentencepiece_bytes(token)
 

@@ -9,6 +9,8 @@
  {"function": ...}  the parameters' schema                       `ForcedCall`: the arguments of one call
 ```
 
+A model may think before a forced call: `AfterThoughts` reads the thoughts, and one of these readers the rest.
+
 A forced call comes, is well-formed and fits its schema, whatever the model was trained to write.
 """
 
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from tandem.frontend.call_scanner import Begun, CallScanner, Whole
+from tandem.frontend.reply_formats import Thoughts
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
 
@@ -150,6 +153,67 @@ class ForcedCalls:
         return [Part("content", self._text)] if self._text and not self._num_calls else []
 
 
+class AfterThoughts:
+    """Reads thoughts, then the rest by another reader. A `Reply`. Blanks beside the marks are dropped.
+
+    Unlike `ParsedReply`, it looks for no marks after the thoughts: a forced call may have them in its arguments.
+    """
+
+    def __init__(self, thoughts: Thoughts, rest: Reply) -> None:
+        self._thoughts, self._rest = thoughts, rest
+        self._is_open = thoughts.is_open
+        self._is_past = self._has_rest = self._has_thoughts = False
+        self._held = ""  # may yet become a mark, or blanks beside one
+
+    @property
+    def finish_reason(self) -> Literal["stop", "tool_calls"]:
+        """The other reader's."""
+        return self._rest.finish_reason
+
+    def push(self, text: str) -> list[Part]:
+        """Return thoughts up to what may yet become the closing mark, then the other reader's parts."""
+        if self._is_past:
+            return self._push_rest(text)
+        self._held += text
+        if not self._is_open:
+            start, opening = self._held.lstrip(), self._thoughts.opening
+            if not start.startswith(opening):
+                if opening.startswith(start):
+                    return []
+                self._is_past = True
+                return self._push_rest(start)
+            self._held, self._is_open = start.removeprefix(opening), True
+        closing = self._thoughts.closing
+        before, mark, after = self._held.partition(closing)
+        if mark:
+            self._is_past = True
+            return [*self._told(before), *self._push_rest(after)]
+        lengths = range(min(len(closing), len(before)), 0, -1)
+        num_held = next((num for num in lengths if before.endswith(closing[:num])), 0)
+        shown = before[: len(before) - num_held].rstrip()
+        self._held = before[len(shown) :]
+        return self._told(shown)
+
+    def finish(self) -> list[Part]:
+        """Return what was held back of an answer that was cut short, and the other reader's rest."""
+        if self._is_past:
+            return self._rest.finish()
+        if self._is_open:
+            return self._told(self._held)
+        return [Part("content", self._held)] if self._held else []
+
+    def _told(self, text: str) -> list[Part]:
+        text = text.rstrip() if self._has_thoughts else text.strip()
+        self._has_thoughts |= bool(text)
+        return [Part("reasoning_content", text)] if text else []
+
+    def _push_rest(self, text: str) -> list[Part]:
+        if not self._has_rest:
+            text = text.lstrip()
+            self._has_rest = bool(text)
+        return self._rest.push(text)
+
+
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
     """A client's choice of tools.
@@ -174,9 +238,10 @@ class ToolChoice:
             for tool in self.tools
         }
 
-    def reply(self, first: int | None) -> Reply:
-        """Return the reader of an answer that follows the grammar; `first` as in `new_call`."""
-        return ForcedCall(self.name, first) if self.name else ForcedCalls(first)
+    def reply(self, first: int | None, thoughts: Thoughts | None = None) -> Reply:
+        """Return the reader of an answer that follows the grammar, behind thoughts; `first` as in `new_call`."""
+        forced = ForcedCall(self.name, first) if self.name else ForcedCalls(first)
+        return forced if thoughts is None else AfterThoughts(thoughts, forced)
 
 
 def read_choice(tools: Sequence[Tool], choice: object, *, is_parallel: bool) -> ToolChoice:

@@ -5,12 +5,15 @@ import threading
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import xgrammar
 
 from tandem.engine.errors import GrammarViolated
 from tandem.engine.grammar import GrammarMasks, GrammarState
-from tandem.engine.grammar_compiler import GrammarCompiler, compile_text
+from tandem.engine.grammar_compiler import GrammarCompiler, Library, compile_text
+from tandem.frontend.grammars import after_thoughts
+from tandem.frontend.reply_formats import Thoughts
 from tandem.wire.errors import EngineFailed, InvalidRequest, Overloaded
 from tandem.wire.generation import Grammar
 from tests.patience import PATIENCE_S, patiently
@@ -69,11 +72,11 @@ def token_bytes(compiler) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def byte_library() -> xgrammar.GrammarCompiler:
+def byte_library() -> Library:
     """A vocabulary of the 256 bytes, an end and padding: no token holds a whole accented letter."""
     tokens = [bytes([byte]) for byte in range(256)] + [b""]
     info = xgrammar.TokenizerInfo(tokens, vocab_size=BYTES_VOCAB_SIZE, stop_token_ids=[BYTES_EOS])
-    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    return Library(info)
 
 
 @pytest.fixture
@@ -202,6 +205,158 @@ def test_a_grammar_may_begin_behind_thoughts_and_a_replay_goes_on_in_it(byte_lib
     assert set(allowed_ids(state, BYTES_VOCAB_SIZE)) == set(b"0123456789")
 
 
+# ── thoughts between special tokens ──────────────────────────────────────────────────────────────
+
+
+def tag_of(*elements) -> Grammar:
+    form = {"type": "sequence", "elements": elements}
+    text = json.dumps({"type": "structural_tag", "format": form})
+    return Grammar(kind="structural_tag", text=text)
+
+
+def token(name: str | int) -> dict:
+    return {"type": "token", "token": name}
+
+
+def thoughts_of(opening: str | int, closing: str) -> dict:
+    content = {"type": "any_text"}
+    return {"type": "tag", "begin": token(opening), "content": content, "end": token(closing)}
+
+
+@pytest.fixture(scope="module", params=["byte level", "byte fallback"])
+def marked(request, tmp_path_factory):
+    """Return a compiler of a tiny tokenizer with special marks, the ids of its tokens, and their number."""
+    special = ["</s>", "[THINK]", "[/THINK]", "[OTHER]"]
+    if request.param == "byte level":
+        letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        decoder = tokenizers.decoders.ByteLevel()
+    else:
+        letters = [f"<0x{byte:02X}>" for byte in range(256)]
+        parts = [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+        decoder = tokenizers.decoders.Sequence(parts)
+    vocabulary = {letter: index for index, letter in enumerate(letters)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    made.decoder = decoder
+    made.add_special_tokens(special)
+    folder = tmp_path_factory.mktemp("marked")
+    made.save(str(folder / "tokenizer.json"))
+    ids = made.get_vocab()
+    compiler = GrammarCompiler(folder, len(ids) + 5, frozenset({ids["</s>"]}), time_limit_s=300)
+    written = compiler.compile(Grammar(kind="json_object")).result().tokenizer_info.decoded_vocab
+    yield compiler, ids | {word: index for index, word in enumerate(written)}, len(ids) + 5
+    compiler.close()
+
+
+def test_special_marks_are_allowed_around_thoughts_and_nowhere_else(marked):
+    compiler, ids, vocab_size = marked
+    opening, closing, end = ids["[THINK]"], ids["[/THINK]"], ids["</s>"]
+    special = {opening, closing, end, ids["[OTHER]"]}
+    thoughts = Thoughts("[THINK]", "[/THINK]", is_open=False)
+    asked = after_thoughts(Grammar(kind="json_object"), thoughts, lambda mark: mark in ids)
+    compiled = compiler.compile(asked).result()
+
+    def write(*parts: str | int) -> list[int]:
+        """Return the ids of texts, byte by byte, and of ids."""
+        return [
+            token_id
+            for part in parts
+            for token_id in (
+                [part] if isinstance(part, int) else [ids[bytes([byte])] for byte in part.encode()]
+            )
+        ]
+
+    def marks_after(*parts: str | int) -> set[int]:
+        sent = write(*parts)
+        state = GrammarState(compiled)
+        for token_id in sent:
+            state.accept(token_id)
+        allowed = allowed_ids(state, vocab_size)
+        assert allowed == allowed_ids(GrammarState(compiled, sent), vocab_size)  # a replay's
+        assert allowed
+        return special & set(allowed)
+
+    assert marks_after() == {opening}
+    for thought in ("", "Hm {é", '{"a": 1}', "[THINK]"):
+        assert marks_after(opening, thought) == {closing}
+    assert marks_after(opening, "Hm", closing) == set()
+    assert marks_after(opening, closing, "{") == set()
+    for done in ([opening, "Hm", closing, "{}"], ["{}"]):
+        assert marks_after(*done) == {end}
+    others = (opening, end, ids["[OTHER]"])
+    for wrong in ([closing], *([opening, "Hm", other] for other in others)):
+        with pytest.raises(GrammarViolated):
+            GrammarState(compiled, write(*wrong))
+
+
+# A format of any text or tokens, and the special tokens that it names.
+FREE = {
+    "regex": (regex("[^x]*"), set()),
+    "any text": (tag_of({"type": "any_text"}), set()),
+    "any tokens": (tag_of({"type": "any_tokens"}), set()),
+    "exclude token": (tag_of({"type": "exclude_token", "exclude_tokens": [0]}), set()),
+    "dispatch": (
+        tag_of(
+            {
+                "type": "token_triggered_tags",
+                "trigger_tokens": ["a"],
+                "tags": [thoughts_of("a", "[OTHER]")],
+            }
+        ),
+        {259},
+    ),
+    "any tokens behind a token": (
+        tag_of({"type": "optional", "content": token("[THINK]")}, {"type": "any_tokens"}),
+        {257},
+    ),
+    "rules of tokens": (ebnf("root ::= ExcludeToken(0)* Token(257)"), set()),
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_no_format_allows_a_special_token_that_it_does_not_name(marked, name):
+    compiler, ids, vocab_size = marked
+    assert [ids[word] for word in ("</s>", "[THINK]", "[/THINK]", "[OTHER]")] == [
+        256,
+        257,
+        258,
+        259,
+    ]
+    grammar, named = FREE[name]
+    allowed = set(allowed_ids(GrammarState(compiler.compile(grammar).result()), vocab_size))
+    assert allowed & {257, 258, 259} <= named
+    assert ids[b"a"] in allowed
+
+
+def test_a_tag_with_a_token_that_the_model_lacks_is_refused_by_its_name(marked):
+    with pytest.raises(InvalidRequest, match=r'"\[NONE\]" not found in vocabulary'):
+        marked[0].compile(tag_of(token("[NONE]"))).result()
+
+
+def test_tags_that_differ_only_in_a_token_have_masks_of_their_own(marked):
+    compiler, ids, vocab_size = marked
+    for name in ("[THINK]", "[/THINK]", "[OTHER]", "[THINK]"):
+        compiled = compiler.compile(tag_of(token(name), {"type": "any_text"})).result()
+        assert allowed_ids(GrammarState(compiled), vocab_size) == [ids[name]]
+
+
+def test_what_a_schema_in_a_tag_holds_is_never_taken_for_a_token(marked):
+    compiler, ids, _ = marked
+    word = token("[THINK]")
+    compiled = compiler.compile(tag_of({"type": "json_schema", "json_schema": {"const": word}}))
+    text = json.dumps(word, separators=(",", ":")).encode()
+    assert GrammarState(compiled.result(), [ids[bytes([byte])] for byte in text]).is_complete
+
+
+def test_a_bounded_string_in_a_tag_is_that_of_a_schema(byte_library):
+    bounded = {"type": "json_schema", "json_schema": {"type": "string", "maxLength": 3}}
+    alike = {"type": "regex", "pattern": '[^"\\\\\\r\\n]{1,3}'}  # reads as the library's own rule
+    compiled = compile_text(byte_library, tag_of(alike, bounded))
+    assert GrammarState(compiled, b'\t"a\\n\\u00e9"').is_complete
+    for wrong in (b'a"abcd', b'a"\t', b"\\n"):
+        with pytest.raises(GrammarViolated):
+            GrammarState(compiled, wrong)
+
+
 def test_a_word_of_the_schema_that_looks_like_a_rule_stays_as_it_is(byte_library):
     word = 'größe \\xdfe ÿ0\nx ::= (([^\\"\\\\\\r\\n]))\nb'
     value = {"type": "array", "prefixItems": [{"const": word}, {"type": "string", "maxLength": 2}]}
@@ -283,8 +438,7 @@ def test_replay_of_sent_tokens_gives_the_same_masks(compiler, token_bytes):
 
 def test_a_state_that_no_token_continues_ends_the_text():
     info = xgrammar.TokenizerInfo([b"a", b""], vocab_size=33, stop_token_ids=[1])
-    library = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    compiled = compile_text(library, regex("ab"))  # nothing in this vocabulary writes a b
+    compiled = compile_text(Library(info), regex("ab"))  # nothing in this vocabulary writes a b
     state = GrammarState(compiled, [0])
     assert allowed_ids(state, 33) == [1]
     state.accept(1)

@@ -99,14 +99,11 @@ def test_the_effort_and_the_format_of_the_output_are_those_of_a_chat(sees, backe
     config = {"effort": "low", "format": {"type": "json_schema", "schema": schema}}
     assert sees({"output_config": config}, "{{ reasoning_effort }}") == "low"
     body = ASK | {"output_config": config}
-    for options, found in ((FrontendOptions(), schema), (THINKS, json_schema(schema))):
+    for options, is_behind in ((FrontendOptions(), False), (THINKS, True)):
         [generation] = read_messages(backend.served, options, body).generations
         asked = json.loads(generation.request.sampling.grammar.text)
-        assert (asked if found is schema else asked["format"]["elements"][-1]) == found
-
-
-def json_schema(schema: dict) -> dict:
-    return {"type": "json_schema", "json_schema": schema}
+        behind = asked["format"]["elements"][-1]["json_schema"] if is_behind else asked
+        assert behind == schema
 
 
 def content(*blocks) -> dict:
@@ -185,15 +182,15 @@ async def test_what_is_not_done_is_refused_by_name(client, name):
 
 
 @pytest.mark.parametrize(
-    ("body", "template", "sentence"),
+    ("body", "thoughts", "sentence"),
     [
-        (THINKING | forced(), "", "beside a forced call"),
-        ({"thinking": {"type": "disabled"}}, "", "cannot turn it off"),
+        (THINKING | forced(), "gpt_oss", "beside a forced call"),
+        ({"thinking": {"type": "disabled"}}, "qwen3", "cannot turn it off"),
     ],
 )
-def test_thinking_that_cannot_be_is_refused(sees, body, template, sentence):
+def test_thinking_that_cannot_be_is_refused(sees, body, thoughts, sentence):
     with pytest.raises(InvalidRequest, match=sentence):
-        sees(body, "a", THINKS)
+        sees(body, "a", FrontendOptions(reply_formats=reply_formats("", thoughts)))
 
 
 def test_a_strict_tool_follows_its_schema_where_the_model_chooses(backend):

@@ -182,6 +182,17 @@ async def test_a_forced_call_follows_its_schema(backend, choice, text):
     assert all(request.sampling.grammar.kind == "json_schema" for request in backend.requests)
 
 
+async def test_a_forced_call_may_follow_thoughts(backend):
+    speak(backend, f"<think>Hm.</think>\n{FORCED}")
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    async with client_of(backend, FORMATS) as client:
+        got, reason, _ = await ask(
+            client, tools=[WEATHER], tool_choice={"type": "any"}, thinking=thinking
+        )
+    call = {"type": "tool_use", "name": "weather", "input": {"city": "Rome"}}
+    assert (got, reason) == ([{"type": "thinking", "thinking": "Hm."}, call], "tool_use")
+
+
 @pytest.mark.parametrize(
     ("text", "read"), [("", None), ('{"city": "Ro', {}), ('{"city": "Rome",', {"city": "Rome"})]
 )

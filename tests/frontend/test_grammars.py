@@ -13,6 +13,7 @@ from tandem.frontend.grammars import (
     native_grammar,
     openai_grammar,
 )
+from tandem.frontend.reply_formats import Thoughts
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
 
@@ -196,7 +197,7 @@ def test_a_structural_tag_has_two_forms_and_several_places(fields):
 )
 @pytest.mark.parametrize("is_open", [True, False])
 def test_thoughts_come_before_what_a_grammar_binds(grammar, right, wrong, is_open):
-    after = after_thoughts(grammar, "<think>", "</think>", is_open=is_open)
+    after = after_thoughts(grammar, Thoughts("<think>", "</think>", is_open), lambda _: False)
     thoughts = "Hm { [ so</think>\n\n" if is_open else "<think>Hm { [ so</think>\n\n"
     assert follows(after, thoughts + right)
     assert not follows(after, thoughts + wrong)

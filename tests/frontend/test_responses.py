@@ -119,6 +119,15 @@ async def test_a_stream_tells_of_thoughts_text_and_calls_by_the_events_of_openai
         assert deltas == (item.arguments if item.type == "function_call" else item.content[0].text)
 
 
+async def test_a_required_call_may_follow_thoughts(backend):
+    speak(backend, '<think>Hm.</think>[{"name": "weather", "parameters": {"city": "Rome"}}]')
+    async with client_of(backend, FORMATS) as sdk:
+        events = await streamed(sdk, input="Hi", tools=[WEATHER], tool_choice="required")
+    thoughts, call = events[-1].response.output
+    assert (thoughts.content[0].text, call.name) == ("Hm.", "weather")
+    assert json.loads(call.arguments) == {"city": "Rome"}
+
+
 async def test_an_error_within_a_stream_is_its_last_event(backend):
     backend.script = say([5], NoNodeAvailable("no pair"))
     async with client_of(backend) as sdk:

@@ -2,15 +2,21 @@
 
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import openai
 import pytest
 import xgrammar
+from hypothesis import given
+from hypothesis import strategies as st
 from xgrammar.testing import _is_grammar_accept_string as accepts
 
+from tandem.frontend.chat_template import ChatTemplate
+from tandem.frontend.grammars import MAX_GRAMMAR_BYTES
 from tandem.frontend.openai_body import read_chat
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.reply_parser import reply_formats
+from tandem.frontend.reply_formats import TOOL_FORMATS, Format, Thoughts
+from tandem.frontend.reply_parser import ReplyFormats, reply_formats
 from tandem.frontend.tool_calls import message, read_choice
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
@@ -348,3 +354,139 @@ def test_a_strict_tool_is_refused_where_its_schema_cannot_be_held_to(tokenizer, 
     with pytest.raises(InvalidRequest, match="tools: strict is supported with"):
         read_chat(model, options, strict_body())
     read_chat(model, options, strict_body(tool_choice="required"))
+
+
+# ── thoughts before a forced call ────────────────────────────────────────────────────────────────
+
+MARKS = ("<think>", "</think>")
+# What looks like marks in arguments is theirs.
+TRICKY = '{"city": "<think>a</think>"}'
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("choice", ["required", named("weather")], ids=["required", "named"])
+@pytest.mark.parametrize("thought", ["I </ see:\n so", None], ids=["thinks", "does not"])
+def test_however_thoughts_and_a_forced_call_are_cut_they_are_the_same(
+    choice, is_open, thought, data
+):
+    forced = read_choice(WEATHER, choice, is_parallel=True)
+    text = TRICKY if forced.name else f'[{{"name": "weather", "parameters": {TRICKY}}}]'
+    if thought is not None or is_open:
+        text = f"{'' if is_open else MARKS[0]}\n{thought or ''}\n{MARKS[1]}\n\n{text}"
+    ends = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    reply = forced.reply(None, Thoughts(*MARKS, is_open))
+    parts = [
+        part
+        for a, b in zip([0, *ends], [*ends, len(text)], strict=True)
+        for part in reply.push(text[a:b])
+    ]
+    said = message([*parts, *reply.finish()])
+    [call] = said["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": TRICKY}
+    assert (said["content"], said.get("reasoning_content")) == (None, thought)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<thi", {"content": "<thi"}),
+        ("<think>Hm. </thi", {"reasoning_content": "Hm. </thi", "content": None}),
+        ("<think>Hm.</think>\n", {"reasoning_content": "Hm.", "content": None}),
+        ("", {"content": ""}),
+    ],
+)
+def test_thoughts_that_are_cut_short_are_no_call(text, said):
+    choice = read_choice(WEATHER, named("weather"), is_parallel=True)
+    reply = choice.reply(None, Thoughts(*MARKS, is_open=False))
+    assert message([*reply.push(text), *reply.finish()]) == {"role": "assistant"} | said
+
+
+# Special tokens of the embedded model, which no text of a grammar is.
+SPECIAL = ("<issue_start>", "<issue_closed>")
+SPECIAL_FORMATS = ReplyFormats(
+    thoughts=Format(
+        {"reasoning_content": {"open": SPECIAL[0], "close": SPECIAL[1]}}, opening=SPECIAL[0]
+    )
+)
+
+
+@pytest.mark.parametrize("name", ["required", "named"])
+@pytest.mark.parametrize("marks", [MARKS, SPECIAL], ids=["text", "special"])
+async def test_a_model_may_think_before_a_forced_call(backend, name, marks):
+    choice, text, count = KIMI[name]
+    formats = SPECIAL_FORMATS if marks == SPECIAL else reply_formats("", "think")
+    speak(backend, f"{marks[0]}Hm.{marks[1]}\n{text}")
+    # A kept stop token is no part of the arguments, though marks are shown.
+    kept = {"include_stop_str_in_output": True}
+    async with client_of(backend, FrontendOptions(reply_formats=formats)) as sdk:
+        said, calls, reason = await ask(sdk, tools=WEATHER, tool_choice=choice, extra_body=kept)
+    assert (said, calls) == ({"reasoning_content": "Hm."}, [("weather", ARGUMENTS)] * count)
+    assert reason == ("tool_calls" if name == "required" else "stop")
+    form = json.loads(backend.requests[0].sampling.grammar.text)["format"]
+    thoughts = form["elements"][0]["content"]["elements"][0]
+    expected = marks if marks == MARKS else [{"type": "token", "token": mark} for mark in marks]
+    assert [thoughts["begin"], thoughts["end"]] == list(expected)
+
+
+async def test_a_grammar_begins_behind_thoughts_between_special_tokens(backend):
+    speak(backend, f"{SPECIAL[0]}Hm.{SPECIAL[1]}\n{ARGUMENTS}")
+    async with client_of(backend, FrontendOptions(reply_formats=SPECIAL_FORMATS)) as sdk:
+        said, _, _ = await ask(sdk, response_format={"type": "json_object"})
+    assert said == {"reasoning_content": "Hm.", "content": ARGUMENTS}
+    assert backend.requests[0].sampling.grammar.kind == "structural_tag"
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "is_behind"),
+    [
+        ("Hi", {}, True),
+        ("Hi<think>\n", {}, True),
+        ("Hi<think>\n", {"chat_template_kwargs": {"enable_thinking": False}}, True),
+        ("Hi<think>\n\n</think>\n\n", {}, False),
+        ("Hi", {"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ("Hi", {"chat_template_kwargs": {"thinking": False}}, False),
+        ("Hi", {"separate_reasoning": False}, False),
+        ("Hi", {"include_reasoning": False}, True),
+    ],
+)
+def test_a_forced_call_begins_at_once_where_there_are_no_thoughts(
+    tokenizer, monkeypatch, template, fields, is_behind
+):
+    monkeypatch.setattr(tokenizer, "_template", ChatTemplate({"default": template}, {}))
+    made = grammar_for(
+        tokenizer, "", "think", is_strict=False, tool_choice=named("weather"), **fields
+    )
+    assert made.kind == ("structural_tag" if is_behind else "json_schema")
+    if is_behind:
+        is_open = template.strip().endswith(MARKS[0])
+        tag = xgrammar.Grammar.from_structural_tag(made.text)
+        said = f'{"" if is_open else MARKS[0]}Hm.</think>{{"city": "Rome"}}'
+        assert accepts(tag, said)
+        assert not accepts(tag, said.replace("Rome", "Oslo"))
+        assert accepts(tag, '{"city": "Rome"}') is not is_open
+
+
+def test_strict_tools_may_follow_thoughts_between_special_tokens(tokenizer):
+    formats = replace(SPECIAL_FORMATS, tools=TOOL_FORMATS["hermes"])
+    options = FrontendOptions(reply_formats=formats)
+    call = read_chat(FakeBackend(tokenizer).served, options, strict_body())
+    form = json.loads(call.generations[0].request.sampling.grammar.text)["format"]
+    assert form["elements"][0]["content"]["elements"][0]["end"]["token"] == SPECIAL[1]
+    assert form["elements"][1]["type"] == "triggered_tags"
+
+
+def test_the_largest_grammar_may_follow_thoughts(tokenizer):
+    text = "a" * MAX_GRAMMAR_BYTES
+    body = {"messages": [{"role": "user", "content": "Hi"}], "regex": text}
+    options = FrontendOptions(reply_formats=reply_formats("", "think"))
+    [generation] = read_chat(FakeBackend(tokenizer).served, options, body).generations
+    assert text in generation.request.sampling.grammar.text
+
+
+def test_strict_tools_that_are_too_large_together_are_refused(tokenizer):
+    large = tool("large", {"type": "object", "title": "a" * MAX_GRAMMAR_BYTES})
+    large["function"]["strict"] = True
+    options = FrontendOptions(reply_formats=reply_formats("hermes", ""))
+    with pytest.raises(InvalidRequest, match=r"tools: the grammar of strict calls has \d+ bytes"):
+        read_chat(FakeBackend(tokenizer).served, options, strict_body(tools=[large]))

@@ -197,18 +197,14 @@ def alone(model: Path, asked: list, directory: Path, *vllm_flags: str) -> list:
     """
     question, answer = directory / "asked.json", directory / "answered.json"
     question.write_text(json.dumps(asked))
-    subprocess.run(
-        [
-            sys.executable,
-            str(HERE / "alone.py"),
-            str(model),
-            str(question),
-            str(answer),
-            *vllm_flags,
-        ],
-        check=True,
+    words = [str(HERE / "alone.py"), str(model), str(question), str(answer), *vllm_flags]
+    done = subprocess.run(
+        [sys.executable, *words],
+        check=False,
         env=os.environ | ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
+    assert done.returncode == 0, done.stdout[-3000:]
     return json.loads(answer.read_text())
