@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Iterator
 
+from tandem.node.flags import split_argv
 from tandem.parsers import parsers
 
 PARSERS = parsers() | {"router": parsers()["lb"]}
@@ -41,7 +42,8 @@ def shown_in_sentences(markdown: str) -> Iterator[str]:
 
 def refusal(line: str) -> str:
     """Return the parser's error for a complete command line; empty if it is valid."""
-    _, name, *argv = shlex.split(line)
+    _, name, *words = shlex.split(line)
+    argv, _ = split_argv(words)  # vLLM's own flags are vLLM's to refuse
     if name not in PARSERS:
         return f"there is no command {name!r}"
     # Replace placeholders by a number, and drop --help, which ends the parser.

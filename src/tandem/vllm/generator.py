@@ -121,8 +121,10 @@ class VllmGenerator:
                 supported_tasks=self._tasks,
                 priority=-request.priority,
             )
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise InvalidRequest(f"vLLM refuses the request: {error}") from error
+        except Exception as error:
+            # vLLM tries one library after the other for a grammar, and they raise what they like.
+            words = " ".join(str(error).split())[:500]
+            raise InvalidRequest(f"vLLM refuses the request: {words}") from error
 
     def add(self, request_id: str, checked: object) -> None:
         """Queue a checked request under an id that no other has."""
