@@ -159,3 +159,18 @@ def test_what_examples_tell_ucx_is_what_the_transport_takes(role, values, tmp_pa
         if variable.startswith("UCX_"):
             monkeypatch.setenv(variable, value)
     check_environment()
+
+
+@pytest.mark.parametrize("role", NODES)
+def test_nodes_run_vllm_in_its_image_with_its_flags(role, tmp_path):
+    sets = ("engine=vllm", "vllm.image=our/vllm:1", "vllm.args={--enforce-eager,--block-size=64}")
+    manifests = rendered(*sets)
+    config = node_config(manifests, role, tmp_path)
+    assert (config.simulation.engine, config.vllm_args) == (
+        "vllm",
+        ("--enforce-eager", "--block-size=64"),
+    )
+    images = {
+        name: pod["spec"]["containers"][0]["image"] for name, pod in dict(pods(manifests)).items()
+    }
+    assert images[role] == "our/vllm:1" != images["router"]

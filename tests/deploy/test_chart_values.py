@@ -88,6 +88,9 @@ CONTRADICTIONS = [
         "transferPorts",
     ),
     ("monitoring.podMonitor.enabled=true", "networkPolicy.metricsFrom"),
+    ("engine=vllm", "vllm.image is empty"),
+    ("engine=vllm,vllm.image=i,simulation.enabled=true", "choose one"),
+    ("vllm.args={--enforce-eager}", "set engine to vllm"),
 ]
 
 

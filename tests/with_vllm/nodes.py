@@ -84,6 +84,8 @@ class Node:
         self.process: Process | None = None
 
     def start(self) -> None:
+        if self.process is not None:
+            self.process.kill()
         self.process = Process(self._log, *self._command)
 
     def wait_up(self) -> None:
@@ -161,6 +163,17 @@ class Cluster:
         )
         assert status == 200, body
         return body["output_ids"]
+
+    def stream(self, prompt_ids, **sampling):
+        """Yield the token ids of an answer so far, as they come."""
+        params = {"temperature": 0.0, "ignore_eos": True} | sampling
+        body = {"input_ids": prompt_ids, "sampling_params": params, "stream": True}
+        data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{self.url}/generate", data, kind)
+        with urllib.request.urlopen(asked, timeout=240) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])["output_ids"]
 
     def generate_all(self, prompts, num_at_once=16, **sampling):
         with ThreadPoolExecutor(num_at_once) as pool:

@@ -1,17 +1,17 @@
 """Nodes that die, freeze and are asked to stop: no token is lost or repeated, and every block is free at the end."""
 
-import json
+import itertools
 import random
 import signal
 import threading
-import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.with_vllm.models import tiny
 from tests.with_vllm.nodes import Cluster, alone, post
 
-NUM_TOKENS = 60
+NUM_TOKENS = 100
 FLAGS = ("--block-size", "32", "--skip-tokenizer-init", "--max-num-batched-tokens", "128")
 FLAGS += ("--max-num-seqs", "64")
 
@@ -50,8 +50,26 @@ def _whole(cluster):
     cluster.wait_up()
 
 
-def answers(cluster, prompts) -> list:
-    return cluster.generate_all(prompts, max_new_tokens=NUM_TOKENS)
+def answers(cluster, prompts, then) -> list:
+    """Return the answers to prompts asked at once; call `then` when some are under way and some are not begun."""
+    counts, lock, begun = [0] * len(prompts), threading.Lock(), []
+
+    def ask(number: int):
+        told = []
+        for told in cluster.stream(prompts[number], max_new_tokens=NUM_TOKENS):
+            with lock:
+                counts[number] = len(told)
+                is_turn = sum(counts) >= 100 and not begun
+                if is_turn:
+                    begun.append(sum(count == NUM_TOKENS for count in counts))
+            if is_turn:
+                then()
+        return told
+
+    with ThreadPoolExecutor(16) as pool:
+        told = list(pool.map(ask, range(len(prompts))))
+    assert begun[0] < len(prompts) // 2  # answers were under way, and others had not begun
+    return told
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -59,10 +77,7 @@ def test_requests_whose_node_is_killed_are_answered_as_if_nothing_had_happened(
     cluster, expected, role
 ):
     node = (cluster.prefills if role == "prefill" else cluster.decodes)[0]
-    timer = threading.Timer(1.5, node.process.signal, [signal.SIGKILL])
-    timer.start()
-    assert answers(cluster, asked(40)) == expected
-    timer.join()
+    assert answers(cluster, asked(40), lambda: node.process.signal(signal.SIGKILL)) == expected
     assert not node.process.is_running
     cluster.nodes.remove(node)
     try:
@@ -74,13 +89,11 @@ def test_requests_whose_node_is_killed_are_answered_as_if_nothing_had_happened(
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_requests_whose_node_is_stopped_are_answered_by_others(cluster, expected, role):
     node = (cluster.prefills if role == "prefill" else cluster.decodes)[1]
-    timer = threading.Timer(1.5, node.process.signal, [signal.SIGSTOP])
-    timer.start()
     try:
-        assert answers(cluster, asked(40)) == expected
+        told = answers(cluster, asked(40), lambda: node.process.signal(signal.SIGSTOP))
     finally:
-        timer.join()
         node.process.signal(signal.SIGCONT)
+    assert told == expected
     cluster.wait_up()
     cluster.wait_free()
 
@@ -90,28 +103,13 @@ def test_two_hundred_requests_a_third_of_them_aborted_leave_no_block_behind(clus
     prompts, answered = asked(40), {}
 
     def ask(number: int) -> None:
-        place = number % len(prompts)
-        body = {
-            "input_ids": prompts[place],
-            "sampling_params": {
-                "temperature": 0.0,
-                "ignore_eos": True,
-                "max_new_tokens": NUM_TOKENS,
-            },
-            "stream": True,
-        }
-        wanted = urllib.request.Request(
-            f"{cluster.url}/generate",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
         # Before the first event, after it, or somewhere in the answer.
-        limit = rng.choice([0, 1, 20]) if number % 3 == 0 else None
-        with urllib.request.urlopen(wanted, timeout=240) as answer:
-            for count, line in enumerate(line for line in answer if line.startswith(b"data: {")):
-                if limit is not None and count >= limit:
-                    return
-                answered[number] = json.loads(line[6:])["output_ids"]
+        limit = rng.choice([0, 1, 20]) if number % 3 == 0 else NUM_TOKENS
+        prompt_ids = prompts[number % len(prompts)]
+        stream = cluster.stream(prompt_ids, max_new_tokens=NUM_TOKENS)
+        for told in itertools.islice(stream, limit):
+            answered[number] = told
+        stream.close()
 
     numbers = iter(range(200))
     lock = threading.Lock()
@@ -137,11 +135,9 @@ def test_two_hundred_requests_a_third_of_them_aborted_leave_no_block_behind(clus
 
 def test_a_drained_node_hands_its_requests_over(cluster, expected):
     node = cluster.decodes[0]
-    timer = threading.Timer(1.0, post, [f"{node.url}/drain", {"timeout_s": 0}])
-    timer.start()
     try:
-        assert answers(cluster, asked(40)) == expected
+        drained = lambda: post(f"{node.url}/drain", {"timeout_s": 0})  # noqa: E731
+        assert answers(cluster, asked(40), drained) == expected
     finally:
-        timer.join()
         assert post(f"{node.url}/drain", {"cancel": True})[0] == 200
     cluster.wait_free()

@@ -10,6 +10,15 @@
 {{- if and (eq $model.volume.type "hostPath") (not $model.volume.hostPath) -}}
 {{- fail "model.volume.type is hostPath: set model.volume.hostPath to the directory of the hosts that has the models" -}}
 {{- end -}}
+{{- if and (eq .Values.engine "vllm") (not .Values.vllm.image) -}}
+{{- fail "engine is vllm and vllm.image is empty: build deploy/docker/Dockerfile.vllm, and name the image" -}}
+{{- end -}}
+{{- if and (eq .Values.engine "vllm") .Values.simulation.enabled -}}
+{{- fail "engine is vllm and simulation.enabled is true: choose one" -}}
+{{- end -}}
+{{- if and .Values.vllm.args (ne .Values.engine "vllm") -}}
+{{- fail "vllm.args are vLLM's flags: set engine to vllm" -}}
+{{- end -}}
 {{- $auth := .Values.auth -}}
 {{- if and $auth.existingSecret (or $auth.clusterKey $auth.apiKeys) -}}
 {{- fail "auth.existingSecret has the keys: leave out auth.clusterKey and auth.apiKeys, and name the entry of API keys in auth.apiKeysEntry" -}}

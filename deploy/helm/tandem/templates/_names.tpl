@@ -47,6 +47,10 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- end -}}
 {{- end }}
 
+{{- define "tandem.nodeImage" -}}
+{{- if eq .Values.engine "vllm" -}}{{ .Values.vllm.image }}{{- else -}}{{ include "tandem.image" . }}{{- end -}}
+{{- end }}
+
 {{- define "tandem.secretName" -}}
 {{- default (include "tandem.fullname" .) .Values.auth.existingSecret -}}
 {{- end }}

@@ -28,6 +28,9 @@
 {{- else if eq (int $node.gpus) 1 }}
 - --device=cuda:0
 {{- end }}
+{{- if eq $values.engine "vllm" }}
+- --engine=vllm
+{{- end }}
 {{- if $values.simulation.enabled }}
 - --engine=simulated
 - --sim-kv={{ $values.simulation.kv }}
@@ -43,6 +46,12 @@
 {{- end }}
 {{- range concat $values.nodes.args $node.args }}
 - {{ . | quote }}
+{{- end }}
+{{- if and (eq $values.engine "vllm") $values.vllm.args }}
+- "--"
+{{- range $values.vllm.args }}
+- {{ . | quote }}
+{{- end }}
 {{- end }}
 {{- end }}
 
