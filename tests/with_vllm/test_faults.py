@@ -111,22 +111,8 @@ def test_two_hundred_requests_a_third_of_them_aborted_leave_no_block_behind(clus
             answered[number] = told
         stream.close()
 
-    numbers = iter(range(200))
-    lock = threading.Lock()
-
-    def work() -> None:
-        while True:
-            with lock:
-                number = next(numbers, None)
-            if number is None:
-                return
-            ask(number)
-
-    workers = [threading.Thread(target=work) for _ in range(16)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(ask, range(200)))
     for number in range(200):
         if number % 3:
             assert answered[number] == expected[number % len(prompts)], number

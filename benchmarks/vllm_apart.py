@@ -1,0 +1,183 @@
+"""vLLM's prefill and decode apart: by Tandem, by NixlConnector, and vLLM in one process, each under the same load.
+
+Apart each role has one core; together vLLM has both. Run it in the environment of `make test-vllm`, which lacks
+NixlConnector's library: `pip install --no-deps nixl-cu12==1.5.1 nixl==1.5.1`.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.rig import Target, free_port, parse, parser_of, result, running
+from benchmarks.streams import closed_loop
+from tandem.bench.report import LoadReport
+from tandem.node.checkpoint import resolve_model
+from tandem.node.command import default_cache_dir
+
+NAME = "model"
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "UCX_TLS": "tcp",
+}
+LONG_PROMPT_TOKENS = 1500
+NUM_BESIDE = 8
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    parser = parser_of("vllm_apart", "Measure vLLM apart against NixlConnector and together.")
+    add = parser.add_argument
+    add("--model", default="", help="a transformers directory; without it, the embedded model")
+    add("--dtype", default="bfloat16", help="type of weights and KV")
+    add("--concurrency", type=int, nargs="+", default=[1, 8, 32], help="requests open at once")
+    add("--requests-per-stream", type=int, default=2, help="requests of a round: times concurrency")
+    add("--input-tokens", type=int, default=256, help="random ids in each prompt")
+    add("--output-tokens", type=int, default=48, help="generated for each prompt")
+    add("--only", nargs="+", default=["tandem", "nixl", "together"], help="which to measure")
+    return parser
+
+
+class Servers:
+    """Starts one way of serving after the other. `flags`: of vLLM, the same for all."""
+
+    def __init__(self, model: Path, dtype: str) -> None:
+        self._model = str(model)
+        self.flags = ["--dtype", dtype, "--enforce-eager", "--max-num-seqs", "64"]
+        self.flags += ["--max-model-len", "2048"]
+
+    @contextlib.contextmanager
+    def start(self, name: str) -> Iterator[Target]:
+        """Start a way of serving by its name; yield what clients ask."""
+        with contextlib.ExitStack() as stack:
+            yield {"tandem": self._tandem, "nixl": self._nixl, "together": self._together}[name](
+                stack
+            )
+
+    def _tandem(self, stack: contextlib.ExitStack) -> Target:
+        bootstrap = str(free_port())
+        prefill = self._node(stack, "prefill", "0", ["--bootstrap-port", bootstrap])
+        decode = self._node(stack, "decode", "1", [])
+        port = free_port()
+        lb = ["lb", "--port", str(port), "--prefill", prefill.url, bootstrap]
+        lb += ["--decode", decode.url, "--local-prefill-threshold", "0"]
+        return stack.enter_context(running("lb", [*_module("tandem"), *lb], port))
+
+    def _node(self, stack: contextlib.ExitStack, role: str, core: str, own: list[str]) -> Target:
+        port = free_port()
+        argv = [role, "--engine", "vllm", "--model", self._model, "--port", str(port), *own]
+        argv += ["--served-model-name", NAME, "--num-threads", "1", *self.flags[:2]]
+        argv += ["--", *self.flags[2:]]
+        command = [*_module("tandem"), *argv]
+        return stack.enter_context(running(role, command, port, core, ENVIRONMENT))
+
+    def _nixl(self, stack: contextlib.ExitStack) -> Target:
+        kind = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+        flags = ["--kv-transfer-config", json.dumps(kind)]
+        prefill, decode = (self._serve(stack, core, 1, flags) for core in "01")
+        port = free_port()
+        command = [*_module("benchmarks.nixl_proxy"), str(port), prefill.url, decode.url]
+        return stack.enter_context(running("proxy", command, port))
+
+    def _together(self, stack: contextlib.ExitStack) -> Target:
+        return self._serve(stack, "0,1", 2, [])
+
+    def _serve(
+        self, stack: contextlib.ExitStack, cores: str, num_threads: int, flags: list[str]
+    ) -> Target:
+        port = free_port()
+        argv = ["serve", self._model, "--served-model-name", NAME, "--host", "127.0.0.1"]
+        argv += ["--port", str(port), *self.flags, *flags]
+        environment = ENVIRONMENT | {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(num_threads),
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        }
+        command = [*_module("vllm.entrypoints.cli.main"), *argv]
+        return stack.enter_context(running("vllm", command, port, cores, environment))
+
+
+def _module(name: str) -> list[str]:
+    return [sys.executable, "-m", name]
+
+
+def load(args: argparse.Namespace, url: str, concurrency: int) -> LoadReport:
+    """Run one round and return its report."""
+    num_requests = concurrency * args.requests_per_stream
+    return asyncio.run(
+        closed_loop(
+            *(url, concurrency, num_requests, args.input_tokens, args.output_tokens),
+            seed=concurrency,
+            model=NAME,
+        )
+    )
+
+
+def beside_long_prompts(args: argparse.Namespace, url: str) -> LoadReport:
+    """Return the report of short streams while long prompts come one after the other."""
+
+    async def both() -> LoadReport:
+        num_short = NUM_BESIDE * args.requests_per_stream
+        short = asyncio.ensure_future(
+            closed_loop(url, NUM_BESIDE, num_short, 32, args.output_tokens, seed=77, model=NAME)
+        )
+        seed = 1000
+        while not short.done():
+            await closed_loop(url, 1, 1, LONG_PROMPT_TOKENS, 1, seed=seed, model=NAME)
+            seed += 1
+        return await short
+
+    return asyncio.run(both())
+
+
+def main() -> None:
+    """Run the benchmark."""
+    quick = {"concurrency": [1], "output_tokens": 8, "requests_per_stream": 1, "only": ["tandem"]}
+    args = parse(build_parser(), quick)
+    model = resolve_model(args.model or None, default_cache_dir() / "models")
+    servers = Servers(model, args.dtype)
+    print(f"{os.cpu_count()} cores; load average before the start {os.getloadavg()}")
+    print(
+        f"{'server':<10}{'streams':>16}{'failed':>7}{'tokens/s':>10}{'TTFT p50':>10}{'ITL p50/p99 ms':>17}"
+    )
+    seen: dict[tuple[str, str], LoadReport] = {}
+    for name in args.only:
+        with servers.start(name) as target:
+            load(args, target.url, 1)
+            rounds = {str(count): load(args, target.url, count) for count in args.concurrency}
+            if not args.quick:
+                rounds["beside long"] = beside_long_prompts(args, target.url)
+        for streams, one in rounds.items():
+            seen[name, streams] = one
+            itl = f"{one.itl_ms.p50:.0f}/{one.itl_ms.p99:.0f}"
+            print(
+                f"{name:<10}{streams:>16}{one.num_failed:>7}{one.output_tokens_per_s:>10.1f}"
+                f"{one.ttft_ms.p50:>10.0f}{itl:>17}",
+                flush=True,
+            )
+    summarise(args, seen)
+
+
+def summarise(args: argparse.Namespace, seen: dict[tuple[str, str], LoadReport]) -> None:
+    """Print the result lines of what was measured."""
+    if {"tandem", "nixl"} <= set(args.only):
+        pairs = [(seen["tandem", str(n)], seen["nixl", str(n)]) for n in args.concurrency]
+        rate = min(ours.output_tokens_per_s / theirs.output_tokens_per_s for ours, theirs in pairs)
+        ttft = max(ours.ttft_ms.p50 / theirs.ttft_ms.p50 for ours, theirs in pairs)
+        print(result("vllm_apart_throughput_vs_nixl", rate, 1.0))
+        print(result("vllm_apart_ttft_vs_nixl", ttft, 0.9, is_lower_better=True))
+    if {"tandem", "together"} <= set(args.only):
+        ours, theirs = (seen[name, "beside long"] for name in ("tandem", "together"))
+        print(result("vllm_apart_itl_p99_gain", theirs.itl_ms.p99 / ours.itl_ms.p99, 3.0))
+
+
+if __name__ == "__main__":
+    main()
