@@ -1,7 +1,7 @@
 """Prefill's links: the bootstrap port, and the ranks of decode that are connected to it.
 
 ```
- Hello ─▶ another model: Refused
+ Hello ─▶ another model or protocol: Refused
        ├▶ this rank holds none of its heads: Redirect to one that does
        └▶ a worker connects by the best transport that works ─▶ Welcome ─▶ Grant, Withdraw ...
  a link that is silent, broken or closed is lost: once, and it never comes back. A decode that
@@ -30,12 +30,15 @@ from tandem.wire.channel import Heartbeat, Inbox, Peer, Waker, wait
 from tandem.wire.errors import (
     LayoutMismatch,
     PeerLost,
+    ProtocolMismatch,
     TandemError,
     TransferFailed,
     TransferRefused,
 )
 from tandem.wire.generation import Epoch
 from tandem.wire.hand_off import (
+    OLDEST_PROTOCOL,
+    PROTOCOL,
     Grant,
     Hello,
     LinkPing,
@@ -82,6 +85,7 @@ class DecodeLink:
         part: Its number among the `num_parts` ranks of its node that we push to.
         heads: Those that we push to it.
         more_ports: Of the other ranks of our node that push to it, where this one knows them.
+        protocol: The version that both ends speak.
         connection: Put in by the worker.
     """
 
@@ -94,6 +98,7 @@ class DecodeLink:
     num_parts: int
     heads: HeadRange
     more_ports: list[int]
+    protocol: int
     connection: Connection | None = None
 
     def hang_up(self) -> None:
@@ -196,7 +201,7 @@ class BootstrapPort:
                 if peer == old.peer or old.epoch == hello.epoch:
                     self.drop(old, PeerLost("decode made a new link"))
             worker = Worker("kv-push", self._control)
-        except (LayoutMismatch, TransferRefused, TransferFailed) as error:
+        except (LayoutMismatch, ProtocolMismatch, TransferRefused, TransferFailed) as error:
             see = f"tandem docs errors#{error.code}"
             log.warning("kv_link.refused", reason=str(error), see=see)
             self.num_refused += 1
@@ -211,6 +216,7 @@ class BootstrapPort:
             len(targets),
             targets[hello.tp_rank],
             self._ports_of(sources),
+            min(hello.protocol, PROTOCOL),
         )
 
         def connect() -> str:
@@ -225,8 +231,11 @@ class BootstrapPort:
 
         Raises:
             LayoutMismatch: It is another model, or another layout of it.
+            ProtocolMismatch: Its newest version is older than our oldest.
             TransferRefused: There are more offers than anybody makes.
         """
+        if hello.protocol < OLDEST_PROTOCOL:
+            raise ProtocolMismatch(hello.protocol, OLDEST_PROTOCOL, PROTOCOL)
         if len(hello.offers) > MAX_OFFERS:
             raise TransferRefused(f"{len(hello.offers)} offers; the limit is {MAX_OFFERS}")
         end = self._end
@@ -260,6 +269,7 @@ class BootstrapPort:
             more_ports=link.more_ports,
             first_head=link.heads.destination_first,
             num_heads=link.heads.num_heads,
+            protocol=link.protocol,
         )
         self.send(link, welcome)
 
@@ -272,8 +282,13 @@ class BootstrapPort:
         return None
 
     def _refuse(self, peer: Peer, error: TandemError) -> None:
+        ours = Refused(error=error.info())
+        if isinstance(error, LayoutMismatch):
+            ours = Refused(
+                error=error.info(), fingerprint=self._end.fingerprint, layout=self._end.layout
+            )
         with contextlib.suppress(PeerLost):
-            self._inbox.send(peer, Refused(error=error.info()))
+            self._inbox.send(peer, ours)
 
     def _keep_alive(self, now_s: float) -> None:
         is_ping_due = self._rhythm.is_ping_due(now_s)

@@ -27,9 +27,17 @@ from tandem.kvtransfer.control import TURN_S, ControlThread, Rhythm, Worker, tra
 from tandem.kvtransfer.transports.base import Admission, Listener, PeerKey
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import Heartbeat, Link, Waker, tcp_address, wait
-from tandem.wire.errors import PeerLost, TandemError, TransferRefused, error_from_info
+from tandem.wire.errors import (
+    PeerLost,
+    ProtocolMismatch,
+    TandemError,
+    TransferRefused,
+    error_from_info,
+)
 from tandem.wire.generation import Epoch, Room
 from tandem.wire.hand_off import (
+    OLDEST_PROTOCOL,
+    PROTOCOL,
     FromPrefill,
     Hello,
     Landed,
@@ -310,6 +318,9 @@ class PrefillLinks:
             return self.drop(
                 link, PeerLost("prefill sent Welcome twice, or for another offer or rank")
             )
+        if not OLDEST_PROTOCOL <= welcome.protocol <= PROTOCOL:
+            self.num_refused += 1
+            return self.drop(link, ProtocolMismatch(welcome.protocol, OLDEST_PROTOCOL, PROTOCOL))
         link.epoch, link.transport = welcome.epoch, welcome.transport
         if not link.is_redirected:
             link.more_ports = welcome.more_ports

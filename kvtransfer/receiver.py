@@ -219,6 +219,7 @@ class DecodeAgent:
             tp_rank=shard.tp_rank,
             tp_size=shard.tp_size,
             model_kv_heads=shard.model_kv_heads,
+            protocol=hand_off.PROTOCOL,
         )
         self._links = PrefillLinks(
             hello,

@@ -38,6 +38,7 @@ REMEDIES = {
     "both hosts: [checksums](../architecture.md#how-bytes-are-checked).",
     "layout_mismatch": "Start both nodes with the same model files, `--dtype` and `--kv-cache-dtype`. `--tp` and `--page-size` may differ. "
     "`GET /server_info` of a node shows its `fingerprint`.",
+    "protocol_mismatch": "Update the older node. Releases that are one apart [work together](../protocol.md#versions).",
     "engine_failed": "Read the traceback in the node's log. The node continues. Report a request that always fails.",
     "grammar_violated": "Run the same release on all nodes, or report a bug.",
     "not_now": "The message names the node's state. Drain a node before you change its role, and wait until it has loaded.",

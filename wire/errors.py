@@ -183,6 +183,16 @@ class LayoutMismatch(TandemError, code="layout_mismatch", status=503):
         )
 
 
+class ProtocolMismatch(TandemError, code="protocol_mismatch", status=503):
+    """The prefill and the decode node have no version of the hand-off's protocol in common."""
+
+    def __init__(self, theirs: int, oldest: int, newest: int) -> None:
+        super().__init__(
+            f"the other node speaks version {theirs} of the hand-off's protocol and this one {oldest} to "
+            f"{newest}; run releases on both that are at most one apart"
+        )
+
+
 class EngineFailed(TandemError, code="engine_failed", is_retryable=True):
     """The engine raised an error while it ran the request."""
 

@@ -5,7 +5,8 @@
  prefill     ──▶ decode           Welcome Redirect Refused Landed Released LinkPing
 ```
 
-The rules of change are those of `messages`.
+The rules of change are those of `messages`; `PROTOCOL` counts the changes that those rules do not allow.
+docs/protocol.md describes all of it for other implementations.
 """
 
 from typing import Annotated
@@ -15,6 +16,9 @@ import msgspec
 from tandem.wire.errors import ErrorInfo
 from tandem.wire.generation import Epoch, SentRoom, TokenLogprobs
 from tandem.wire.messages import Message
+
+# The version that this release speaks, and the oldest one that it still speaks.
+PROTOCOL, OLDEST_PROTOCOL = 1, 1
 
 
 class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +101,7 @@ class Hello(Message, frozen=True, kw_only=True):
     Attributes:
         tp_rank: Whose this link is to be; a prefill's bootstrap port knows the ports of its ranks.
         model_kv_heads: Of the whole model; 0 means those in `layout`.
+        protocol: The newest version that decode speaks.
     """
 
     epoch: Epoch
@@ -106,6 +111,7 @@ class Hello(Message, frozen=True, kw_only=True):
     tp_rank: int = 0
     tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
     model_kv_heads: int = 0
+    protocol: int = 1
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -115,6 +121,7 @@ class Welcome(Message, frozen=True, kw_only=True):
         more_ports: Of other ranks of prefill, on the same host, that hold heads of this rank.
         first_head: Of those that come over this link, counted in the rank's own pages.
         num_heads: That come over this link; None means all.
+        protocol: The version of this link: the newest one that both ends speak.
     """
 
     epoch: Epoch
@@ -122,6 +129,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     more_ports: Ports = []
     first_head: int = 0
     num_heads: int | None = None
+    protocol: int = 1
 
 
 class Redirect(Message, frozen=True, kw_only=True):
@@ -133,9 +141,16 @@ class Redirect(Message, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """The link cannot be: another model or layout, or no common transport."""
+    """The link cannot be: another model or layout, or no common transport.
+
+    Attributes:
+        fingerprint: Prefill's own, in the answer to a Hello of another model or layout; else empty.
+        layout: Likewise; None: not given.
+    """
 
     error: ErrorInfo
+    fingerprint: str = ""
+    layout: LayoutInfo | None = None
 
 
 class Grant(Message, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from structlog.testing import capture_logs
 
 from tandem.kvtransfer.bootstrap import MAX_OFFERS
 from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Safe
+from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.wire import hand_off
@@ -67,12 +68,17 @@ FALSE_HELLOS = [
     *[({"tp_rank": rank}, "layout") for rank in (-1, 99, HUGE)],
     *[(offers(1, each), "offer") for each in ({}, {"peer": "x" * 100_000}, {"peer": -HUGE})],
     (offers(MAX_OFFERS + 1, {}), "offer"),
+    *[({"protocol": version}, "protocol") for version in (0, -1, -HUGE)],
 ]
 
 
 @pytest.mark.parametrize(("lies", "kind"), FALSE_HELLOS)
 def test_a_hello_that_lies_is_refused(liar, lies, kind):
-    code = {"layout": "layout_mismatch", "offer": "transfer_refused"}[kind]
+    code = {
+        "layout": "layout_mismatch",
+        "offer": "transfer_refused",
+        "protocol": "protocol_mismatch",
+    }[kind]
     assert liar.hello(**lies).error.code == code
     liar.prefill.wait_until(lambda now: now.num_links == 0)
 
@@ -83,6 +89,16 @@ def test_offers_without_end_are_refused_before_any_is_tried(liar, cluster, monke
     liar.hello(**offers(MAX_OFFERS + 1, {}))
     assert not tried
     monkeypatch.undo()
+
+
+def test_a_decode_of_another_model_learns_what_prefill_serves(liar):
+    answer = liar.hello(fingerprint="another")
+    assert answer.fingerprint == "llama"
+    assert KVLayout.from_info(answer.layout) == rig.layout()
+
+
+def test_a_newer_decode_is_answered_in_the_version_that_prefill_speaks(liar):
+    assert liar.hello(protocol=HUGE).protocol == hand_off.PROTOCOL
 
 
 @pytest.mark.parametrize("epoch", [2, 3])
@@ -251,6 +267,13 @@ def test_a_welcome_to_what_was_not_offered_fails_the_request_and_costs_the_link(
 ):
     false_prefill.welcome(**lie)
     assert isinstance(false_prefill.decode.next(Failed).error, PeerLost)
+    false_prefill.decode.wait_until(lambda now: now.num_links == 0)
+
+
+@pytest.mark.parametrize("version", [0, hand_off.PROTOCOL + 1])
+def test_a_welcome_in_another_version_fails_the_request_and_costs_the_link(false_prefill, version):
+    false_prefill.welcome(protocol=version)
+    assert false_prefill.decode.next(Failed).error.code == "protocol_mismatch"
     false_prefill.decode.wait_until(lambda now: now.num_links == 0)
 
 
