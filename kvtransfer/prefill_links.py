@@ -38,6 +38,7 @@ from tandem.wire.generation import Epoch, Room
 from tandem.wire.hand_off import (
     OLDEST_PROTOCOL,
     PROTOCOL,
+    STRIPS_PROTOCOL,
     FromPrefill,
     Hello,
     Landed,
@@ -318,9 +319,11 @@ class PrefillLinks:
             return self.drop(
                 link, PeerLost("prefill sent Welcome twice, or for another offer or rank")
             )
-        if not OLDEST_PROTOCOL <= welcome.protocol <= PROTOCOL:
+        # A prefill that knows no strips would write elsewhere.
+        oldest = STRIPS_PROTOCOL if self._hello.layout.strips else OLDEST_PROTOCOL
+        if not oldest <= welcome.protocol <= PROTOCOL:
             self.num_refused += 1
-            return self.drop(link, ProtocolMismatch(welcome.protocol, OLDEST_PROTOCOL, PROTOCOL))
+            return self.drop(link, ProtocolMismatch(welcome.protocol, oldest, PROTOCOL))
         link.epoch, link.transport = welcome.epoch, welcome.transport
         if not link.is_redirected:
             link.more_ports = welcome.more_ports

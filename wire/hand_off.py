@@ -17,8 +17,9 @@ from tandem.wire.errors import ErrorInfo
 from tandem.wire.generation import Epoch, SentRoom, TokenLogprobs
 from tandem.wire.messages import Message
 
-# The version that this release speaks, and the oldest one that it still speaks.
-PROTOCOL, OLDEST_PROTOCOL = 1, 1
+# The version that this release speaks, and the oldest one that it still speaks. Version 2 knows strips.
+PROTOCOL, OLDEST_PROTOCOL = 2, 1
+STRIPS_PROTOCOL = 2
 
 
 class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):

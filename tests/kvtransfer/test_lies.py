@@ -277,6 +277,16 @@ def test_a_welcome_in_another_version_fails_the_request_and_costs_the_link(false
     false_prefill.decode.wait_until(lambda now: now.num_links == 0)
 
 
+def test_a_pool_in_strips_is_not_written_by_a_prefill_that_knows_none(cluster, stack):
+    shape = rig.layout()
+    strips = (hand_off.Strip(0, shape.page_bytes + 8, 2 * shape.num_layers),)
+    decode = cluster.decode(shape=msgspec.structs.replace(shape, strips=strips))
+    prefill = rig.FakePrefill(stack)
+    assert prefill.meet(decode).layout.strips == strips
+    prefill.welcome(protocol=hand_off.STRIPS_PROTOCOL - 1)
+    assert decode.next(Failed).error.code == "protocol_mismatch"
+
+
 def test_a_rank_is_redirected_once(cluster, false_prefill, stack):
     own = rig.FakePrefill(stack)
     false_prefill.say(hand_off.Redirect(epoch=Epoch(5), port=own.port))
