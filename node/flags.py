@@ -43,6 +43,7 @@ COMMON = (
     "--router",
     "--transfer-backend",
     "--bootstrap-port",
+    "--engine",
 )
 
 # Default limit per step beside decodes: the prompts that a router leaves to a decode node by default fit into one step.
