@@ -1,4 +1,4 @@
-"""`python -m benchmarks.nixl_proxy PORT PREFILL DECODE`: what NixlConnector needs before it.
+"""`python benchmarks/nixl_proxy.py PORT PREFILL DECODE`: what NixlConnector needs before it.
 
 The prompt goes to prefill for one token; its answer names blocks, with which the request goes to decode.
 """

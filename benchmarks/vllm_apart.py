@@ -20,6 +20,7 @@ from tandem.node.checkpoint import resolve_model
 from tandem.node.command import default_cache_dir
 
 NAME = "model"
+PROXY = str(Path(__file__).with_name("nixl_proxy.py"))
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -83,7 +84,7 @@ class Servers:
         flags = ["--kv-transfer-config", json.dumps(kind)]
         prefill, decode = (self._serve(stack, core, 1, flags) for core in "01")
         port = free_port()
-        command = [*_module("benchmarks.nixl_proxy"), str(port), prefill.url, decode.url]
+        command = [sys.executable, "-P", PROXY, str(port), prefill.url, decode.url]
         return stack.enter_context(running("proxy", command, port))
 
     def _together(self, stack: contextlib.ExitStack) -> Target:
@@ -106,7 +107,7 @@ class Servers:
 
 
 def _module(name: str) -> list[str]:
-    return [sys.executable, "-m", name]
+    return [sys.executable, "-P", "-m", name]
 
 
 def load(args: argparse.Namespace, url: str, concurrency: int) -> LoadReport:
