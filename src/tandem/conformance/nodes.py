@@ -15,10 +15,12 @@ from tandem.wire.generation import GenerateRequest, RequestId, Room, SamplingPar
 from tandem.wire.hosts import resolve
 from tandem.wire.keys import ChannelKey, operator_key, reader_key
 from tandem.wire.messages import (
+    Cancel,
     FromEngine,
     NodeInfo,
     Ping,
     RequestFailed,
+    StartDecode,
     StartPrefill,
     ToEngine,
     TokenBatch,
@@ -107,3 +109,28 @@ class PrefillNode(Node):
     def content(self, num_tokens: int) -> None:
         """Its pages are not known: what lands is compared with the checksums."""
         del num_tokens
+
+
+class DecodeNode(Node):
+    """A decode node at a URL; see `DecodeUnderTest`."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, "decode")
+        self.page_size = self.info.load.page_size
+        assert self.page_size, "the node reports no page_size in its load"
+
+    def start(self, room: Room, num_tokens: int, host: str, port: int) -> None:
+        """Have it take over a prompt of so many tokens in a room, from the prefill at this port."""
+        request = self._request(room, num_tokens)
+        self._send(
+            StartDecode(request=request, room=room, bootstrap_host=host, bootstrap_port=port)
+        )
+
+    def cancel(self, room: Room) -> None:
+        """Give the request up."""
+        (name,) = (name for name, each in self._rooms.items() if each == room)
+        self._send(Cancel(request_id=name))
+
+    def outcome(self, room: Room) -> str:
+        """Return `landed` once a token came, or the code of the error; empty before."""
+        return self.errors.get(room, "landed" if room in self.ended else "")

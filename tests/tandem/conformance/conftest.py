@@ -5,12 +5,15 @@ from contextlib import ExitStack
 import pytest
 
 from tandem.conformance.play_decode import DecodePlayer
+from tandem.conformance.play_prefill import PrefillPlayer
+from tandem.kvtransfer.events import Landed, Lost
 from tandem.kvtransfer.transports.tcp import TcpTransport
 from tandem.wire.channel import Heartbeat
-from tests.calm import CALM, calm_sender
+from tests.calm import CALM, CalmHeartbeat, calm_receiver, calm_sender
 from tests.kvtransfer.rig import PROMPT_PAGES, Cluster, layout, pages
 
-ALERT = Heartbeat(0.1)
+# By the rhythm that a test is about: of silence, which is a loss soon, or of pings.
+BEATS = {"silence": Heartbeat(0.2), "pings": CalmHeartbeat(0.1), "": CALM}
 
 
 @pytest.fixture
@@ -45,12 +48,56 @@ class PrefillAgentUnderTest:
 
 @pytest.fixture
 def decode_player(stack):
-    """Makes a player against a new prefill agent; an alert agent takes silence for a loss, and soon."""
+    """Makes a player against a new prefill agent of a rhythm."""
 
-    def make(*, is_alert=False):
-        subject = PrefillAgentUnderTest(stack, ALERT if is_alert else CALM)
-        player = DecodePlayer(subject)
-        player.beat = ALERT if is_alert else player.beat
+    def make(rhythm):
+        player = DecodePlayer(PrefillAgentUnderTest(stack, BEATS[rhythm]))
+        player.beat = BEATS[rhythm]
+        stack.callback(player.close)
+        return player
+
+    return make
+
+
+class DecodeAgentUnderTest:
+    """A decode agent without an engine. It owns its pages as a role does: they rest until no write can come."""
+
+    host, key, page_size = "127.0.0.1", None, layout().page_size
+
+    def __init__(self, stack, heartbeat):
+        cluster = Cluster(stack)
+        cluster.use(TcpTransport())
+        self.node = cluster.decode(timeouts=calm_receiver(heartbeat=heartbeat))
+        self.free, self.pages, self.outcomes = list(range(layout().num_pages)), {}, {}
+
+    def start(self, room, num_tokens, host, port):
+        num_pages = num_tokens // self.page_size
+        self.pages[room], self.free = self.free[:num_pages], self.free[num_pages:]
+        self.node.agent.request(room, host, port, self.pages[room])
+
+    def cancel(self, room):
+        self.node.agent.withdraw(room)
+
+    def outcome(self, room):
+        return self.outcomes.get(room, "")
+
+    def keep_alive(self):
+        for event in self.node.agent.events():
+            if isinstance(event, Landed):
+                self.outcomes[event.room] = "landed"
+            elif error := getattr(event, "error", None):
+                self.outcomes[event.room] = error.code
+            if not isinstance(event, Lost):
+                self.free = self.pages.pop(event.room) + self.free
+
+
+@pytest.fixture
+def prefill_player(stack):
+    """Makes a player against a new decode agent of a rhythm."""
+
+    def make(rhythm):
+        player = PrefillPlayer(DecodeAgentUnderTest(stack, BEATS[rhythm]))
+        player.beat = BEATS[rhythm]
         stack.callback(player.close)
         return player
 

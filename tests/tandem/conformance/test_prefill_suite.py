@@ -21,14 +21,17 @@ from tandem.wire.channel import Codec
 from tandem.wire.errors import MessageInvalid, TransferRefused
 from tandem.wire.hand_off import Hello, Landed, LinkPing, Released
 
-# Those that are about the rhythm of an alert node.
-TIMED = {"test_both_ends_ping", "test_a_decode_that_falls_silent_is_lost_with_its_grants"}
+RHYTHMS = {
+    "test_both_ends_ping": "pings",
+    "test_a_decode_that_falls_silent_is_lost_with_its_grants": "silence",
+}
 TESTS = [name for name in vars(suite) if name.startswith("test_")]
 
 
 @pytest.mark.parametrize("name", TESTS)
-def test_an_honest_prefill_passes(name, decode_player):
-    vars(suite)[name](decode_player(is_alert=name in TIMED))
+def test_an_honest_prefill_passes(name, decode_player, monkeypatch):
+    monkeypatch.setattr(Player, "settle_s", 0.05)
+    vars(suite)[name](decode_player(RHYTHMS.get(name, "")))
 
 
 # ── broken ones: each patches the agent, and names the test that catches it ──────────────────────
@@ -335,8 +338,9 @@ def attempt(write, plan):
 
 @pytest.mark.parametrize(("caught_by", "patch"), MUTANTS)
 def test_a_broken_prefill_is_caught(caught_by, patch, decode_player, monkeypatch):
-    monkeypatch.setattr(Player, "patience_s", 0.5)
-    player = decode_player(is_alert=caught_by in TIMED)
+    rhythm = RHYTHMS.get(caught_by, "")
+    monkeypatch.setattr(Player, "patience_s", 1.5 if rhythm else 0.3)
+    player = decode_player(rhythm)
     patch(monkeypatch)
     with pytest.raises(AssertionError):
         vars(suite)[caught_by](player)
