@@ -12,3 +12,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         ("--transport", "transport under test, as package.module:Class"),
     ):
         group.addoption(flag, default="", help=what)
+    group.addoption(
+        "--one-sided",
+        action="store_true",
+        help="the owner of the pool sees no write, as with RDMA: leave out what it could refuse",
+    )
