@@ -9,7 +9,7 @@ import urllib.request
 
 import msgspec
 
-from tandem.wire.channel import Link, tcp_address
+from tandem.wire.channel import DEFAULT_HEARTBEAT, Link, heartbeat_of, tcp_address
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import GenerateRequest, RequestId, Room, SamplingParams
 from tandem.wire.hosts import resolve
@@ -27,7 +27,6 @@ from tandem.wire.messages import (
 )
 
 HTTP_TIMEOUT_S = 10.0
-PING_INTERVAL_S = 0.2
 CONNECT_S = 10.0
 
 
@@ -48,9 +47,11 @@ class Node:
         with urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S) as answer:  # noqa: S310
             self.info = msgspec.json.decode(answer.read(), type=NodeInfo)
         assert self.info.role == role, f"{url} is a {self.info.role} node"
+        interval_ms = self.info.heartbeat_interval_ms
+        self.beat = heartbeat_of(interval_ms) if interval_ms else DEFAULT_HEARTBEAT
         self.host = resolve(urllib.parse.urlsplit(url).hostname or "")
         address = tcp_address(self.host, self.info.engine_port)
-        self._link: Link[FromEngine] = Link(address, FromEngine, self.key)
+        self._link: Link[FromEngine] = Link(address, FromEngine, self.key, self.beat)
         self._next_ping_s = 0.0
         self._rooms: dict[RequestId, Room] = {}
         self.errors: dict[Room, str] = {}
@@ -60,7 +61,7 @@ class Node:
         """Ping the engine, and read what it sends."""
         now_s = time.monotonic()
         if now_s >= self._next_ping_s:
-            self._next_ping_s = now_s + PING_INTERVAL_S
+            self._next_ping_s = now_s + self.beat.interval_s
             with contextlib.suppress(PeerLost):
                 self._link.send(Ping())
         while (message := self._link.receive()) is not None:

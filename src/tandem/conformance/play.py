@@ -4,16 +4,27 @@ import time
 from abc import ABC, abstractmethod
 from typing import Protocol, TypeVar
 
-from tandem.wire.channel import DEFAULT_HEARTBEAT, Heartbeat
+from tandem.wire.channel import Heartbeat
 from tandem.wire.generation import Epoch
 from tandem.wire.hand_off import LinkPing
+from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import Message
 
 M = TypeVar("M", bound=Message)
 
 
 class Subject(Protocol):
-    """The node under test, as whoever gives it requests."""
+    """The node under test, as whoever gives it requests.
+
+    Attributes:
+        host: Its address, not a name.
+        key: Of its cluster; None for none.
+        beat: The rhythm of its links.
+    """
+
+    host: str
+    key: ChannelKey | None
+    beat: Heartbeat
 
     def keep_alive(self) -> None:
         """Do what has to be done all the while, such as to ping. Called many times a second."""
@@ -29,12 +40,12 @@ class Player(ABC):
         is_pinging: Whether this end sends its pings.
     """
 
-    beat: Heartbeat = DEFAULT_HEARTBEAT
     patience_s = 30.0
     settle_s = 0.3
 
     def __init__(self, subject: Subject, epoch: Epoch) -> None:
         self.epoch, self.is_pinging = epoch, True
+        self.beat = subject.beat
         self._subject, self._next_ping_s = subject, 0.0
 
     def next(self) -> Message:

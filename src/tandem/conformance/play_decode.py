@@ -33,7 +33,6 @@ from tandem.wire.hand_off import (
     Welcome,
     Withdraw,
 )
-from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import Message
 
 NUM_PAGES = 8
@@ -45,14 +44,10 @@ class PrefillUnderTest(Subject, Protocol):
     """A prefill node, as whoever gives it requests.
 
     Attributes:
-        host: Its address, not a name.
         port: Its bootstrap port.
-        key: Of its cluster; None for none.
     """
 
-    host: str
     port: int
-    key: ChannelKey | None
 
     def start(self, room: Room, num_tokens: int) -> None:
         """Have it compute a prompt of so many tokens and push it in a room."""
@@ -222,7 +217,7 @@ class DecodePlayer(Player):
 
     def _connect(self) -> Link[FromPrefill]:
         address = tcp_address(self.node.host, self.node.port)
-        return Link(address, FromPrefill, self.node.key)
+        return Link(address, FromPrefill, self.node.key, self.beat)
 
     def _learn(self) -> Refused:
         none = LayoutInfo(1, 1, 1, 1, 1, "none", 1)

@@ -27,7 +27,6 @@ from tandem.wire.hand_off import (
     ToPrefill,
     TransportOffer,
 )
-from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import Message
 
 # Of every page that is written: a small number in each type of element, so that a model can go on from it.
@@ -41,14 +40,10 @@ class DecodeUnderTest(Subject, Protocol):
     """A decode node, as whoever gives it requests.
 
     Attributes:
-        host: Its address, not a name.
         page_size: Tokens in its pages.
-        key: Of its cluster; None for none.
     """
 
-    host: str
     page_size: int
-    key: ChannelKey | None
 
     def start(self, room: Room, num_tokens: int, host: str, port: int) -> None:
         """Have it take over a prompt of so many tokens in a room, from the prefill at this port."""
@@ -79,7 +74,8 @@ class PrefillPlayer(Player):
         super().__init__(subject, new_epoch())
         self.node = subject
         self.host = address_toward(subject.host, "0.0.0.0")
-        self.inbox: Inbox[ToPrefill] = Inbox(tcp_address(self.host, 0), ToPrefill, subject.key)
+        address = tcp_address(self.host, 0)
+        self.inbox: Inbox[ToPrefill] = Inbox(address, ToPrefill, subject.key, self.beat)
         self._peer: Peer | None = None
         self._opened = contextlib.ExitStack()
 

@@ -30,6 +30,7 @@ class PrefillAgentUnderTest:
     def __init__(self, stack, heartbeat):
         cluster = Cluster(stack)
         cluster.use(TcpTransport())
+        self.beat = heartbeat
         self.node = cluster.prefill(verify="always", timeouts=calm_sender(heartbeat=heartbeat))
         self.port = self.node.agent.port
 
@@ -52,7 +53,6 @@ def decode_player(stack):
 
     def make(rhythm):
         player = DecodePlayer(PrefillAgentUnderTest(stack, BEATS[rhythm]))
-        player.beat = BEATS[rhythm]
         stack.callback(player.close)
         return player
 
@@ -67,6 +67,7 @@ class DecodeAgentUnderTest:
     def __init__(self, stack, heartbeat):
         cluster = Cluster(stack)
         cluster.use(TcpTransport())
+        self.beat = heartbeat
         self.node = cluster.decode(timeouts=calm_receiver(heartbeat=heartbeat))
         self.free, self.pages, self.outcomes = list(range(layout().num_pages)), {}, {}
 
@@ -97,7 +98,6 @@ def prefill_player(stack):
 
     def make(rhythm):
         player = PrefillPlayer(DecodeAgentUnderTest(stack, BEATS[rhythm]))
-        player.beat = BEATS[rhythm]
         stack.callback(player.close)
         return player
 
