@@ -58,6 +58,11 @@ class Pool:
         return cls(region, layout.places)
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return int(self.places.width.sum())
+
+    @property
     def num_pages(self) -> int:
         """How many pages there are."""
         return self.places.num_pages

@@ -234,7 +234,7 @@ class ControlListener:
             pool=self._path.name,
             peer=peer,
             nonce=nonce.hex(),
-            page_bytes=int(places.width.sum()),
+            page_bytes=self._pool.page_bytes,
             num_pages=places.num_pages,
             strips=_strips(places),
         )

@@ -1,7 +1,5 @@
-"""One set of checks for every transport."""
+"""The suite for transports over every one of ours, and what takes a second process."""
 
-import hashlib
-import os
 import signal
 import subprocess
 import sys
@@ -11,18 +9,31 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
 import tandem.kvtransfer.transports
-from tandem.kvtransfer.layout import KVLayout
-from tandem.kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
+from tandem.conformance.pair import OWN_NAME, Pair
+from tandem.conformance.test_transport import (  # noqa: F401 - run here, with our `pair`
+    ROOM,
+    test_a_closed_connection_does_not_write,
+    test_a_copy_that_leaves_the_pool_is_refused,
+    test_a_fenced_peer_cannot_write_and_the_others_can,
+    test_a_fenced_peers_offer_is_worth_nothing,
+    test_a_page_without_a_grant_is_not_of_the_room_that_stands_for_none,
+    test_a_secret_of_one_peer_is_worth_nothing_for_another,
+    test_a_write_after_the_grant_was_revoked_is_refused,
+    test_a_write_outside_the_grant_is_refused,
+    test_an_empty_plan_lands_at_once,
+    test_an_offer_that_is_not_understood_is_refused,
+    test_nothing_is_written_after_a_busy_writer_was_fenced,
+    test_pages_of_another_size_land_in_slices,
+    test_scattered_pages_land_where_the_plan_says_and_nowhere_else,
+)
 from tandem.kvtransfer.region import SHM_DIR, MemoryRegion
-from tandem.kvtransfer.transports.base import NO_ROOM, Pool, TransportConfig
+from tandem.kvtransfer.transports.base import Pool, TransportConfig
 from tandem.kvtransfer.transports.registry import choose, listen, transports
 from tandem.kvtransfer.transports.shm import ShmTransport
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
-from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
 from tests.fork_server import Forked
 from tests.kvtransfer import far_end
@@ -30,21 +41,8 @@ from tests.kvtransfer.makers import DIRECTORY, NAMES, OTHER_PROCESS, make
 from tests.loopback import Fault, LoopbackTransport
 from tests.patience import PATIENCE_S, patiently
 
-NUM_PAGES = 64
-LAYOUT = KVLayout(
-    num_pages=NUM_PAGES,
-    page_size=16,
-    num_layers=4,
-    num_kv_heads=4,
-    head_dim=32,
-    dtype="bfloat16",
-    itemsize=2,
-)
-ROOM = Room(1)
 # By the module of the library that each stands on, which need not be installed.
 OPTIONAL = {"nixl": "nixl_cu12", "ucx": "ucxx"}
-# Of files in /dev/shm: other processes run tests, too.
-OWN_NAME = f"conformance-{os.getpid()}"
 # Those whose writer copies by itself: a write ends although the owner is stopped.
 WITHOUT_THE_OWNER = {"shm", "cuda_ipc"}
 # Their owner sees no write: nothing but the fence keeps a peer out that breaks the protocol.
@@ -58,173 +56,12 @@ def shared_directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-class Pair:
-    """A listener and a connection to it, over pools of random and of zero bytes."""
-
-    def __init__(self, transport):
-        self.source = MemoryRegion.private(LAYOUT.pool_bytes)
-        self.destination = MemoryRegion.shared(LAYOUT.pool_bytes, OWN_NAME)
-        self.source.array()[:] = np.random.default_rng(0).integers(
-            0, 256, LAYOUT.pool_bytes, np.uint8
-        )
-        self.transport = transport
-        self.listener = transport.listen(
-            Pool.packed(self.destination, LAYOUT.page_bytes, NUM_PAGES)
-        )
-        self.admission = self.listener.admit("127.0.0.1")
-        self.peer = self.admission.peer
-        self.connection = transport.connect(self.admission.offer, self.source)
-
-    def plan(self, source_pages, destination_pages):
-        tokens = range(len(source_pages) * LAYOUT.page_size)
-        return plan_copies(
-            PagedTokens(LAYOUT, source_pages), PagedTokens(LAYOUT, destination_pages), tokens
-        )
-
-    def page(self, region, page):
-        at = page * LAYOUT.page_bytes
-        return hashlib.sha256(region.buffer[at : at + LAYOUT.page_bytes]).hexdigest()
-
-    def close(self):
-        self.connection.close()
-        self.listener.close()
-        self.source.close()
-        self.destination.close()
-
-
 @pytest.fixture(params=NAMES)
 def pair(request):
-    made = Pair(make(request.param))
+    made = Pair(make(request.param), is_one_sided=request.param in ONE_SIDED)
     yield made
     made.close()
     assert not list(SHM_DIR.glob(f"tandem-{OWN_NAME}-*"))
-
-
-def test_scattered_pages_land_where_the_plan_says_and_nowhere_else(pair):
-    rng = np.random.default_rng(1)
-    source = rng.permutation(NUM_PAGES)[:40].tolist()
-    destination = rng.permutation(NUM_PAGES)[:40].tolist()
-    pair.listener.permit(pair.peer, ROOM, destination)
-    pair.connection.write(ROOM, pair.plan(source, destination))
-    for begin, to in zip(source, destination, strict=True):
-        assert pair.page(pair.destination, to) == pair.page(pair.source, begin)
-    untouched = set(range(NUM_PAGES)) - set(destination)
-    view = pair.destination.array().reshape(NUM_PAGES, -1)
-    assert not view[sorted(untouched)].any()
-
-
-def test_pages_of_another_size_land_in_slices(pair):
-    small = KVLayout(NUM_PAGES, 8, 4, 4, 32, "bfloat16", 2)
-    plan = plan_copies(PagedTokens(small, [9, 3, 5]), PagedTokens(LAYOUT, [7, 1]), range(24))
-    pair.listener.permit(pair.peer, ROOM, [7, 1])
-    pair.connection.write(ROOM, plan)
-    source, destination = pair.source.array(), pair.destination.array()
-    for begin, to, size in plan.copies():
-        assert (destination[to : to + size] == source[begin : begin + size]).all()
-
-
-def test_an_empty_plan_lands_at_once(pair):
-    pair.listener.permit(pair.peer, ROOM, [])
-    pair.connection.write(ROOM, pair.plan([], []))
-
-
-# Of transports whose owner sees every write, and can refuse it.
-checked = pytest.mark.parametrize("pair", [n for n in NAMES if n not in ONE_SIDED], indirect=True)
-
-
-@checked
-@pytest.mark.parametrize("destination", [[3, 4], [2, 3, 4, 5, 6]])
-def test_a_write_outside_the_grant_is_refused(pair, destination):
-    pair.listener.permit(pair.peer, ROOM, [2, 3, 5, 6])
-    pair.listener.permit(pair.peer, Room(2), [4])
-    with pytest.raises(TransferRefused):
-        pair.connection.write(ROOM, pair.plan(destination, destination))
-    assert not pair.destination.array()[4 * LAYOUT.page_bytes : 5 * LAYOUT.page_bytes].any()
-
-
-@checked
-def test_a_write_after_the_grant_was_revoked_is_refused(pair):
-    pair.listener.permit(pair.peer, ROOM, [3])
-    pair.connection.write(ROOM, pair.plan([3], [3]))
-    pair.listener.revoke(pair.peer, ROOM)
-    with pytest.raises(TransferRefused):
-        pair.connection.write(ROOM, pair.plan([4], [3]))
-    assert pair.page(pair.destination, 3) == pair.page(pair.source, 3)
-
-
-@checked
-def test_a_page_without_a_grant_is_not_of_the_room_that_stands_for_none(pair):
-    with pytest.raises(TransferRefused):
-        pair.connection.write(Room(NO_ROOM), pair.plan([3], [3]))
-    assert not pair.destination.array().any()
-
-
-LIES = pytest.mark.parametrize(
-    ("offset", "size"),
-    [
-        (-LAYOUT.page_bytes, LAYOUT.page_bytes),
-        (LAYOUT.pool_bytes - 10, 11),
-        (2**63 - 10, 100),
-        (0, 2**62),
-        (0, LAYOUT.pool_bytes + 1),
-        (0, 0),
-        (0, -5),
-    ],
-)
-
-
-def lie(offset, size):
-    return CopyPlan(*(np.array([number], np.int64) for number in (0, offset, size)))
-
-
-@LIES
-def test_a_copy_that_leaves_the_pool_is_refused(pair, offset, size):
-    pair.listener.permit(pair.peer, ROOM, range(NUM_PAGES))
-    with pytest.raises(TransferRefused):
-        pair.connection.write(ROOM, lie(offset, size))
-    assert not pair.destination.array().any()
-
-
-def test_a_fenced_peer_cannot_write_and_the_others_can(pair):
-    other = pair.listener.admit("127.0.0.1")
-    connection = pair.transport.connect(other.offer, pair.source)
-    for peer in (pair.peer, other.peer):
-        pair.listener.permit(peer, ROOM, [3])
-    pair.listener.fence(pair.peer)
-    pair.listener.fence(pair.peer)
-    with pytest.raises(PeerLost):
-        pair.connection.write(ROOM, pair.plan([5], [3]))
-    connection.write(ROOM, pair.plan([6], [3]))
-    assert pair.page(pair.destination, 3) == pair.page(pair.source, 6)
-    connection.close()
-
-
-def test_a_fenced_peers_offer_is_worth_nothing(pair):
-    pair.listener.fence(pair.peer)
-    with pytest.raises(TransferRefused):
-        pair.transport.connect(pair.admission.offer, pair.source)
-
-
-def test_a_closed_connection_does_not_write(pair):
-    pair.listener.permit(pair.peer, ROOM, [3])
-    pair.connection.close()
-    with pytest.raises(PeerLost):
-        pair.connection.write(ROOM, pair.plan([3], [3]))
-
-
-def test_an_offer_that_is_not_understood_is_refused(pair):
-    nonsense = TransportOffer(name=pair.transport.name, descriptor={"pool": "../../etc/passwd"})
-    with pytest.raises(TransferRefused):
-        pair.transport.connect(nonsense, pair.source)
-
-
-def test_a_secret_of_one_peer_is_worth_nothing_for_another(pair):
-    own, other = (pair.listener.admit("127.0.0.1").offer for _ in range(2))
-    for name in {"secret", "nonce", "token"} & own.descriptor.keys():
-        assert own.descriptor[name] != other.descriptor[name]
-        mixed = {**own.descriptor, name: other.descriptor[name]}
-        with pytest.raises(TransferRefused):
-            pair.transport.connect(TransportOffer(name=own.name, descriptor=mixed), pair.source)
 
 
 # ── peers that die ───────────────────────────────────────────────────────────────────────────────

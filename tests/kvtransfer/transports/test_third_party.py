@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tandem.conformance import test_transport as conformance
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import known, transports
 from tandem.wire.errors import TransferRefused
 from tests.kvtransfer import rig as agents
-from tests.kvtransfer import test_transports as conformance
 from tests.kvtransfer.rig import DECODE_PAGES, PROMPT_PAGES, ROOM
 
 PAGE = Path(__file__).parents[3] / "docs" / "transports.md"
