@@ -108,7 +108,7 @@ class Pool:
     """Memory of `num_pages` pages, laid out as prefill's are."""
 
     def __init__(self, layout: dict[str, Any], num_pages: int) -> None:
-        self.layout = {"dtype": "", **layout, "num_pages": num_pages}
+        self.layout = {"dtype": "", **layout, "num_pages": num_pages, "strips": []}
         self.page_size: int = layout["page_size"]
         heads, dim = layout["num_kv_heads"], layout["head_dim"]
         alike = {"num_kv_heads": heads, "key_dim": dim, "value_dim": dim}

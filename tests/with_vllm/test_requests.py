@@ -1,5 +1,8 @@
 """Parameters of requests reach vLLM, and bad ones are refused."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.with_vllm.models import embedded
@@ -124,4 +127,20 @@ def test_a_client_does_not_name_the_other_half(cluster):
         body = plain | {name: {"bootstrap_room": 1, "kv_transfer_params": {"bootstrap_room": 1}}}
         status, answer = post(f"{cluster.url}/v1/completions", body)
         assert status == 400 or answer["choices"] == expected["choices"]
+    cluster.wait_free()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_nodes_keep_the_protocol(cluster, role, tmp_path):
+    node = (cluster.prefills if role == "prefill" else cluster.decodes)[0]
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, *words, "--pyargs", "tandem.conformance", f"--{role}-url", node.url],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
     cluster.wait_free()
