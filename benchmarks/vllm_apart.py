@@ -20,7 +20,6 @@ from tandem.node.checkpoint import resolve_model
 from tandem.node.command import default_cache_dir
 
 NAME = "model"
-PROXY = str(Path(__file__).with_name("nixl_proxy.py"))
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -84,7 +83,8 @@ class Servers:
         flags = ["--kv-transfer-config", json.dumps(kind)]
         prefill, decode = (self._serve(stack, core, 1, flags) for core in "01")
         port = free_port()
-        command = [sys.executable, "-P", PROXY, str(port), prefill.url, decode.url]
+        proxy = [sys.executable, "-m", "benchmarks.peers", "--proxy", prefill.url, decode.url]
+        command = [*proxy, str(port)]
         return stack.enter_context(running("proxy", command, port))
 
     def _together(self, stack: contextlib.ExitStack) -> Target:

@@ -21,7 +21,7 @@ def test_both_kinds_of_node_conform(tiny_model, tmp_path):
         nodes = ("--prefill-url", prefill, "--decode-url", decode)
         suite = ("-p", "tandem.conformance.plugin", "--pyargs", "tandem.conformance", *nodes)
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", *suite, "-k", "not test_transport"],
+            [sys.executable, "-P", "-m", "pytest", "-q", *suite, "-k", "not test_transport"],
             cwd=tmp_path,
             check=False,
             capture_output=True,

@@ -5,7 +5,7 @@ import sys
 
 
 def test_without_a_node_the_whole_suite_is_skipped(tmp_path):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tandem.conformance.plugin"]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "tandem.conformance.plugin"]
     done = subprocess.run(
         [*command, "--pyargs", "tandem.conformance"],
         cwd=tmp_path,
