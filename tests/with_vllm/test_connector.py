@@ -18,7 +18,6 @@ class Server:
         self.port = free_port()
         config = {
             "kv_connector": "TandemConnector",
-            "kv_connector_module_path": "tandem.vllm.connector",
             "kv_role": role,
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {

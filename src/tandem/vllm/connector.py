@@ -2,8 +2,8 @@
 
 In an unmodified `vllm serve`:
 
-    --kv-transfer-config '{"kv_connector": "TandemConnector", "kv_connector_module_path": "tandem.vllm.connector",
-      "kv_role": "kv_producer", "kv_connector_extra_config": {"bootstrap_port": 8998}}'
+    --kv-transfer-config '{"kv_connector": "TandemConnector", "kv_role": "kv_producer",
+      "kv_connector_extra_config": {"bootstrap_port": 8998}}'
 
 `kv_producer` is prefill, `kv_consumer` decode. A request names its room in `kv_transfer_params`: `bootstrap_room`, and for
 decode also `bootstrap_host` and `bootstrap_port` of the prefill.

@@ -229,7 +229,6 @@ def _transfer(config: NodeConfig) -> KVTransferConfig:
     transfer = config.transfer
     return KVTransferConfig(
         kv_connector="TandemConnector",
-        kv_connector_module_path="tandem.vllm.connector",
         kv_role="kv_producer" if config.role == "prefill" else "kv_consumer",
         kv_load_failure_policy="fail",
         kv_connector_extra_config={
