@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """A decode half that is not Tandem's: it takes over the KV of a prompt from a prefill node.
 
-It is written from docs/protocol.md alone. It speaks version 1 and transport `tcp` to a prefill node of one
+It follows docs/protocol.md alone. It speaks version 1 and transport `tcp` to a prefill node of one
 rank. There is no model behind it: it shows the first token and holds the pages.
 
     pip install msgpack pyzmq
