@@ -1,13 +1,13 @@
 #!/usr/bin/env python
 """A decode half that is not Tandem's: it takes over the KV of a prompt from a prefill node.
 
-It is written from docs/protocol.md alone. It speaks version 1 and transport `tcp` to a prefill node of one
+It follows docs/protocol.md alone. It speaks version 1 and transport `tcp` to a prefill node of one
 rank. There is no model behind it: it shows the first token and holds the pages.
 
     pip install msgpack pyzmq
-    python examples/decode_half.py http://127.0.0.1:30001 1 2 3 4 5 6 7 8
+    python examples/decode_half.py http://127.0.0.1:7000 1 2 3 4 5 6 7 8
 
-The numbers are the prompt's token ids. TANDEM_CLUSTER_KEY is the cluster's secret, if it has one.
+The numbers are token ids. TANDEM_CLUSTER_KEY is the cluster's secret, if it has one.
 """
 
 import contextlib
@@ -381,10 +381,8 @@ class DecodeHalf:
         sums, one_in = word.get("checksums", []), word.get("checksum_one_in", 1)
         size, end = self.pool.page_size, room.have_tokens + self.pool.page_size * len(room.pages)
         left = [(word.get("end_token") or end) - at for at in range(room.have_tokens, end, size)]
-        if not sums:
-            return True
-        if one_in < 1 or min(left, default=1) < 1:
-            return False
+        if not sums or one_in < 1 or min(left, default=1) < 1:
+            return not sums
         pages = zip(room.pages, left, strict=True)
         sum_of = self.pool.checksum
         return list(sums) == [sum_of(word["room"], page, min(size, n), one_in) for page, n in pages]
@@ -482,7 +480,9 @@ def main() -> None:
         info = json.load(answer)
     host = socket.gethostbyname(urllib.parse.urlsplit(url).hostname or "")
     engine = _dealer(f"tcp://{host}:{info['engine_port']}", secret)
-    half = DecodeHalf(f"tcp://{host}:{info['bootstrap_port']}", num_pages=256, secret=secret)
+    with socket.create_connection((host, info["bootstrap_port"])) as probe:
+        own, _ = probe.getsockname()
+    half = DecodeHalf(f"tcp://{host}:{info['bootstrap_port']}", 256, secret=secret, host=own)
     room = secrets.randbits(63)
     pages = half.grant(room, len(prompt_ids))
     # What a router does: it asks prefill's engine for the other half of the room.
@@ -491,9 +491,9 @@ def main() -> None:
     engine.send(msgpack.packb({"type": "StartPrefill", "request": request, "room": room}))
     while not (ended := half.poll(BEAT_S)):
         engine.send(msgpack.packb({"type": "Ping"}), zmq.NOBLOCK)  # or it takes us for lost
-    word = ended[0].word
-    print(f"{ended[0].kind} in pages {pages}; the first token is {word.get('first_token')}")
+    print(f"{ended[0].kind} in pages {pages}: {ended[0].word}")
     half.close()
+    engine.close()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The second decode half, written from docs/protocol.md alone, takes over prompts from Tandem's prefill."""
+"""The second decode half, which follows docs/protocol.md alone, takes over prompts from Tandem's prefill."""
 
 import ast
 import hashlib

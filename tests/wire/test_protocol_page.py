@@ -50,3 +50,4 @@ def test_the_page_lists_every_field_and_default_of_each_message(title, union):
 
 def test_the_page_describes_the_version_that_this_release_speaks():
     assert f"**Version {hand_off.PROTOCOL}.**" in PAGE
+    assert max(1, hand_off.PROTOCOL - 1) >= hand_off.OLDEST_PROTOCOL  # releases one apart

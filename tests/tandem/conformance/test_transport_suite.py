@@ -167,3 +167,9 @@ def first_arguments(test):
         first = values[0] if len(names) > 1 else [values[0]]
         return dict(zip(names, first, strict=True))
     return {}
+
+
+def test_every_test_of_the_suite_catches_a_mutant():
+    secrets = {"test_a_secret_of_one_peer_is_worth_nothing_for_another"}  # of TCP, above
+    tests = {name for name in vars(suite) if name.startswith("test_")}
+    assert {mutant.values[0] for mutant in MUTANTS} | secrets == tests
