@@ -18,7 +18,7 @@ NUM_PAGES, ROOM = 4, Room(2**62 + 5)
 @pytest.fixture
 def listener():
     with MemoryRegion.shared(4096 * NUM_PAGES, f"files-{os.getpid()}") as region:
-        made = ShmTransport().listen(Pool(region, 4096, NUM_PAGES))
+        made = ShmTransport().listen(Pool.packed(region, 4096, NUM_PAGES))
         yield made
         made.close()
 
