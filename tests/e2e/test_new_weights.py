@@ -69,7 +69,7 @@ async def all_of(url: str) -> list[list[int] | None]:
 
 async def updated_under_load(cluster, path, answers) -> int:
     """Update both halves while clients ask; return the number of answers meanwhile, which are all right."""
-    is_over, num_answered = False, 0
+    is_over, num_answered, is_answered = False, 0, asyncio.Event()
 
     async def client(number: int) -> None:
         nonlocal num_answered
@@ -77,12 +77,15 @@ async def updated_under_load(cluster, path, answers) -> int:
             told = await generated(session, cluster.url, PROMPTS[number])
             assert told is None or told in (answers[0][number], answers[1][number])
             num_answered += told is not None
+            if num_answered:
+                is_answered.set()
 
     async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
         for number in range(len(PROMPTS)):
             tasks.create_task(client(number))
         nodes = cluster.prefill_urls + cluster.decode_urls
         body = {"model_path": str(path), "weight_version": "step 1"}
+        await is_answered.wait()
         told = await asyncio.gather(*(post(session, url, ROUTE, body) for url in nodes))
         is_over = True
     assert [status for status, _ in told] == [200, 200], told
