@@ -69,6 +69,12 @@ def test_a_parameter_has_the_effect_that_it_has_in_vllm(cluster, expected, case)
     assert tokens or case == "stop"
 
 
+def test_the_longest_prompt_is_answered(cluster):
+    body = {"input_ids": [7] * 510, "sampling_params": {"temperature": 0, "ignore_eos": True}}
+    status, answer = post(f"{cluster.url}/generate", body)
+    assert (status, len(answer["output_ids"])) == (200, 2), answer
+
+
 def test_log_probabilities_are_those_of_vllm(cluster):
     body = {
         "input_ids": PROMPT,
@@ -108,6 +114,7 @@ def test_a_stop_string_ends_the_answer(cluster):
     ("body", "words"),
     [
         ({"input_ids": [1] * 600}, "512"),
+        ({"input_ids": [1] * 511}, "511"),
         ({"input_ids": [1], "sampling_params": {"json_schema": '{"type": "nothing"}'}}, ""),
         ({"input_ids": [1], "sampling_params": {"regex": "(("}}, ""),
         ({"input_ids": [1 << 20]}, "vocabulary"),

@@ -74,7 +74,8 @@ class VllmProcess:
                 epoch=epoch,
                 engine_port=inbox.port,
                 bootstrap_port=generator.bootstrap_port if config.role == "prefill" else None,
-                max_prompt_tokens=generator.max_tokens - 1,
+                # Decode has the answer's first token behind its prompt.
+                max_prompt_tokens=generator.max_tokens - (1 if config.role == "colocated" else 2),
                 model=model,
             )
         )
