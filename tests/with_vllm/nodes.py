@@ -12,7 +12,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.kept_port import kept_port
+from tandem.up import free_ports
 
 HERE = Path(__file__).parent
 START_S = 240
@@ -24,11 +24,6 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-
-
-def free_port() -> int:
-    with kept_port() as port:
-        return port
 
 
 class Process:
@@ -72,8 +67,8 @@ class Process:
 class Node:
     """A prefill or decode node."""
 
-    def __init__(self, role: str, directory: Path, model: Path, flags, vllm_flags) -> None:
-        self.role, self.port, self.bootstrap_port = role, free_port(), free_port()
+    def __init__(self, role: str, ports, directory: Path, model: Path, flags, vllm_flags) -> None:
+        self.role, (self.port, self.bootstrap_port) = role, ports
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = directory / f"{role}-{self.port}.log"
         own = ["--bootstrap-port", str(self.bootstrap_port)] if role == "prefill" else []
@@ -108,10 +103,16 @@ class Cluster:
         self, directory: Path, model: Path, prefills=1, decodes=1, flags=(), vllm_flags=()
     ) -> None:
         roles = ["prefill"] * prefills + ["decode"] * decodes
-        self.nodes = [Node(role, directory, model, flags, vllm_flags) for role in roles]
+        # Minutes pass before they are bound: no connection of others may take one meanwhile.
+        router_port, *ports = free_ports(1 + 2 * len(roles))
+        pairs = zip(ports[::2], ports[1::2], strict=True)
+        self.nodes = [
+            Node(role, pair, directory, model, flags, vllm_flags)
+            for role, pair in zip(roles, pairs, strict=True)
+        ]
         self.prefills, self.decodes = self.nodes[:prefills], self.nodes[prefills:]
-        self.url = f"http://127.0.0.1:{free_port()}"
-        words = ["tandem", "lb", "--port", self.url.rpartition(":")[2]]
+        self.url = f"http://127.0.0.1:{router_port}"
+        words = ["tandem", "lb", "--port", str(router_port)]
         for node in self.prefills:
             words += ["--prefill", node.url, str(node.bootstrap_port)]
         for node in self.decodes:

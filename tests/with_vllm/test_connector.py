@@ -6,16 +6,17 @@ import threading
 
 import pytest
 
+from tandem.up import free_ports
 from tests.with_vllm.models import tiny
-from tests.with_vllm.nodes import Process, alone, free_port, get, post
+from tests.with_vllm.nodes import Process, alone, get, post
 
 FLAGS = ("--block-size", "32", "--skip-tokenizer-init", "--dtype", "float32")
 WAIT_S = 3
 
 
 class Server:
-    def __init__(self, role, model, directory, bootstrap_port):
-        self.port = free_port()
+    def __init__(self, role, port, model, directory, bootstrap_port):
+        self.port = port
         config = {
             "kv_connector": "TandemConnector",
             "kv_role": role,
@@ -61,8 +62,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(model, tmp_path_factory):
-    directory, port = tmp_path_factory.mktemp("servers"), free_port()
-    servers = [Server(role, model, directory, port) for role in ("kv_producer", "kv_consumer")]
+    directory, (port, *own) = tmp_path_factory.mktemp("servers"), free_ports(3)
+    roles = zip(("kv_producer", "kv_consumer"), own, strict=True)
+    servers = [Server(role, each, model, directory, port) for role, each in roles]
     try:
         waiting = threading.Event()
         while not all(server.is_up() for server in servers):
