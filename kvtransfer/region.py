@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 SHM_DIR = Path("/dev/shm")  # noqa: S108 - names in it are random and files are ours alone
 POOL_NAME = re.compile(r"tandem-[\w-]{1,64}-[0-9a-f]{16}\.pool")
 
-# Allocators give a larger piece pages of its own: glibc beyond 32 MiB at the latest.
-LEAST_SHARED_BYTES = 64 << 20
-
 Read = Callable[[Sequence[slice]], Iterable[Buffer]]
 """Returns what is at some places of a region."""
 
@@ -90,13 +87,13 @@ class MemoryRegion:
         Args:
             is_shared: Whether processes of this host and user can map it. The memory then becomes a file's, at
                 the same address and with the same content, and the region has whole pages of the system.
-                No other thread may write there meanwhile. Memory of less than `LEAST_SHARED_BYTES`, which may lie
-                on pages with other objects, stays private.
+                No other thread may write there meanwhile. Memory that may lie on pages with other objects stays
+                private.
 
         Raises:
             ConfigInvalid: /dev/shm is too small.
         """
-        if not is_shared or size_bytes < LEAST_SHARED_BYTES:
+        if not (is_shared and _has_own_pages(address, size_bytes)):
             return _AdoptedRegion(_memory_at(address, size_bytes))
         begin = address // mmap.PAGESIZE * mmap.PAGESIZE
         end = -(-(address + size_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -174,6 +171,20 @@ class _AdoptedRegion(MemoryRegion):
     @override
     def _unmap(self) -> None:
         """Leave the memory to those that use it."""
+
+
+def _has_own_pages(address: int, size_bytes: int) -> bool:
+    """Tell whether glibc's malloc gave this piece whole pages of the system, which nothing else is on.
+
+    A piece of the heap may be as large. Its pages would stay a file's when it is freed, and forks would share them.
+    """
+    if size_bytes < mmap.PAGESIZE:
+        return False
+    # Before each piece: where its mapping begins, if it has one, and its size with three flags.
+    before, size = (ctypes.c_size_t * 2).from_address(address - 16)
+    is_mapped, first, last = size & 2, address - 16 - before, address - 16 + (size & ~7)
+    is_aligned = not (first % mmap.PAGESIZE or last % mmap.PAGESIZE)
+    return bool(is_mapped and is_aligned and last >= address + size_bytes)
 
 
 def _memory_at(address: int, size_bytes: int) -> memoryview:

@@ -127,20 +127,37 @@ def test_transports_of_the_cpu_refuse_a_devices_memory(name, tmp_path):
         transport.listen(Pool.packed(DeviceRegion(FakeTensor()), 4096, 1))
 
 
+ADOPTS = """
+import numpy as np
+from tandem.kvtransfer.region import MemoryRegion
+
+own = np.zeros(65 << 20, np.uint8)  # the heap of a new process has no such piece
+own[[3, -5]] = 7
+region = MemoryRegion.adopted(own.ctypes.data, len(own), is_shared=True)
+base = own.ctypes.data - region.address
+other = np.memmap(region.path, np.uint8)
+assert own[3] == other[base + 3] == 7
+other[base + 10] = 9
+assert own[10] == region.array()[base + 10] == region.buffer[base + 10] == 9
+path = region.path
+region.close()
+assert not path.exists()
+own[13] = 1  # still mapped
+assert other[base + 13] == 1
+"""
+
+
 def test_memory_that_is_adopted_keeps_its_place_and_content_and_can_be_mapped_by_others():
-    own = np.zeros(65 << 20, np.uint8)
-    own[[3, -5]] = 7
-    region = MemoryRegion.adopted(own.ctypes.data + 3, len(own) - 7, is_shared=True)
-    base = own.ctypes.data + 3 - region.address
-    other = np.memmap(region.path, np.uint8)
-    assert own[3] == other[base] == 7
-    other[base + 10] = 9
-    assert own[13] == region.array()[base + 10] == region.buffer[base + 10] == 9
-    path = region.path
-    region.close()
-    assert not path.exists()
-    own[13] = 1  # still mapped
-    assert other[base + 10] == 1
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", ADOPTS], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_memory_that_may_lie_on_pages_with_other_objects_stays_private():
+    own = np.zeros(1 << 20, np.uint8)
+    region = MemoryRegion.adopted(own.ctypes.data + 32, 1 << 19, is_shared=True)
+    assert region.path is None
 
 
 def test_memory_that_is_adopted_for_this_process_alone_stays_where_it_is():
