@@ -141,9 +141,15 @@ class TandemConnector(KVConnectorBase_V1):
         num_tokens = _num_prompt(request)
         if num_external_tokens:
             self._loading[request.request_id] = request
-        self._decode.allocated(
+        is_new = self._decode.allocated(
             request.request_id, source, page_ids, num_tokens, num_external_tokens
         )
+        if is_new and not num_external_tokens and draws_first(request.kv_transfer_params):
+            # Nothing would bring the first token, and vLLM would go on behind what holds its place.
+            error = EngineFailed(
+                "vLLM found the whole prompt in its cache, and asked for no first token"
+            )
+            self._news.failed[request.request_id] = error.info()
 
     @override
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:

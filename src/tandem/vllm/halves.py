@@ -249,15 +249,15 @@ class DecodeHalves:
         page_ids: Sequence[int],
         num_tokens: int,
         num_external: int,
-    ) -> None:
-        """Grant a request's blocks, of which the first hold the tokens that are cached here.
+    ) -> bool:
+        """Grant a request's blocks, of which the first hold the tokens that are cached here; return False if they were.
 
         Args:
             num_tokens: Of the prompt, as many as may come from prefill.
             num_external: Of these, how many do: the last ones.
         """
         if request_id in self._awaited:
-            return
+            return False
         self._awaited.add(request_id)
         first = (num_tokens - num_external) // self._page_size
         pages = list(page_ids[first : -(-num_tokens // self._page_size)]) if num_external else []
@@ -268,6 +268,7 @@ class DecodeHalves:
         self._orders.grants.append(
             Grant(asked, source.room, source.host, source.port, pages, have_tokens)
         )
+        return True
 
     def finished(self, request_id: str) -> None:
         """Take note of a request's end. vLLM holds the blocks itself while a transfer is awaited."""

@@ -169,10 +169,10 @@ def test_a_prompt_that_is_cached_here_releases_its_prefill_with_an_empty_grant()
 
 def test_a_prompt_whose_load_failed_is_not_asked_for_again():
     halves = DecodeHalves(PAGE)
-    halves.allocated("a", SOURCE, [10, 11, 12], 10, 10)
+    assert halves.allocated("a", SOURCE, [10, 11, 12], 10, 10)
     halves.take_orders()
     assert halves.num_external("a", SOURCE, 10) == 0
-    halves.allocated("a", SOURCE, [20, 21, 22], 10, 0)
+    assert not halves.allocated("a", SOURCE, [20, 21, 22], 10, 0)
     assert halves.take_orders().grants == []
 
 

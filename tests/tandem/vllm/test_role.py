@@ -196,6 +196,13 @@ def test_a_failed_hand_off_fails_the_request_with_its_reason(role):
     assert not rig.role.tickets()
 
 
+def test_tokens_that_come_with_the_news_of_a_failure_are_not_sent():
+    rig = Rig("decode")
+    name = rig.start(to_decode(request()))
+    rig.step(Output(name, [9]), failed={name: EngineFailed("no first token").info()})
+    assert (rig.tokens, type(rig.answers.errors["r"])) == ([], EngineFailed)
+
+
 def test_a_request_that_vllm_ends_fails_so_that_it_is_sent_again():
     rig = Rig("decode")
     name = rig.start(to_decode(request()))
