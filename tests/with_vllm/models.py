@@ -4,7 +4,15 @@ import random
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    FalconH1Config,
+    Gemma3TextConfig,
+    MistralConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from tandem.node.checkpoint import resolve_model
 
@@ -21,11 +29,51 @@ SIZES = {
     "eos_token_id": 2,
     "initializer_range": 0.3,  # the default makes logits nearly equal: argmax would be noise
 }
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 TINY = {
-    "experts": lambda: Qwen3MoeConfig(
-        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
-    ),
+    "experts": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4),
     "sliding window": lambda: MistralConfig(**SIZES, sliding_window=48),
+    "windows in some layers": lambda: Gemma3TextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        sliding_window=48,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        query_pre_attn_scalar=32,
+    ),
+    "latent attention": lambda: DeepseekV2Config(
+        **SIZES | {"num_key_value_heads": 4},
+        **EXPERTS,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        topk_method="group_limited_greedy",
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        q_lora_rank=32,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+    ),
+    "state": lambda: FalconH1Config(
+        **SIZES,
+        mamba_n_heads=4,
+        mamba_d_head=32,
+        mamba_d_ssm=128,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        mamba_chunk_size=32,
+    ),
+    "state in some layers": lambda: Qwen3NextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        **EXPERTS,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        num_experts=4,
+        shared_expert_intermediate_size=64,
+    ),
 }
 
 

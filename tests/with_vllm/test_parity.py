@@ -31,7 +31,7 @@ def test_the_embedded_model_answers_apart_as_vllm_alone(tmp_path, cache, dtype, 
     expected = alone(model, [(ids, {}) for ids in asked * 2], tmp_path, "--dtype", dtype, *flags)
     own = ("--dtype", dtype, "--transfer-backend", transport)
     with Cluster(tmp_path, model, flags=own, vllm_flags=flags) as cluster:
-        check(cluster, asked, expected, is_exact_at_once=dtype == "float32")
+        check(cluster, asked, expected[: 2 * len(asked)], is_exact_at_once=dtype == "float32")
 
 
 def test_speculation_by_lookup_in_the_prompt_answers_apart_as_vllm_alone(tmp_path, cache):
@@ -46,14 +46,31 @@ def test_speculation_by_lookup_in_the_prompt_answers_apart_as_vllm_alone(tmp_pat
         cluster.wait_free()
 
 
-@pytest.mark.parametrize("kind", ["experts", "sliding window"])
-def test_models_of_other_architectures_answer_apart_as_vllm_alone(tmp_path, kind):
+# What vLLM's kernels for CPUs take: blocks of latent attention have 16 tokens, gated delta rules are in bfloat16.
+@pytest.mark.parametrize(
+    ("kind", "dtype", "block_size"),
+    [
+        ("experts", "float32", 32),
+        ("sliding window", "float32", 32),
+        ("windows in some layers", "float32", 32),
+        ("latent attention", "float32", 16),
+        ("state", "float32", None),
+        ("state in some layers", "bfloat16", None),
+    ],
+)
+def test_models_of_other_architectures_answer_apart_as_vllm_alone(
+    tmp_path, kind, dtype, block_size
+):
     model = tiny(kind, tmp_path / "model")
-    asked = prompts(320, block=32, longest=300)
-    flags = ("--block-size", "32", "--skip-tokenizer-init", "--max-num-batched-tokens", "128")
-    flags += ("--max-num-seqs", "64")
-    expected = alone(
-        model, [(ids, {}) for ids in asked * 2], tmp_path, "--dtype", "float32", *flags
-    )
-    with Cluster(tmp_path, model, flags=("--dtype", "float32"), vllm_flags=flags) as cluster:
-        check(cluster, asked, expected, is_exact_at_once=True)
+    asked = prompts(320, block=block_size or 128, longest=450)
+    flags = ("--skip-tokenizer-init", "--max-num-batched-tokens", "128", "--max-num-seqs", "64")
+    flags += () if block_size is None else ("--block-size", str(block_size))
+    # Decode draws the first token of these.
+    penalised = [ids for ids in asked if len(ids) in {1, 33, 70, 129, 450}]
+    questions = [(ids, {}) for ids in asked * 2]
+    questions += [(ids, {"frequency_penalty": 0.5}) for ids in penalised]
+    expected = alone(model, questions, tmp_path, "--dtype", dtype, *flags)
+    with Cluster(tmp_path, model, flags=("--dtype", dtype), vllm_flags=flags) as cluster:
+        others = [cluster.generate(ids, frequency_penalty=0.5) for ids in penalised]
+        assert others == expected[2 * len(asked) :]
+        check(cluster, asked, expected[: 2 * len(asked)], is_exact_at_once=dtype == "float32")

@@ -8,5 +8,5 @@
                                                                         caches.py: where vLLM keeps its pages
 ```
 
-Only `connector.py`, `requests.py` and `engine.py` import vLLM. Its connector runs as well under an unmodified `vllm serve`.
+Only `connector.py`, `kv_config.py`, `requests.py` and `generator.py` import vLLM. Its connector runs as well under an unmodified `vllm serve`.
 """

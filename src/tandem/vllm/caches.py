@@ -1,6 +1,7 @@
-"""Where vLLM keeps its blocks: one tensor a layer, each (block, head, token, K and V), in one piece of memory."""
+"""Where vLLM keeps its blocks: strips of one piece of memory, whose inside is vLLM's own business."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -12,92 +13,115 @@ from tandem.wire.hand_off import LayerKV, Strip
 _ABOUT = "this layout of vLLM's KV cache cannot be handed off"
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one layer keeps of every block. Groups of layers overlay each other: a block is of one group at a time.
+
+    Attributes:
+        layer: vLLM's name of it.
+        base: First byte of block 0.
+        stride: Bytes from one block to the next.
+        num_bytes: Of one block.
+    """
+
+    layer: str
+    base: int
+    stride: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The blocks of a rank.
+
+    Attributes:
+        page_size: Tokens of a block, or 1 where blocks hold something else than tokens too.
+        are_alike: Every layer uses every block, so that layers can be pushed one by one.
+    """
+
+    num_blocks: int
+    page_size: int
+    pieces: Sequence[Piece]
+    are_alike: bool
+
+
 class Caches:
     """The memory of a rank's blocks and their layout.
 
     Args:
-        tensors: As vLLM registers them: of each layer, shape (num_blocks, num_heads, block_size, content), in any
-            order of memory in which the heads and tokens of one block lie together.
+        memory: Any view of the memory.
         is_shared: Whether processes of this host can map the memory; only on CPUs.
 
     Attributes:
-        indexes: The number of each layer that has blocks of its own, by its name.
+        indexes: The number of each layer in the order of memory, by its name; empty if blocks are not alike.
 
     Raises:
-        ConfigInvalid: The tensors do not lie in this way; the message says what to do.
+        ConfigInvalid: The blocks do not lie in this way; the message says what to do.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, is_shared: bool) -> None:
-        own: dict[int, torch.Tensor] = {}
-        for tensor in tensors.values():  # layers that share blocks come more than once
-            own.setdefault(tensor.data_ptr(), tensor)
-        layers = [own[address] for address in sorted(own)]
-        places = {address: index for index, address in enumerate(sorted(own))}
-        self.indexes: dict[str, int] = {}
-        for name, tensor in tensors.items():
-            index = places[tensor.data_ptr()]
-            if index not in self.indexes.values():
-                self.indexes[name] = index
-        self.region = _region(layers, is_shared=is_shared)
-        self.layout = _layout(layers, self.region.address)
+    def __init__(self, memory: torch.Tensor, blocks: Blocks, *, is_shared: bool) -> None:
+        own = _without_overlays(blocks.pieces)
+        names = [piece.layer for piece in own] if blocks.are_alike else []
+        self.indexes = {name: index for index, name in enumerate(names)}
+        storage = memory.untyped_storage()
+        if memory.device.type == "cpu":
+            self.region = MemoryRegion.adopted(
+                storage.data_ptr(), storage.nbytes(), is_shared=is_shared
+            )
+        else:
+            whole = torch.tensor([], dtype=torch.uint8, device=memory.device).set_(storage)
+            self.region = DeviceRegion.of_bytes(whole)
+        # A shared region begins with a page of the system, somewhat before the memory.
+        self.layout = _layout(blocks, own, storage.data_ptr() - self.region.address)
 
 
-def _layout(layers: Sequence[torch.Tensor], address: int) -> KVLayout:
-    first = layers[0]
-    if any(layer.dim() != 4 for layer in layers):
-        raise ConfigInvalid(f"{_ABOUT}: its tensors have {first.dim()} dimensions, not 4")
-    num_blocks, _, page_size, _ = first.shape
-    if any(layer.shape[0] != num_blocks or layer.shape[2] != page_size for layer in layers):
-        raise ConfigInvalid(f"{_ABOUT}: its layers have blocks of several sizes")
+def _without_overlays(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return pieces that do not overlap, in the order of memory, which cover all given ones."""
+    own: list[Piece] = []
+    for piece in sorted(pieces, key=lambda each: each.base):
+        if piece.num_bytes > piece.stride:
+            raise ConfigInvalid(
+                f"{_ABOUT}: the parts of a block are apart: set VLLM_KV_CACHE_LAYOUT=LBHNC"
+            )
+        last = own[-1] if own else None
+        if last is None or piece.base >= last.base + last.num_bytes:
+            own.append(piece)
+            continue
+        if piece.stride != last.stride:
+            raise ConfigInvalid(f"{_ABOUT}: blocks of {last.layer} and {piece.layer} interlock")
+        end = max(last.base + last.num_bytes, piece.base + piece.num_bytes)
+        own[-1] = Piece(last.layer, last.base, last.stride, end - last.base)
+    return own
+
+
+def _layout(blocks: Blocks, own: Sequence[Piece], begin: int) -> KVLayout:
+    """Return the layout of memory that begins with this byte of its region."""
     strips: list[Strip] = []
     end = -1
-    for layer in layers:
-        base, stride = layer.data_ptr() - address, layer.stride(0) * layer.itemsize
-        if strips and base == end and stride == strips[-1].stride:
+    for piece in own:
+        if strips and piece.base == end and piece.stride == strips[-1].stride:
             last = strips.pop()
-            strips.append(Strip(last.base, stride, last.num_planes + 2))
+            strips.append(Strip(last.base, last.stride, last.num_planes + 2))
         else:
-            strips.append(Strip(base, stride, 2))
-        end = base + layer[0].nbytes
-    kept = tuple(_kept(layer) for layer in layers)
-    dim = sum(each.num_kv_heads * each.key_dim for each in kept)
-    itemsize = first.itemsize
+            strips.append(Strip(begin + piece.base, piece.stride, 2))
+        end = piece.base + piece.num_bytes
+    if any(piece.num_bytes % blocks.page_size for piece in own):
+        raise ConfigInvalid(
+            f"{_ABOUT}: its blocks are not whole bytes of {blocks.page_size} tokens"
+        )
+    kept = tuple(LayerKV(1, piece.num_bytes // blocks.page_size, 0) for piece in own)
+    num_bytes = sum(each.key_dim for each in kept)
     try:
         return KVLayout(
-            num_blocks,
-            page_size,
-            len(layers),
+            blocks.num_blocks,
+            blocks.page_size,
+            len(own),
             1,
-            dim,
-            str(first.dtype),
-            itemsize,
+            num_bytes,
+            "bytes",
+            1,
             kept,
             tuple(strips),
         )
     except ValueError as error:
         raise ConfigInvalid(f"{_ABOUT}: {error}") from error
-
-
-def _kept(layer: torch.Tensor) -> LayerKV:
-    """Return what a layer keeps of a token: K and V of a head lie together, as one K."""
-    _, num_heads, page_size, content = layer.shape
-    strides = layer.stride()[1:]
-    if strides == (page_size * content, content, 1):
-        return LayerKV(num_heads, content, 0)
-    if strides == (content, num_heads * content, 1):
-        return LayerKV(1, num_heads * content, 0)
-    raise ConfigInvalid(
-        f"{_ABOUT}: the parts of a block are apart (strides {tuple(layer.stride())}): set VLLM_KV_CACHE_LAYOUT=HND"
-    )
-
-
-def _region(layers: Sequence[torch.Tensor], *, is_shared: bool) -> MemoryRegion:
-    first = layers[0]
-    storages = {layer.untyped_storage().data_ptr() for layer in layers}
-    if len(storages) > 1:
-        raise ConfigInvalid(f"{_ABOUT}: its layers are {len(storages)} pieces of memory")
-    storage = first.untyped_storage()
-    if first.device.type == "cpu":
-        return MemoryRegion.adopted(storage.data_ptr(), storage.nbytes(), is_shared=is_shared)
-    memory = torch.tensor([], dtype=torch.uint8, device=first.device).set_(storage)
-    return DeviceRegion.of_bytes(memory)

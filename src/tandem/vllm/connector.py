@@ -27,11 +27,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tandem.engine.weight_files import weight_samples
 from tandem.vllm.halves import (
+    BlockIds,
     DecodeHalves,
     Orders,
     PrefillHalves,
@@ -40,6 +43,7 @@ from tandem.vllm.halves import (
     room_of,
     source_of,
 )
+from tandem.vllm.kv_config import blocks_of, facts_of, groups_of
 from tandem.vllm.versions import check_version
 from tandem.vllm.worker import HandOffConfig, WorkerHalf, make_worker
 from tandem.wire.errors import ConfigInvalid, EngineFailed
@@ -70,11 +74,12 @@ class StepReports(KVConnectorWorkerMetadata):
         return self
 
 
-class TandemConnector(KVConnectorBase_V1):
+class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module. vLLM makes one for its scheduler and one for each worker.
 
     Attributes:
         worker: In a worker, its half; None before the blocks exist.
+        keeps_all: Whether vLLM keeps every block of a request: the model has no windows and no states.
         moved_bytes: In the scheduler: pushed or received by all ranks so far.
     """
 
@@ -83,26 +88,23 @@ class TandemConnector(KVConnectorBase_V1):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_version()
-        self._config = hand_off_config(vllm_config)
+        self._config = hand_off_config(vllm_config, kv_cache_config)
         parallel = vllm_config.parallel_config
         if parallel.pipeline_parallel_size > 1:
             raise ConfigInvalid(
                 "--pipeline-parallel-size: blocks are handed off whole, so every rank must hold all layers: leave it out, "
                 "and give --tensor-parallel-size"
             )
-        if len(kv_cache_config.kv_cache_groups) > 1:
-            raise ConfigInvalid(
-                "this model keeps several kinds of state, such as those of Mamba layers, and only KV of one kind can be "
-                "handed off: use another model, or vLLM's own connectors",
-                topic="vllm",
-            )
+        groups = groups_of(kv_cache_config)
+        self._num_groups = len(groups)
+        self.keeps_all = all(group.keeps_all for group in groups)
+        self._hash_tokens = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
         self._num_ranks = parallel.tensor_parallel_size
         self._is_prefill = self._config.role == "prefill"
         self.worker: WorkerHalf | None = None
         self._is_idle = False
-        self._page_size = page_size = vllm_config.cache_config.block_size
-        self._prefill = PrefillHalves(page_size, self._num_ranks)
-        self._decode = DecodeHalves(page_size)
+        self._prefill = PrefillHalves(groups, self._num_ranks)
+        self._decode = DecodeHalves(groups)
         self._news = Reports()
         self._loading: dict[str, Any] = {}  # requests of decode whose blocks are awaited
         self.moved_bytes = 0
@@ -113,11 +115,13 @@ class TandemConnector(KVConnectorBase_V1):
     def on_new_request(self, request: Any) -> None:
         room = room_of(request.kv_transfer_params)
         if self._is_prefill and room is not None:
+            if not self.keeps_all and not draws_first(request.kv_transfer_params):
+                _leave_last_out(request)
             self._prefill.begin(request.request_id, room, request.num_prompt_tokens)
         elif room is not None and draws_first(request.kv_transfer_params):
             # A prompt that is cached here to its end would be asked of nobody, and its first token neither: its last
             # block must not be found. A request has as many hashes as whole blocks.
-            last = (_num_prompt(request) - 1) // self._page_size
+            last = (_num_prompt(request) - 1) // self._hash_tokens
             if last < len(request.block_hashes):
                 request.block_hashes[last] = secrets.token_bytes(len(request.block_hashes[last]))
 
@@ -133,11 +137,16 @@ class TandemConnector(KVConnectorBase_V1):
         return num_external, num_external > 0
 
     @override
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Keep vLLM from clearing blocks that prefill may write already."""
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    @override
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         source = source_of(request.kv_transfer_params)
         if self._is_prefill or source is None:
             return
-        (page_ids,) = blocks.get_block_ids()
+        page_ids = blocks.get_block_ids()
         num_tokens = _num_prompt(request)
         if num_external_tokens:
             self._loading[request.request_id] = request
@@ -162,12 +171,12 @@ class TandemConnector(KVConnectorBase_V1):
         num_new = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
             self._prefill.computes(
-                new.req_id, new.block_ids[0], new.num_computed_tokens, num_new[new.req_id]
+                new.req_id, new.block_ids, new.num_computed_tokens, num_new[new.req_id]
             )
         cached = scheduler_output.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, block_ids, num_before in rows:
-            pages = block_ids[0] if block_ids else []
+            pages: BlockIds = block_ids or [()] * self._num_groups
             self._prefill.computes(request_id, pages, num_before, num_new[request_id])
         return StepOrders(self._prefill.take_orders())
 
@@ -186,12 +195,12 @@ class TandemConnector(KVConnectorBase_V1):
         self._news.add(Reports(Counter(handed_off), reports.failed, landed=reports.landed))
 
     @override
-    def request_finished(
-        self, request: Any, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._is_prefill:
             first = request.output_token_ids[0] if request.num_output_tokens else None
-            return self._prefill.finished(request.request_id, first), None
+            return self._prefill.finished(request.request_id, first, block_ids), None
         self._loading.pop(request.request_id, None)
         self._decode.finished(request.request_id)
         return False, None
@@ -205,8 +214,11 @@ class TandemConnector(KVConnectorBase_V1):
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        memory = next(iter(kv_caches.values()))
+        memory = memory[0] if isinstance(memory, list) else memory
+        blocks = blocks_of(self._kv_cache_config)
         rank = get_tensor_model_parallel_rank()
-        self.worker = make_worker(self._config, kv_caches, rank, self._num_ranks)
+        self.worker = make_worker(self._config, memory, blocks, rank, self._num_ranks)
 
     @override
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -273,6 +285,19 @@ def _num_prompt(request: Any) -> int:
     return int(request.num_prompt_tokens) - 1
 
 
+def _leave_last_out(request: Any) -> None:
+    """Have prefill compute all of a prompt but its last token, which decode computes.
+
+    What is kept of a window, or as a state, would else be that of the last token, and not of the one before.
+    """
+    if request.num_prompt_tokens > 1:
+        request.prompt_token_ids.pop()
+        request._all_token_ids.pop()  # noqa: SLF001 - vLLM has no other way
+        request.num_prompt_tokens -= 1
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+
 def _put_first(request: Any, token: int) -> None:
     """Put the answer's first token, which prefill drew, in its place at the end of vLLM's prompt."""
     request.prompt_token_ids[-1] = token
@@ -281,7 +306,7 @@ def _put_first(request: Any, token: int) -> None:
     request.update_block_hashes()
 
 
-def hand_off_config(vllm_config: VllmConfig) -> HandOffConfig:
+def hand_off_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> HandOffConfig:
     """Return the settings in vLLM's `--kv-transfer-config`.
 
     Raises:
@@ -293,7 +318,8 @@ def hand_off_config(vllm_config: VllmConfig) -> HandOffConfig:
     if role is None:
         raise ConfigInvalid("kv_role: give kv_producer to prefill and kv_consumer to decode")
     given: Mapping[str, object] = transfer.kv_connector_extra_config
-    settings = {"fingerprint": fingerprint(vllm_config), **given, "role": role}
+    same = fingerprint(vllm_config, kv_cache_config)
+    settings = {"fingerprint": same, **given, "role": role}
     if unknown := sorted(settings.keys() - {each.name for each in fields(HandOffConfig)}):
         raise ConfigInvalid(f"kv_connector_extra_config: {', '.join(unknown)} is not known")
     try:
@@ -302,7 +328,7 @@ def hand_off_config(vllm_config: VllmConfig) -> HandOffConfig:
         raise ConfigInvalid(f"kv_connector_extra_config: {error}") from error
 
 
-def fingerprint(vllm_config: VllmConfig) -> str:
+def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """Return a name that is equal on two nodes only if they compute the same KV in the same version of vLLM."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     facts = {
@@ -312,6 +338,7 @@ def fingerprint(vllm_config: VllmConfig) -> str:
         "dtype": str(model.dtype),
         "kv": cache.cache_dtype,
         "quantization": str(model.quantization),
+        "blocks": facts_of(kv_cache_config),
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
     path = Path(model.model)

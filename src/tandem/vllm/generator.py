@@ -54,6 +54,10 @@ class VllmGenerator:
         self._connector: TandemConnector | None = self._scheduler.connector
 
     @property
+    def _keeps_all(self) -> bool:
+        return self._connector is None or self._connector.keeps_all
+
+    @property
     def bootstrap_port(self) -> int:
         """Where this prefill's first rank listens for grants."""
         agent = _own_agent()
@@ -89,7 +93,7 @@ class VllmGenerator:
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         return ModelInfo(
             name=config.served_model_name,
-            fingerprint=fingerprint(self._vllm_config),
+            fingerprint=fingerprint(self._vllm_config, self._scheduler.kv_cache_config),
             context_length=model.max_model_len,
             vocab_size=model.get_vocab_size(),
             eos_token_ids=sorted(ids),
@@ -105,6 +109,11 @@ class VllmGenerator:
     def check(self, request: GenerateRequest, apart: Apart | None) -> EngineCoreRequest:
         """Return the request in vLLM's words, or raise `InvalidRequest`."""
         params = sampling_params(request, apart)
+        if params.prompt_logprobs is not None and apart is not None and not self._keeps_all:
+            raise InvalidRequest(
+                "this model keeps windows or states, of which prefill leaves the prompt's last token to decode: "
+                "log-probabilities of the prompt are not available"
+            )
         prompt_ids = list(request.prompt_ids)
         if apart is not None and apart.is_decode and apart.draws_first:
             prompt_ids.append(prompt_ids[-1])  # the place of the first token, until it lands

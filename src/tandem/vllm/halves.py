@@ -9,9 +9,11 @@ vLLM calls a page a block. It frees the blocks of a request when the request fin
 the worker names the request once no transfer uses its blocks.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tandem.wire.errors import ErrorInfo
 from tandem.wire.generation import Room
@@ -19,10 +21,57 @@ from tandem.wire.generation import Room
 # vLLM's number of a block that no request may use.
 NO_BLOCK = 0
 
+# The blocks of one request, group by group.
+BlockIds = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers whose blocks vLLM keeps in one table.
+
+    Attributes:
+        block_size: Tokens of a block.
+        window: The next token attends to so many, itself included; 0: to all. A recurrent state has 2: the last token's
+            is kept.
+        chunk: Tokens attend to those of their chunk of so many; 0: to all.
+    """
+
+    block_size: int
+    window: int = 0
+    chunk: int = 0
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every block is kept as long as the request runs."""
+        return not (self.window or self.chunk)
+
+    def num_skipped(self, num_tokens: int) -> int:
+        """Return how many blocks at the begin nobody needs once `num_tokens` are computed, as vLLM counts them."""
+        skipped = max(0, num_tokens - self.window + 1) if self.window else 0
+        skipped = num_tokens // self.chunk * self.chunk if self.chunk else skipped
+        return skipped // self.block_size
+
+
+class Place(NamedTuple):
+    """A block of a prompt: its first token, its group, and its number in the group's table."""
+
+    token: int
+    group: int
+    number: int
+
+
+def places(groups: Sequence[Group], num_tokens: int) -> list[Place]:
+    """Return the blocks that a prompt needs to be gone on with, in the order in which they are handed off."""
+    return sorted(
+        Place(index * group.block_size, number, index)
+        for number, group in enumerate(groups)
+        for index in range(group.num_skipped(num_tokens), -(-num_tokens // group.block_size))
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Decode's blocks for the tokens `have_tokens` and on of a prompt, and the prefill that may write them.
+    """Decode's blocks for a prompt but its first `num_held`, and the prefill that may write them.
 
     `request_id` is empty if there are none, and no request waits for them: prefill need not wait then either.
     """
@@ -32,12 +81,12 @@ class Grant:
     host: str
     port: int
     page_ids: Sequence[int]
-    have_tokens: int
+    num_held: int
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Prefill's blocks that a step completes: the prompt's pages `first_page` on."""
+    """Prefill's blocks that are complete: those of `places` from `first_page` on."""
 
     room: Room
     page_ids: Sequence[int]
@@ -57,12 +106,14 @@ class Orders:
     """What the workers do before a step (all but `pushes`) and in it.
 
     Attributes:
-        computed: Prompts whose blocks were all pushed, in the steps before.
+        last_pushes: Of blocks that were computed in the steps before.
+        computed: Prompts whose blocks were all pushed with that.
     """
 
     expected: list[tuple[str, Room]] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)
     pushes: list[Pages] = field(default_factory=list)
+    last_pushes: list[Pages] = field(default_factory=list)
     computed: list[tuple[Room, First]] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
 
@@ -99,28 +150,36 @@ class Reports:
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt at prefill that goes to decode."""
+    """A prompt at prefill that goes to decode.
+
+    Attributes:
+        places: Its blocks.
+        ends: Where each of the first ones ends that vLLM keeps until the request ends: these are pushed as they come.
+        page_ids: By group.
+    """
 
     room: Room
     num_tokens: int
+    places: list[Place]
+    ends: list[int]
+    page_ids: list[list[int]]
     is_granted: bool = False
     is_told: bool = False
     is_over: bool = False
-    page_ids: list[int] = field(default_factory=list)
     num_pushed: int = 0
-    num_cached: int = 0
+    num_cached: int | None = None
 
 
 class PrefillHalves:
     """The prompts of a prefill node.
 
     Args:
-        page_size: Tokens of a block.
+        groups: How vLLM keeps the blocks.
         num_ranks: Workers that each push a part of every page.
     """
 
-    def __init__(self, page_size: int, num_ranks: int = 1) -> None:
-        self._page_size, self._num_ranks = page_size, num_ranks
+    def __init__(self, groups: Sequence[Group], num_ranks: int = 1) -> None:
+        self._groups, self._num_ranks = groups, num_ranks
         self._prompts: dict[str, _Prompt] = {}
         self._orders = Orders()
         self._handed_off: Counter[str] = Counter()
@@ -128,7 +187,15 @@ class PrefillHalves:
 
     def begin(self, request_id: str, room: Room, num_tokens: int) -> None:
         """Take a prompt: its grant is awaited."""
-        self._prompts[request_id] = _Prompt(room, num_tokens)
+        where = places(self._groups, num_tokens)
+        ends: list[int] = []
+        for place in where:
+            group = self._groups[place.group]
+            if not group.keeps_all:
+                break
+            ends.append(min(place.token + group.block_size, num_tokens))
+        page_ids: list[list[int]] = [[] for _ in self._groups]
+        self._prompts[request_id] = _Prompt(room, num_tokens, where, ends, page_ids)
         self._orders.expected.append((request_id, room))
 
     def may_compute(self, request_id: str) -> bool:
@@ -137,7 +204,7 @@ class PrefillHalves:
         return prompt is None or prompt.is_granted or prompt.is_over
 
     def computes(
-        self, request_id: str, new_page_ids: Sequence[int], num_before: int, num_new: int
+        self, request_id: str, new_page_ids: BlockIds, num_before: int, num_new: int
     ) -> None:
         """Note what the next step computes of a request.
 
@@ -149,15 +216,15 @@ class PrefillHalves:
         prompt = self._prompts.get(request_id)
         if prompt is None or prompt.is_over:
             return
-        if not prompt.page_ids:
+        if prompt.num_cached is None:
             prompt.num_cached = num_before
-        prompt.page_ids += new_page_ids
-        end = min(num_before + num_new, prompt.num_tokens)
-        is_whole = end == prompt.num_tokens
-        num_pages = -(-end // self._page_size) if is_whole else end // self._page_size
-        first, prompt.num_pushed = prompt.num_pushed, max(prompt.num_pushed, num_pages)
+        for held, new in zip(prompt.page_ids, new_page_ids, strict=True):
+            held.extend(new)
+        first = prompt.num_pushed
+        prompt.num_pushed = bisect_right(prompt.ends, num_before + num_new)
         if prompt.num_pushed > first:
-            pages = prompt.page_ids[first : prompt.num_pushed]
+            done = prompt.places[first : prompt.num_pushed]
+            pages = [prompt.page_ids[group][index] for _, group, index in done]
             self._orders.pushes.append(Pages(prompt.room, pages, first))
 
     def preempted(self, request_id: str) -> bool:
@@ -168,20 +235,26 @@ class PrefillHalves:
         self._give_up(request_id, prompt)
         return True
 
-    def finished(self, request_id: str, first_token: int | None) -> bool:
+    def finished(self, request_id: str, first_token: int | None, page_ids: BlockIds) -> bool:
         """Take note of a request's end; tell whether its blocks are held until a worker names it.
 
         Args:
             first_token: Of the answer; None if the request was aborted before it had one.
+            page_ids: All blocks that it has.
         """
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             return False
-        if first_token is None:
-            if not prompt.is_over:
-                self._give_up(request_id, prompt)
-        elif not prompt.is_over:
-            self._orders.computed.append((prompt.room, First(first_token, prompt.num_cached)))
+        if prompt.is_over:
+            return prompt.is_told
+        left = prompt.places[prompt.num_pushed :]
+        pages = [page_ids[group][index] for _, group, index in left if index < len(page_ids[group])]
+        if first_token is None or len(pages) < len(left) or NO_BLOCK in pages:
+            self._give_up(request_id, prompt)
+            return prompt.is_told
+        if pages:
+            self._orders.last_pushes.append(Pages(prompt.room, pages, prompt.num_pushed))
+        self._orders.computed.append((prompt.room, First(first_token, prompt.num_cached or 0)))
         return prompt.is_told
 
     def heard(self, reports: Reports) -> list[str]:
@@ -231,10 +304,10 @@ class Source:
 
 
 class DecodeHalves:
-    """The prompts that a decode node awaits. `page_size`: tokens of a block."""
+    """The prompts that a decode node awaits. `groups`: how vLLM keeps the blocks."""
 
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
         self._awaited: set[str] = set()  # asked for once; a failed one is not asked for again
         self._orders = Orders()
 
@@ -246,7 +319,7 @@ class DecodeHalves:
         self,
         request_id: str,
         source: Source,
-        page_ids: Sequence[int],
+        page_ids: BlockIds,
         num_tokens: int,
         num_external: int,
     ) -> bool:
@@ -259,14 +332,18 @@ class DecodeHalves:
         if request_id in self._awaited:
             return False
         self._awaited.add(request_id)
-        first = (num_tokens - num_external) // self._page_size
-        pages = list(page_ids[first : -(-num_tokens // self._page_size)]) if num_external else []
-        # With sliding windows the first tokens have no block of their own, and need none.
-        num_without = next((i for i, page in enumerate(pages) if page != NO_BLOCK), len(pages))
-        pages, have_tokens = pages[num_without:], (first + num_without) * self._page_size
+        num_cached, pages, num_held = num_tokens - num_external, list[int](), 0
+        if num_external:
+            for token, group, index in places(self._groups, num_tokens):
+                if token < num_cached:
+                    num_held += 1
+                else:
+                    pages.append(page_ids[group][index])
+        if NO_BLOCK in pages:
+            raise AssertionError(f"vLLM gave no block where one is needed: {page_ids}")
         asked = request_id if num_external else ""
         self._orders.grants.append(
-            Grant(asked, source.room, source.host, source.port, pages, have_tokens)
+            Grant(asked, source.room, source.host, source.port, pages, num_held)
         )
         return True
 

@@ -4,7 +4,6 @@ A step goes: `follow` the orders, `wrote` for each layer while the forward runs,
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,7 +19,7 @@ from tandem.kvtransfer.sender import PrefillAgent, SenderStatistics, SenderTimeo
 from tandem.kvtransfer.sharding import Shard
 from tandem.kvtransfer.transports.base import Transport, TransportConfig
 from tandem.kvtransfer.transports.registry import names_of, transports
-from tandem.vllm.caches import Caches
+from tandem.vllm.caches import Blocks, Caches
 from tandem.vllm.halves import First, Orders, Reports
 from tandem.wire.channel import Waker, tcp_address, wait
 from tandem.wire.errors import Aborted
@@ -121,7 +120,7 @@ class PrefillWorker(WorkerHalf):
         super().__init__()
         self._caches = caches
         layers = config.push_granularity == "layer" and caches.region.device == "cpu"
-        self._pushes_layers = layers
+        self._pushes_layers = layers and bool(caches.indexes)
         first = config.bootstrap_port
         self.agent = PrefillAgent(
             tcp_address(config.host, first and first + rank),
@@ -153,6 +152,8 @@ class PrefillWorker(WorkerHalf):
         for request_id, room in orders.expected:
             self._ids[room], self._rooms[request_id] = request_id, room
             self.agent.expect(room)
+        for each in orders.last_pushes:
+            self.agent.push(each.room, each.page_ids, each.first_page)
         for room, first in orders.computed:
             self.agent.finish(room, first.token, 0, first.num_cached)
         for request_id in orders.given_up:
@@ -236,7 +237,7 @@ class DecodeWorker(WorkerHalf):
             verify=config.verify_kv,
             shard=Shard(rank, num_ranks, num_ranks),
         )
-        self._page_bytes = caches.layout.page_bytes
+        self._page_bytes, self._page_size = caches.layout.page_bytes, caches.layout.page_size
         self._ids: dict[Room, str] = {}
         self._rooms: dict[str, tuple[Room, int]] = {}  # and the number of its pages
 
@@ -246,7 +247,8 @@ class DecodeWorker(WorkerHalf):
             if each.request_id:
                 self._ids[each.room] = each.request_id
                 self._rooms[each.request_id] = each.room, len(each.page_ids)
-            self.agent.request(each.room, each.host, each.port, each.page_ids, each.have_tokens)
+            held = each.num_held * self._page_size
+            self.agent.request(each.room, each.host, each.port, each.page_ids, held)
         for request_id in orders.given_up:
             if (found := self._rooms.get(request_id)) is not None:
                 self.agent.withdraw(found[0])
@@ -283,16 +285,16 @@ class DecodeWorker(WorkerHalf):
 
 
 def make_worker(
-    config: HandOffConfig, tensors: Mapping[str, torch.Tensor], rank: int, num_ranks: int
+    config: HandOffConfig, memory: torch.Tensor, blocks: Blocks, rank: int, num_ranks: int
 ) -> WorkerHalf:
-    """Return the agent of one rank around vLLM's blocks.
+    """Return the agent of one rank around vLLM's blocks, which lie in the storage of `memory`.
 
     Raises:
         ConfigInvalid: The blocks, the port or the transport cannot be used; the message says what to do.
     """
-    device = next(iter(tensors.values())).device.type
-    is_shared = config.role == "decode" and "shm" in names_of(config.transfer_backend, device)
-    caches = Caches(tensors, is_shared=is_shared)
+    names = names_of(config.transfer_backend, memory.device.type)
+    is_shared = config.role == "decode" and "shm" in names
+    caches = Caches(memory, blocks, is_shared=is_shared)
     make = PrefillWorker if config.role == "prefill" else DecodeWorker
     return make(config, caches, rank, num_ranks)
 

@@ -3,78 +3,86 @@ import pytest
 import torch
 
 from tandem.kvtransfer.plan import PagedTokens, copy_blocks, plan_copies
-from tandem.vllm.caches import Caches
+from tandem.vllm.caches import Blocks, Caches, Piece
 from tandem.wire.errors import ConfigInvalid
 
-L, B, H, N, C = 3, 8, 2, 4, 6
-NAMES = [f"model.layers.{layer}.attn" for layer in range(L)]
-# Physical order of the axes (layer, block, head, token, content), as in vLLM's KVCacheLayout.
-LAYOUTS = {
-    "LBHNC": (0, 1, 2, 3, 4),
-    "LBNHC": (0, 1, 3, 2, 4),
-    "BLHNC": (1, 0, 2, 3, 4),
-    "BLNHC": (1, 0, 3, 2, 4),
-}
+NUM_LAYERS, NUM_BLOCKS, PAGE, SIZE = 3, 8, 4, 96
+NAMES = [f"model.layers.{layer}.attn" for layer in range(NUM_LAYERS)]
 
 
-def tensors_of(layout: str, fill: int) -> dict[str, torch.Tensor]:
-    """Return caches as vLLM allocates them: one piece of memory, viewed layer by layer."""
-    order = LAYOUTS[layout]
-    sizes = (L, B, H, N, C)
-    memory = torch.full([sizes[axis] for axis in order], fill, dtype=torch.bfloat16)
-    logical = memory.permute([order.index(axis) for axis in range(5)])
-    return {name: logical[layer] for layer, name in enumerate(NAMES)}
+def pieces_of(order: str) -> list[Piece]:
+    """Return where blocks lie with the layers outside, or with the blocks outside."""
+    if order == "layers":
+        return [Piece(name, i * NUM_BLOCKS * SIZE, SIZE, SIZE) for i, name in enumerate(NAMES)]
+    return [Piece(name, i * SIZE, NUM_LAYERS * SIZE, SIZE) for i, name in enumerate(NAMES)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_blocks_are_copied_into_the_blocks_meant_and_nowhere_else(layout):
-    source, target = tensors_of(layout, 1), tensors_of(layout, 0)
-    for layer, name in enumerate(NAMES):
-        source[name] += torch.arange(B * H * N * C).reshape(B, H, N, C) % 100 + layer
-    here, there = Caches(source, is_shared=False), Caches(target, is_shared=True)
+def view_of(order: str, memory: torch.Tensor) -> torch.Tensor:
+    """Return memory as (layer, block, byte)."""
+    if order == "layers":
+        return memory.view(NUM_LAYERS, NUM_BLOCKS, SIZE)
+    return memory.view(NUM_BLOCKS, NUM_LAYERS, SIZE).permute(1, 0, 2)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("to_order", ["layers", "blocks"])
+@pytest.mark.parametrize("from_order", ["layers", "blocks"])
+def test_blocks_are_copied_into_the_blocks_meant_and_nowhere_else(from_order, to_order, is_shared):
+    source = torch.arange(NUM_LAYERS * NUM_BLOCKS * SIZE).to(torch.uint8)
+    target = torch.zeros_like(source)
+    here = Caches(source, Blocks(NUM_BLOCKS, PAGE, pieces_of(from_order), True), is_shared=False)
+    there = Caches(target, Blocks(NUM_BLOCKS, PAGE, pieces_of(to_order), True), is_shared=is_shared)
     assert here.layout.holds_same_heads(there.layout)
-    assert [here.indexes[name] for name in NAMES] == list(range(L))
+    assert [here.indexes[name] for name in NAMES] == list(range(NUM_LAYERS))
     from_, to = PagedTokens(here.layout, [1, 2, 6]), PagedTokens(there.layout, [7, 3, 4])
-    plan = plan_copies(from_, to, range(3 * N), layers=range(1, 3))
-    pages = there.layout.places.pages(plan.destination_offset, plan.size_bytes)
-    assert set(pages.tolist()) == {7, 3, 4}
+    plan = plan_copies(from_, to, range(3 * PAGE), layers=range(1, 3))
     copy_blocks(plan, here.region.array(), there.region.array())
-    for layer, name in enumerate(NAMES):
-        expected = torch.zeros(B, H, N, C, dtype=torch.bfloat16)
-        if layer:
-            expected[[7, 3, 4]] = source[name][[1, 2, 6]]
-        torch.testing.assert_close(target[name], expected, rtol=0, atol=0)
+    expected = torch.zeros(NUM_LAYERS, NUM_BLOCKS, SIZE, dtype=torch.uint8)
+    expected[1:, [7, 3, 4]] = view_of(from_order, source)[1:, [1, 2, 6]]
+    torch.testing.assert_close(view_of(to_order, target), expected, rtol=0, atol=0)
     there.region.close()
 
 
-def test_caches_whose_heads_lie_in_another_order_are_not_the_same():
-    one, other = (Caches(tensors_of(each, 0), is_shared=False) for each in ("LBHNC", "LBNHC"))
-    assert not one.layout.holds_same_heads(other.layout)
+def test_a_pool_large_enough_for_pages_of_its_own_is_shared_from_where_it_begins():
+    # Pieces of this size come from the system, with a few bytes before them.
+    num_blocks = (1 << 25) // SIZE
+    memory = torch.zeros(num_blocks * SIZE, dtype=torch.uint8)
+    caches = Caches(
+        memory, Blocks(num_blocks, PAGE, [Piece("a", 0, SIZE, SIZE)], True), is_shared=True
+    )
+    assert caches.region.path
+    memory[5 * SIZE] = 7
+    base = int(caches.layout.planes.base[0])
+    assert caches.region.address + base == memory.data_ptr()
+    assert caches.region.array()[base + 5 * SIZE] == 7
+    caches.region.close()
 
 
-def test_a_layer_that_reads_the_blocks_of_another_is_not_moved_twice():
-    tensors = tensors_of("LBHNC", 0)
-    tensors["model.layers.9.attn"] = tensors[NAMES[1]]
-    caches = Caches(tensors, is_shared=False)
-    assert caches.layout.num_layers == L
-    assert "model.layers.9.attn" not in caches.indexes
+def test_groups_of_layers_that_overlay_each_other_are_moved_once():
+    small = [Piece(f"small {i}", i * 64, NUM_LAYERS * SIZE, 64) for i in range(4)]
+    memory = torch.zeros(NUM_LAYERS * NUM_BLOCKS * SIZE, dtype=torch.uint8)
+    blocks = Blocks(NUM_BLOCKS, 1, [*pieces_of("blocks"), *small], False)
+    caches = Caches(memory, blocks, is_shared=False)
+    assert caches.layout.page_bytes == NUM_LAYERS * SIZE
+    assert caches.indexes == {}
 
 
 @pytest.mark.parametrize(
-    ("tensors", "words"),
+    ("pieces", "words"),
     [
-        ({"a": torch.zeros(B, H, N)}, "dimensions"),
-        ({"a": torch.zeros(B, H, N, C), "b": torch.zeros(B, H, N, C)}, "pieces of memory"),
-        ({"a": torch.zeros(H, B, N, C).permute(1, 0, 2, 3)}, "VLLM_KV_CACHE_LAYOUT"),
+        ([Piece("a", 0, SIZE // 2, SIZE)], "VLLM_KV_CACHE_LAYOUT=LBHNC"),
+        ([Piece("a", 0, SIZE, SIZE), Piece("b", 8, 2 * SIZE, SIZE)], "interlock"),
+        ([Piece("a", 0, SIZE, SIZE - 1)], "whole bytes"),
     ],
 )
-def test_memory_of_another_shape_is_refused_with_what_to_do(tensors, words):
+def test_memory_of_another_shape_is_refused_with_what_to_do(pieces, words):
+    memory = torch.zeros(NUM_BLOCKS * SIZE * 2, dtype=torch.uint8)
     with pytest.raises(ConfigInvalid, match=words):
-        Caches(tensors, is_shared=False)
+        Caches(memory, Blocks(4, PAGE, pieces, True), is_shared=False)
 
 
-def test_elements_keep_their_type_in_the_layout():
-    caches = Caches(tensors_of("LBHNC", 0), is_shared=False)
-    assert caches.layout.dtype == "torch.bfloat16"
-    assert caches.layout.page_bytes == L * H * N * C * 2
+def test_a_page_counts_all_bytes_of_a_block():
+    memory = torch.zeros(NUM_LAYERS * NUM_BLOCKS * SIZE // 2, dtype=torch.bfloat16)
+    caches = Caches(memory, Blocks(NUM_BLOCKS, PAGE, pieces_of("layers"), True), is_shared=False)
+    assert caches.layout.page_bytes == NUM_LAYERS * SIZE
     assert caches.region.array().dtype == np.uint8

@@ -5,17 +5,21 @@ from tandem.vllm.halves import (
     DecodeHalves,
     First,
     Grant,
+    Group,
     Pages,
     PrefillHalves,
     Reports,
     Source,
     draws_first,
+    places,
     room_of,
     source_of,
 )
 from tandem.wire.errors import PeerLost
 
 PAGE = 4
+PLAIN = [Group(PAGE)]
+WINDOW = Group(PAGE, window=6)
 ROOM = 7
 LOST = PeerLost("lost").info()
 
@@ -27,7 +31,7 @@ def granted(num: int = 1) -> Reports:
 
 
 def begun(num_tokens: int = 10, num_ranks: int = 1) -> PrefillHalves:
-    halves = PrefillHalves(PAGE, num_ranks)
+    halves = PrefillHalves(PLAIN, num_ranks)
     halves.begin("a", ROOM, num_tokens)
     assert halves.take_orders().expected == [("a", ROOM)]
     return halves
@@ -46,14 +50,14 @@ def test_a_prompt_is_computed_once_every_rank_heard_of_its_grant():
 
 
 def test_a_prompt_that_goes_nowhere_is_computed_at_once():
-    assert PrefillHalves(PAGE).may_compute("whole")
+    assert PrefillHalves(PLAIN).may_compute("whole")
 
 
 def test_a_prompt_whose_hand_off_failed_waits_no_longer():
     halves = begun()
     halves.heard(Reports(failed={"a": LOST}))
     assert halves.may_compute("a")
-    halves.computes("a", [1, 2, 3], 0, 10)
+    halves.computes("a", [[1, 2, 3]], 0, 10)
     assert halves.take_orders().pushes == []
 
 
@@ -74,7 +78,7 @@ def test_the_chunks_of_a_prompt_push_each_of_its_blocks_once_and_in_order(
             break
         chunk = min(size, num_tokens - done)
         needed = -(-(done + chunk) // PAGE)
-        halves.computes("a", blocks[given_blocks:needed], done, chunk)
+        halves.computes("a", [blocks[given_blocks:needed]], done, chunk)
         given_blocks, done = needed, done + chunk
         for pages in halves.take_orders().pushes:
             assert pages.first_page == len(pushed)
@@ -83,41 +87,42 @@ def test_the_chunks_of_a_prompt_push_each_of_its_blocks_once_and_in_order(
             assert len(pushed) * PAGE <= done or done == num_tokens
     assert pushed == blocks[: len(pushed)]
     assert done < num_tokens or pushed == blocks
-    assert halves.finished("a", 5)
+    assert halves.finished("a", 5, [blocks])
     assert halves.take_orders().computed == [(ROOM, First(5, num_cached))]
 
 
 def test_tokens_behind_the_prompt_are_not_pushed():
     halves = begun(8)
-    halves.computes("a", [1, 2], 0, 8)
+    halves.computes("a", [[1, 2]], 0, 8)
     halves.take_orders()
-    halves.computes("a", [3], 8, 1)
+    halves.computes("a", [[3]], 8, 1)
     assert halves.take_orders().pushes == []
 
 
 def test_a_preempted_prompt_is_given_up_and_pushes_no_more():
     halves = begun()
-    halves.computes("a", [1, 2], 0, 8)
+    halves.computes("a", [[1, 2]], 0, 8)
     assert halves.take_orders().pushes == [Pages(ROOM, [1, 2], 0)]
     assert halves.preempted("a")
     assert halves.take_orders().given_up == ["a"]
     assert not halves.preempted("a")
-    halves.computes("a", [4, 5, 6], 0, 10)
-    assert halves.finished("a", 5)  # held until the workers know that nothing reads its blocks
+    halves.computes("a", [[4, 5, 6]], 0, 10)
+    # Held until the workers know that nothing reads its blocks.
+    assert halves.finished("a", 5, [[4, 5, 6]])
     orders = halves.take_orders()
     assert (orders.pushes, orders.computed, orders.given_up) == ([], [], [])
 
 
 def test_an_aborted_prompt_is_given_up_and_its_blocks_are_held():
     halves = begun()
-    assert halves.finished("a", None)
+    assert halves.finished("a", None, [[]])
     assert halves.take_orders().given_up == ["a"]
 
 
 def test_a_prompt_aborted_before_any_worker_heard_of_it_leaves_nothing():
-    halves = PrefillHalves(PAGE)
+    halves = PrefillHalves(PLAIN)
     halves.begin("a", ROOM, 10)
-    assert not halves.finished("a", None)
+    assert not halves.finished("a", None, [[]])
     orders = halves.take_orders()
     assert (orders.expected, orders.given_up) == ([], [])
 
@@ -142,48 +147,125 @@ def test_reports_of_ranks_add_up():
     assert not Reports()
 
 
+def test_blocks_that_a_window_leaves_behind_are_pushed_only_once_no_more_of_them_are_freed():
+    halves = PrefillHalves([Group(PAGE), WINDOW])
+    halves.begin("a", ROOM, 11)
+    halves.computes("a", [[1, 2], [3, 4]], 0, 8)
+    assert halves.take_orders().pushes == [Pages(ROOM, [1, 2], 0)]
+    halves.computes("a", [[5], [6]], 8, 3)
+    assert halves.take_orders().pushes == []
+    halves.finished("a", 5, [[1, 2, 5], [0, 4, 6]])
+    orders = halves.take_orders()
+    assert orders.last_pushes == [Pages(ROOM, [4, 5, 6], 2)]
+    assert orders.computed == [(ROOM, First(5, 0))]
+
+
+def test_a_prompt_whose_blocks_were_freed_too_early_is_given_up():
+    halves = PrefillHalves([WINDOW])
+    halves.begin("a", ROOM, 11)
+    halves.take_orders()
+    halves.computes("a", [[3, 4, 6]], 0, 11)
+    assert halves.finished("a", 5, [[0, 0, 6]])
+    orders = halves.take_orders()
+    assert (orders.given_up, orders.computed, orders.last_pushes) == (["a"], [], [])
+
+
+GROUPS = st.sampled_from(
+    [
+        Group(PAGE),
+        WINDOW,
+        Group(PAGE, window=9),
+        Group(PAGE, chunk=8),
+        Group(PAGE, window=2),
+        Group(1024, window=2),
+    ]
+)
+
+
+@given(st.lists(GROUPS, min_size=1, max_size=4), st.integers(1, 60), st.integers(0, 15), st.data())
+def test_what_prefill_pushes_lands_in_the_block_of_the_same_group_and_tokens(
+    groups, num_tokens, num_cached_blocks, data
+):
+    if any(group.block_size != PAGE for group in groups):
+        num_cached_blocks = 0  # states of a whole request are not cached
+    num_cached = min(num_cached_blocks, (num_tokens - 1) // PAGE) * PAGE
+    whole = [-(-num_tokens // group.block_size) for group in groups]
+    # The name of a block tells what it holds.
+    tables = [[100 * number + i + 1 for i in range(num)] for number, num in enumerate(whole)]
+    kept = [
+        [0 if i < group.num_skipped(num_tokens) else block for i, block in enumerate(table)]
+        for group, table in zip(groups, tables, strict=True)
+    ]
+    prefill, decode = PrefillHalves(groups), DecodeHalves(groups)
+    prefill.begin("a", ROOM, num_tokens)
+    decode.allocated("a", SOURCE, kept, num_tokens, num_tokens - num_cached)
+    [grant] = decode.take_orders().grants
+    pushed: list[int] = []
+    done, had = 0, [0] * len(groups)
+    while done < num_tokens:
+        chunk = min(data.draw(st.integers(1, 20)), num_tokens - done)
+        needed = [-(-(done + chunk) // group.block_size) for group in groups]
+        new = [t[a:b] for t, a, b in zip(tables, had, needed, strict=True)]
+        prefill.computes("a", new, done, chunk)
+        done, had = done + chunk, needed
+        for pages in prefill.take_orders().pushes:
+            assert pages.first_page == len(pushed)
+            pushed += pages.page_ids
+    prefill.finished("a", 5, kept)
+    for pages in prefill.take_orders().last_pushes:
+        assert pages.first_page == len(pushed)
+        pushed += pages.page_ids
+    assert pushed[grant.num_held :] == list(grant.page_ids)
+    needed_blocks = {
+        tables[group][index]
+        for token, group, index in places(groups, num_tokens)
+        if token >= num_cached
+    }
+    assert needed_blocks == set(grant.page_ids)
+
+
 # ── decode ───────────────────────────────────────────────────────────────────────────────────────
 
 SOURCE = Source(ROOM, "127.0.0.1", 8998)
 
 
 def test_the_blocks_of_what_is_not_cached_are_granted():
-    halves = DecodeHalves(PAGE)
+    halves = DecodeHalves(PLAIN)
     assert halves.num_external("a", SOURCE, 6) == 6
-    halves.allocated("a", SOURCE, [10, 11, 12, 13], 10, 6)
-    assert halves.take_orders().grants == [Grant("a", ROOM, "127.0.0.1", 8998, [11, 12], 4)]
+    halves.allocated("a", SOURCE, [[10, 11, 12, 13]], 10, 6)
+    assert halves.take_orders().grants == [Grant("a", ROOM, "127.0.0.1", 8998, [11, 12], 1)]
 
 
 def test_blocks_outside_a_sliding_window_are_not_granted():
-    halves = DecodeHalves(PAGE)
-    halves.allocated("a", SOURCE, [0, 0, 12, 13], 15, 15)
-    assert halves.take_orders().grants == [Grant("a", ROOM, "127.0.0.1", 8998, [12, 13], 8)]
+    halves = DecodeHalves([WINDOW])
+    halves.allocated("a", SOURCE, [[0, 0, 12, 13]], 15, 15)
+    assert halves.take_orders().grants == [Grant("a", ROOM, "127.0.0.1", 8998, [12, 13], 0)]
 
 
 def test_a_prompt_that_is_cached_here_releases_its_prefill_with_an_empty_grant():
-    halves = DecodeHalves(PAGE)
+    halves = DecodeHalves(PLAIN)
     assert halves.num_external("a", SOURCE, 0) == 0
-    halves.allocated("a", SOURCE, [10, 11, 12], 8, 0)
-    assert halves.take_orders().grants == [Grant("", ROOM, "127.0.0.1", 8998, [], 8)]
+    halves.allocated("a", SOURCE, [[10, 11, 12]], 8, 0)
+    assert halves.take_orders().grants == [Grant("", ROOM, "127.0.0.1", 8998, [], 0)]
 
 
 def test_a_prompt_whose_load_failed_is_not_asked_for_again():
-    halves = DecodeHalves(PAGE)
-    assert halves.allocated("a", SOURCE, [10, 11, 12], 10, 10)
+    halves = DecodeHalves(PLAIN)
+    assert halves.allocated("a", SOURCE, [[10, 11, 12]], 10, 10)
     halves.take_orders()
     assert halves.num_external("a", SOURCE, 10) == 0
-    assert not halves.allocated("a", SOURCE, [20, 21, 22], 10, 0)
+    assert not halves.allocated("a", SOURCE, [[20, 21, 22]], 10, 0)
     assert halves.take_orders().grants == []
 
 
 def test_a_prompt_that_comes_from_nowhere_is_computed_here():
-    assert DecodeHalves(PAGE).num_external("a", None, 10) == 0
+    assert DecodeHalves(PLAIN).num_external("a", None, 10) == 0
 
 
 def test_the_end_of_a_request_withdraws_what_was_granted_and_nothing_else():
-    halves = DecodeHalves(PAGE)
+    halves = DecodeHalves(PLAIN)
     halves.finished("whole")
-    halves.allocated("a", SOURCE, [10, 11, 12], 10, 10)
+    halves.allocated("a", SOURCE, [[10, 11, 12]], 10, 10)
     halves.finished("a")
     assert halves.take_orders().given_up == ["a"]
     halves.finished("a")
