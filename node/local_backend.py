@@ -20,6 +20,7 @@ from tandem.telemetry.version import package_version
 from tandem.wire.errors import InvalidRequest, NoNodeAvailable
 from tandem.wire.generation import GenerateRequest, Room
 from tandem.wire.messages import (
+    OWN_ENGINE,
     NodeInfo,
     NodeLoad,
     StartColocated,
@@ -172,6 +173,7 @@ class LocalBackend:
             zone=config.zone,
             heartbeat_interval_ms=config.heartbeat_interval_ms,
             takes_prompts=config.role != "prefill",
+            engine="vllm" if config.simulation.engine == "vllm" else OWN_ENGINE,
             model=msgspec.structs.replace(ready.model, tokenizer_hash=self._tokenizer_hash),
         )
         built: dict[str, object] = msgspec.to_builtins(info)

@@ -199,7 +199,8 @@ class Cluster:
         self.local_prefill_threshold = config.local_prefill_threshold
         self.came_up: Callable[[], None] = lambda: None
         self._tls = config.node_tls()
-        self._watcher = Watcher(config, lambda: self.came_up())  # noqa: PLW0108 - set later
+        came_up = lambda: self.came_up()  # noqa: E731, PLW0108 - set later
+        self._watcher = Watcher(config, self.roster, came_up)
         # No client's key is sent to nodes: whatever listens at a node's address would have it.
         key = reader_key(operator_key(config.cluster_secret))
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}

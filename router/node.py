@@ -37,9 +37,9 @@ from tandem.wire.errors import (
     TandemError,
     TransferFailed,
 )
-from tandem.wire.generation import Epoch
+from tandem.wire.generation import Epoch, GenerateRequest, new_room
 from tandem.wire.keys import ChannelKey
-from tandem.wire.messages import NodeInfo, NodeLoad
+from tandem.wire.messages import OWN_ENGINE, NodeInfo, NodeLoad, StartDecode, StartPrefill
 
 log = get_logger(__name__)
 
@@ -158,6 +158,7 @@ class Node:
         idle: Set while nothing of this process runs on it.
         trouble: Set when its link is lost or it drains: it is to be asked over HTTP.
         prefixes: What this life of it has cached, and behind that; None before it was met.
+        is_proven: Whether this life of it understands the KV of others; see `canary.py`.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class Node:
         self.client: EngineClient | None = None
         self.tokenizer: Tokenizer | None = None
         self.reason = "not reached yet"
-        self.is_admitted = False
+        self.is_admitted = self.is_proven = False
         self.in_flight_requests = 0
         self.in_flight_tokens = 0
         self.leaving, self.idle, self.trouble = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -332,6 +333,8 @@ class Node:
         _warn_of_rhythm(self.url, info.heartbeat_interval_ms, 1000 * heartbeat.interval_s)
         if not is_same_life or self.prefixes is None:
             self.standing = Standing()
+            # Our own engine writes and reads KV by one layout, which the fingerprint names.
+            self.is_proven = info.engine == OWN_ENGINE
             if self.prefixes is not None:
                 self.prefixes.forget()
             self.prefixes = self._known.new_life()
@@ -444,6 +447,23 @@ class Node:
             takes_prompts=self.info is not None and self.info.takes_prompts,
             backlog_tokens=self.backlog_tokens(),
         )
+
+
+def halves(
+    request: GenerateRequest, prefill: Node, attempt: int
+) -> tuple[StartDecode, StartPrefill]:
+    """Return the two halves of an attempt, which meet in a room of their own."""
+    room = new_room()
+    if prefill.bootstrap_port is None:
+        raise PeerLost(f"prefill node {prefill.url} reports no bootstrap port any more")
+    decode = StartDecode(
+        request=request,
+        room=room,
+        bootstrap_host=prefill.host,
+        bootstrap_port=prefill.bootstrap_port,
+        attempt=attempt,
+    )
+    return decode, StartPrefill(request=request, room=room, attempt=attempt)
 
 
 def _warn_of_rhythm(url: str, reported_ms: float, own_ms: float) -> None:

@@ -12,7 +12,7 @@ A node that is linked is not asked over HTTP: a restart ends the link, and a dra
 import asyncio
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -21,6 +21,7 @@ import msgspec
 
 from tandem.frontend.engine_client import EngineClient
 from tandem.frontend.tokenizer import Tokenizer, tokenizer_hash, with_chat_template
+from tandem.router.canary import Canary
 from tandem.router.config import RouterConfig
 from tandem.router.node import Node, NodeUnusable
 from tandem.telemetry.log import get_logger
@@ -55,13 +56,17 @@ class Watcher:
     """Watches nodes, each in a task of its own, and collects the tokenizers of their models.
 
     Args:
+        nodes: All nodes of the cluster.
         came_up: Called when a node may be given requests again.
 
     Raises:
         ConfigInvalid: The tokenizer directory cannot be read, or the key cannot be made.
     """
 
-    def __init__(self, config: RouterConfig, came_up: Callable[[], None]) -> None:
+    def __init__(
+        self, config: RouterConfig, nodes: Iterable[Node], came_up: Callable[[], None]
+    ) -> None:
+        self._canary = Canary(nodes)
         secret, directory = config.cluster_secret, config.tokenizer_dir
         self._key = ChannelKey.from_secret(secret) if secret else None
         self._chat_template = config.chat_template
@@ -140,6 +145,11 @@ class Watcher:
         if silence := self._silence_of(node.client):
             # Whatever it reports over HTTP: requests would wait there.
             raise NodeUnusable(silence)
+        try:
+            await self._canary.check(node)
+        except NodeUnusable:
+            node.note(is_admitted=False)
+            raise
         node.note(is_admitted=True, reason="")
 
     async def _until_trouble(self, node: Node) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from tandem.router.cluster import Cluster
 from tandem.router.metrics import RouterMetrics
-from tandem.router.node import Node, Work
+from tandem.router.node import Work, halves
 from tandem.router.pairing import Group, Pairing, PairUse
 from tandem.router.policy import Asked, Pair, tokens_to_compute
 from tandem.router.progress import Progress
@@ -33,11 +33,9 @@ from tandem.wire.errors import (
     NodeDraining,
     NoNodeAvailable,
     Overloaded,
-    PeerLost,
     TandemError,
 )
-from tandem.wire.generation import GenerateRequest, new_room
-from tandem.wire.messages import StartColocated, StartDecode, StartPrefill, TokenDelta
+from tandem.wire.messages import StartColocated, TokenDelta
 
 log = get_logger(__name__)
 
@@ -145,7 +143,7 @@ class Attempt:
             self._decode = decode.start(start, wake, tokens_to_compute(request, num_cached))
         else:
             prefill = cluster.node(pair.prefill)
-            start_decode, start_prefill = _halves(request, prefill, number)
+            start_decode, start_prefill = halves(request, prefill, number)
             self._decode = decode.start(start_decode, wake)
             try:
                 self._prefill = prefill.start(start_prefill, wake)
@@ -216,23 +214,6 @@ class Attempt:
             self._arrived.extend((self._pair.prefill, each) for each in late)
         self._arrived.append((self._pair.decode, delta))
         return self._arrived.popleft()
-
-
-def _halves(
-    request: GenerateRequest, prefill: Node, attempt: int
-) -> tuple[StartDecode, StartPrefill]:
-    """Return the two halves of an attempt, which meet in a room of their own."""
-    room = new_room()
-    if prefill.bootstrap_port is None:
-        raise PeerLost(f"prefill node {prefill.url} reports no bootstrap port any more")
-    decode = StartDecode(
-        request=request,
-        room=room,
-        bootstrap_host=prefill.host,
-        bootstrap_port=prefill.bootstrap_port,
-        attempt=attempt,
-    )
-    return decode, StartPrefill(request=request, room=room, attempt=attempt)
 
 
 class RequestAborted(Exception):

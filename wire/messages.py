@@ -311,6 +311,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str = "default"
 
 
+# The engine of nodes that report none.
+OWN_ENGINE = "tandem"
+
+
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One node. Ports are on the host its URL names.
 
@@ -325,6 +329,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
         is_draining: It takes nothing new; what runs on it goes on.
         zone: Where it stands, as `--zone` said: nodes of one zone are near each other.
         takes_prompts: It takes whole requests (`StartColocated`); false on older decode nodes.
+        engine: "tandem", or the name of another one, such as "vllm".
     """
 
     role: str
@@ -342,3 +347,4 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     zone: str = ""
     heartbeat_interval_ms: float = 0.0
     takes_prompts: bool = False
+    engine: str = OWN_ENGINE
