@@ -40,6 +40,10 @@ class CopyPlan:
     destination_offset: Int64s
     size_bytes: Int64s
 
+    def columns(self) -> tuple[Int64s, Int64s, Int64s]:
+        """Return the three arrays."""
+        return self.source_offset, self.destination_offset, self.size_bytes
+
     @property
     def total_bytes(self) -> int:
         """Total size of all copies."""
@@ -157,6 +161,59 @@ class _Runs(NamedTuple):
     num_tokens: Int64s
 
 
+class Route:
+    """The way of some tokens and heads from source to destination pages, cut at the borders of pages once for all layers.
+
+    Args:
+        source: Pages to read.
+        destination: Pages to write; of the same heads as the source.
+        tokens: Positions in the prompt, step 1, that both sides' pages cover.
+        heads: Which heads; None means all, and then both sides hold equally many.
+
+    Raises:
+        ValueError: A side does not cover the tokens or heads, or has no such page.
+    """
+
+    def __init__(
+        self,
+        source: PagedTokens,
+        destination: PagedTokens,
+        tokens: range,
+        heads: HeadRange | None = None,
+    ) -> None:
+        self._heads = heads = heads or HeadRange(0, 0, source.layout.num_kv_heads)
+        self._source, self._destination = source.layout, destination.layout
+        pages = (
+            _checked(source, tokens, heads.source_first, heads.num_heads),
+            _checked(destination, tokens, heads.destination_first, heads.num_heads),
+        )
+        runs = _runs(source, destination, pages, tokens)
+        has_all_heads = heads.num_heads == source.layout.num_kv_heads
+        is_whole = (runs.num_tokens == source.layout.page_size) & (
+            has_all_heads and source.layout.has_same_pages(destination.layout)
+        )
+        self._whole = _Runs(*(column[is_whole] for column in runs))
+        self._parts = _Runs(*(column[~is_whole] for column in runs))
+
+    def copies(self, layers: range | None = None) -> CopyPlan:
+        """Return the copies of some layers, step 1; None means all.
+
+        Only these tokens of these layers are written; the rest of a page is unchanged.
+
+        Raises:
+            ValueError: There are no such layers.
+        """
+        layers = range(self._source.num_layers) if layers is None else layers
+        if layers and (layers.start < 0 or layers.stop > self._source.num_layers):
+            raise ValueError(f"{layers} of {self._source.num_layers} layers")
+        whole = _whole_pages(self._source, self._destination, self._whole, layers)
+        if not len(self._parts.num_tokens):
+            return _merged(whole)
+        parts = _slices(self._source, self._destination, self._parts, self._heads, layers)
+        columns = zip(whole.columns(), parts.columns(), strict=True)
+        return _merged(CopyPlan(*(np.concatenate(pair) for pair in columns)))
+
+
 def plan_copies(
     source: PagedTokens,
     destination: PagedTokens,
@@ -164,53 +221,8 @@ def plan_copies(
     heads: HeadRange | None = None,
     layers: range | None = None,
 ) -> CopyPlan:
-    """Return the copies that move `tokens` of `heads` from source to destination pages.
-
-    Only those tokens of those layers are written; the rest of a page is unchanged.
-
-    Args:
-        source: Pages to read.
-        destination: Pages to write; of the same heads as the source.
-        tokens: Positions in the prompt, step 1, that both sides' pages cover.
-        heads: Which heads; None means all, and then both sides hold equally many.
-        layers: Which layers, step 1; None means all.
-
-    Raises:
-        ValueError: A side does not cover the tokens, heads or layers, or has no such page.
-    """
-    heads = heads or HeadRange(0, 0, source.layout.num_kv_heads)
-    layers = range(source.layout.num_layers) if layers is None else layers
-    if layers and (layers.start < 0 or layers.stop > source.layout.num_layers):
-        raise ValueError(f"{layers} of {source.layout.num_layers} layers")
-    _check(source, tokens, heads.source_first, heads.num_heads)
-    _check(destination, tokens, heads.destination_first, heads.num_heads)
-    has_all_heads = heads.num_heads == source.layout.num_kv_heads
-    runs = _runs(source, destination, tokens)
-    is_whole = (runs.num_tokens == source.layout.page_size) & (
-        has_all_heads and source.layout.has_same_pages(destination.layout)
-    )
-    parts = (
-        _whole_pages(
-            source.layout,
-            destination.layout,
-            _Runs(*(column[is_whole] for column in runs)),
-            layers,
-        ),
-        _slices(
-            source.layout,
-            destination.layout,
-            _Runs(*(column[~is_whole] for column in runs)),
-            heads,
-            layers,
-        ),
-    )
-    return _merged(
-        CopyPlan(
-            np.concatenate([part.source_offset for part in parts]),
-            np.concatenate([part.destination_offset for part in parts]),
-            np.concatenate([part.size_bytes for part in parts]),
-        )
-    )
+    """Return the copies that move `tokens` of `heads` and `layers`; see `Route`."""
+    return Route(source, destination, tokens, heads).copies(layers)
 
 
 def copy_blocks(plan: CopyPlan, source: NDArray[np.uint8], destination: NDArray[np.uint8]) -> None:
@@ -240,16 +252,21 @@ def _packed(plan: CopyPlan) -> Int64s:
     return np.cumsum(plan.size_bytes) - plan.size_bytes
 
 
-def _check(side: PagedTokens, tokens: range, first_head: int, num_heads: int) -> None:
+def _checked(side: PagedTokens, tokens: range, first_head: int, num_heads: int) -> Int64s:
+    """Return the pages of a side that covers the tokens and heads."""
     if tokens and (tokens.start < side.first_token or tokens.stop > side.end_token):
         raise ValueError(f"pages hold {side.first_token} ... {side.end_token}, asked for {tokens}")
     if first_head < 0 or first_head + num_heads > side.layout.num_kv_heads:
         raise ValueError(f"heads {first_head} + {num_heads} of {side.layout.num_kv_heads}")
-    if any(not 0 <= page < side.layout.num_pages for page in side.page_ids):
+    pages = np.array(side.page_ids, np.int64)
+    if len(pages) and (pages.min() < 0 or pages.max() >= side.layout.num_pages):
         raise ValueError(f"a page id is outside the pool of {side.layout.num_pages}")
+    return pages
 
 
-def _runs(source: PagedTokens, destination: PagedTokens, tokens: range) -> _Runs:
+def _runs(
+    source: PagedTokens, destination: PagedTokens, pages: tuple[Int64s, Int64s], tokens: range
+) -> _Runs:
     borders = [np.array([tokens.start], np.int64)]
     for side in (source, destination):
         size = side.layout.page_size
@@ -260,7 +277,6 @@ def _runs(source: PagedTokens, destination: PagedTokens, tokens: range) -> _Runs
     where = [
         divmod(begin - side.first_token, side.layout.page_size) for side in (source, destination)
     ]
-    pages = [np.array(side.page_ids, np.int64) for side in (source, destination)]
     return _Runs(pages[0][where[0][0]], where[0][1], pages[1][where[1][0]], where[1][1], num_tokens)
 
 

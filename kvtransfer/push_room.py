@@ -24,7 +24,7 @@ import msgspec
 from tandem.kvtransfer.bootstrap import DecodeLink
 from tandem.kvtransfer.checksum import page_sums, sampled_slabs
 from tandem.kvtransfer.layout import KVLayout
-from tandem.kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
+from tandem.kvtransfer.plan import CopyPlan, PagedTokens, Route
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.session import SenderState, Session, sender_session
 from tandem.wire.errors import TransferRefused
@@ -182,7 +182,8 @@ class PushPart:
         landed: What decode is to receive at the end, once the role has finished.
         num_layers_pushed: Of the run of own pages that begins at this place in the prompt.
         own_pages: By their place in the prompt, own pages of which every layer was pushed.
-        refusal: Of one of its jobs; no other is done after that. Used by the worker alone.
+        refusal: Of one of its jobs; no other is done after that. Used by the worker alone, as are the routes of
+            pages whose first layers were pushed.
     """
 
     room: PushRoom
@@ -197,6 +198,7 @@ class PushPart:
     own_pages: dict[int, int] = field(default_factory=dict)
     refusal: TransferRefused | None = None
     pushed_bytes: int = 0
+    _routes: dict[int, Route] = field(default_factory=dict)
 
     def may_write(self, link: DecodeLink) -> bool:
         """Whether a grant over this link stands, or its writes may still be under way."""
@@ -234,16 +236,23 @@ class PushPart:
         Raises:
             TransferRefused: There are no such pages or layers in the own pool.
         """
-        assert self.link is not None
-        theirs, heads = self.destination, self.link.heads
-        begin = max(own.first_token, theirs.first_token)
-        tokens = range(begin, max(begin, min(own.end_token, theirs.end_token)))
+        is_last = layers.stop == own.layout.num_layers
         try:
-            plan = plan_copies(own, theirs, tokens, heads, layers)
+            route = self._routes.pop(own.first_token, None) or self._route(own)
+            plan = route.copies(layers)
         except ValueError as error:
             raise TransferRefused(f"cannot push: {error}") from error
+        if not is_last:
+            self._routes[own.first_token] = route
         self.pushed_bytes += plan.total_bytes
         return plan
+
+    def _route(self, own: PagedTokens) -> Route:
+        assert self.link is not None
+        theirs = self.destination
+        begin = max(own.first_token, theirs.first_token)
+        tokens = range(begin, max(begin, min(own.end_token, theirs.end_token)))
+        return Route(own, theirs, tokens, self.link.heads)
 
     def check_complete(self, page_size: int) -> None:
         """Make sure that every granted page was pushed into, with every layer.
