@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from tandem.wire.errors import ErrorInfo
 from tandem.wire.generation import Room
+from tandem.wire.prefixes import next_name, root_name
 
 # vLLM's number of a block that no request may use.
 NO_BLOCK = 0
@@ -24,7 +25,8 @@ NO_BLOCK = 0
 class Grant:
     """Decode's blocks for the tokens `have_tokens` and on of a prompt, and the prefill that may write them.
 
-    `request_id` is empty if there are none, and no request waits for them: prefill need not wait then either.
+    `request_id` is empty if there are none, and no request waits for them: prefill need not wait then either. `prompt` is the
+    name of the prompt that has to land.
     """
 
     request_id: str
@@ -33,6 +35,7 @@ class Grant:
     port: int
     page_ids: Sequence[int]
     have_tokens: int
+    prompt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +49,17 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class First:
-    """What decode receives beside the blocks: the answer's first token, and how many prompt tokens were cached."""
+    """What decode receives beside the blocks.
+
+    Attributes:
+        token: The first of the answer.
+        num_cached: Prompt tokens that prefill had cached.
+        prompt: The prompt's name: see `prompt_name`.
+    """
 
     token: int
     num_cached: int
+    prompt: int = 0
 
 
 @dataclass(slots=True)
@@ -103,6 +113,7 @@ class _Prompt:
 
     room: Room
     num_tokens: int
+    name: int
     is_granted: bool = False
     is_told: bool = False
     is_over: bool = False
@@ -126,9 +137,9 @@ class PrefillHalves:
         self._handed_off: Counter[str] = Counter()
         self._granted: Counter[str] = Counter()
 
-    def begin(self, request_id: str, room: Room, num_tokens: int) -> None:
-        """Take a prompt: its grant is awaited."""
-        self._prompts[request_id] = _Prompt(room, num_tokens)
+    def begin(self, request_id: str, room: Room, num_tokens: int, name: int = 0) -> None:
+        """Take a prompt: its grant is awaited. `name`: see `prompt_name`."""
+        self._prompts[request_id] = _Prompt(room, num_tokens, name)
         self._orders.expected.append((request_id, room))
 
     def may_compute(self, request_id: str) -> bool:
@@ -181,7 +192,8 @@ class PrefillHalves:
             if not prompt.is_over:
                 self._give_up(request_id, prompt)
         elif not prompt.is_over:
-            self._orders.computed.append((prompt.room, First(first_token, prompt.num_cached)))
+            first = First(first_token, prompt.num_cached, prompt.name)
+            self._orders.computed.append((prompt.room, first))
         return prompt.is_told
 
     def heard(self, reports: Reports) -> list[str]:
@@ -223,11 +235,12 @@ class PrefillHalves:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a decode node's prompt comes from."""
+    """Where a decode node's prompt comes from. `prompt`: its name; see `prompt_name`."""
 
     room: Room
     host: str
     port: int
+    prompt: int = 0
 
 
 class DecodeHalves:
@@ -266,7 +279,9 @@ class DecodeHalves:
         pages, have_tokens = pages[num_without:], (first + num_without) * self._page_size
         asked = request_id if num_external else ""
         self._orders.grants.append(
-            Grant(asked, source.room, source.host, source.port, pages, have_tokens)
+            Grant(
+                *(asked, source.room, source.host, source.port, pages, have_tokens, source.prompt)
+            )
         )
         return True
 
@@ -302,6 +317,15 @@ def room_of(params: Mapping[str, object] | None) -> Room | None:
             return Room(room)
         case _:
             return None
+
+
+def prompt_name(token_ids: Sequence[int], kind: str = "") -> int:
+    """Return what a prompt is called at both ends, so that no other one lands in its place.
+
+    Args:
+        kind: What else the KV follows from.
+    """
+    return next_name(root_name(kind), token_ids)
 
 
 def draws_first(params: Mapping[str, object] | None) -> bool:
