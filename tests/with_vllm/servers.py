@@ -11,7 +11,7 @@ from tandem.up import free_ports
 from tests.with_vllm.nodes import START_S, Process, get, post
 
 FLAGS = ("--block-size", "32", "--skip-tokenizer-init", "--dtype", "float32")
-NUM_TOKENS = 16
+NUM_TOKENS = 8
 
 
 class Server:
@@ -38,7 +38,7 @@ class Server:
         return get(f"{self.url}/health")[0] == 200
 
     def ask(self, prompt_ids, params, max_tokens=NUM_TOKENS):
-        """Return HTTP's status and the answer."""
+        """Return HTTP's status and the answer. `prompt_ids`: of a prompt, or of each of several."""
         body = {
             "model": "m",
             "prompt": prompt_ids,

@@ -13,7 +13,7 @@ from tests.with_vllm.models import tiny
 from tests.with_vllm.nodes import alone
 from tests.with_vllm.servers import FLAGS, NUM_TOKENS, NixlPair, Pair
 
-NUM_ROUNDS, NUM_AT_ONCE, NUM_USES = 20, 4, 200
+NUM_ROUNDS, NUM_AT_ONCE, NUM_USES = 20, 5, 200
 # 10 prompts of 4 blocks need more than prefill has.
 POOL = ("--num-gpu-blocks-override", "40", "--no-enable-prefix-caching")
 WAIT_S = 0.3
@@ -33,8 +33,7 @@ def play(pair, asked, expected, rng):
         return "right" if answer["choices"][0]["token_ids"] == expected[prompt] else "wrong"
 
     def reuse_blocks():
-        for _ in range(10):
-            pair.prefill.complete(make_prompt(rng), None, 1)
+        pair.prefill.complete([make_prompt(rng) for _ in range(10)], None, 1)
 
     a, b = asked
     with pair.reference(a) as of_a:
