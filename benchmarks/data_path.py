@@ -13,7 +13,7 @@ medians in milliseconds of CPU per GB.
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -43,6 +43,7 @@ class NullConnection:
         self.num_bytes = 0
 
     def write(self, room: Room, plan: CopyPlan) -> None:
+        """Count the bytes of a plan."""
         self.num_bytes += plan.total_bytes
 
     def close(self) -> None:
@@ -55,6 +56,7 @@ class NullListener:
     num_violations = 0
 
     def admit(self, toward_host: str) -> Admission:
+        """Admit anybody."""
         return Admission(new_peer_key(), TransportOffer(name="null", descriptor={}))
 
     def permit(self, peer: PeerKey, room: Room, page_ids: object) -> None:
@@ -79,9 +81,11 @@ class NullTransport:
         self.connections: list[NullConnection] = []
 
     def listen(self, pool: Pool) -> NullListener:
+        """Return the receiving end."""
         return NullListener()
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> NullConnection:
+        """Return the sending end."""
         self.connections.append(NullConnection())
         return self.connections[-1]
 
@@ -179,7 +183,7 @@ class Ends:
         self._until(PushDone, self.prefills)
         self._until(Landed, self.decodes)
 
-    def _until(self, kind: type, agents: list[PrefillAgent] | list[DecodeAgent]) -> None:
+    def _until(self, kind: type, agents: Sequence[PrefillAgent | DecodeAgent]) -> None:
         waiting, deadline = set(agents), time.monotonic() + PATIENCE_S
         while waiting:
             for agent in list(waiting):

@@ -68,13 +68,18 @@ SenderEvent = Granted | PushDone | Released
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """Last: the granted pages hold the prompt, and the checksums match. The role owns the pages."""
+    """Last: the granted pages hold the prompt, and the checksums match. The role owns the pages.
+
+    Attributes:
+        prompt: What prefill called the prompt; 0: nothing.
+    """
 
     room: Room
     first_token: int
     seed: int
     cached_tokens: int
     first_logprobs: TokenLogprobs | None = None
+    prompt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

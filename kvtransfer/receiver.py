@@ -437,7 +437,7 @@ class DecodeAgent:
                 word = part.landed
                 assert word is not None
                 tokens = (word.first_token, word.seed, word.cached_tokens)
-                self._report(part, Landed(room, *tokens, word.first_logprobs))
+                self._report(part, Landed(room, *tokens, word.first_logprobs, word.prompt))
             case Action.TELL_FAILED:
                 self._report(part, Failed(room, error))
             case Action.TELL_LOST:

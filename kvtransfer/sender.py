@@ -198,8 +198,13 @@ class PrefillAgent:
         cached_tokens: int = 0,
         *,
         logprobs: TokenLogprobs | None = None,
+        prompt: int = 0,
     ) -> None:
-        """Notify decode once all pages have landed. Call it after the last `push`."""
+        """Notify decode once all pages have landed. Call it after the last `push`.
+
+        Args:
+            prompt: A name by which decode may know the prompt; 0: none.
+        """
         landed = hand_off.Landed(
             epoch=self._end.epoch,
             room=room,
@@ -208,6 +213,7 @@ class PrefillAgent:
             cached_tokens=cached_tokens,
             first_logprobs=logprobs,
             checksum_one_in=self._one_in,
+            prompt=prompt,
         )
         now_s = self._clock()
         self._control.post(lambda: self._finish(room, landed, now_s))

@@ -194,17 +194,13 @@ class _EngineProcess:
         self._parent.follow(loop)
         self._parent.report(self._ready(epoch, engine, inbox.port))
         try:
-            loop.run()
-        except DeviceLost as lost:
-            log.exception("device.lost", reason=str(lost), effect="the node ends")
-            end_process_after(DEVICE_LOST_GRACE_S)
-            return 1
+            is_lost = not run_until_lost(loop)
         finally:
             watch.stop()
             inbox.close()
             if stack is not None:
                 stack.close()  # before the pool's memory is released
-        return int(self._lost_rank is not None)
+        return int(is_lost or self._lost_rank is not None)
 
     def close(self) -> None:
         """Close the transfer agent, release the pool's memory, and end the other ranks."""
@@ -292,6 +288,17 @@ def build_simulated(config: NodeConfig, simulation: Simulation, make_region: Mak
     )
     launcher = SimulatedLauncher(simulation.profile, ordinary_ids, shape.num_layers, pages=pages)
     return Engine(launcher, shape, settings, plan.num_pages)
+
+
+def run_until_lost(loop: EngineLoop) -> bool:
+    """Run a loop until it is stopped; return False if its device was lost: this process then ends soon."""
+    try:
+        loop.run()
+    except DeviceLost as lost:
+        log.exception("device.lost", reason=str(lost), effect="the node ends")
+        end_process_after(DEVICE_LOST_GRACE_S)
+        return False
+    return True
 
 
 def _take_orders(loop: EngineLoop) -> None:

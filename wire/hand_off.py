@@ -188,6 +188,7 @@ class Landed(Message, frozen=True, kw_only=True):
             from the room.
         end_token: One past the last token written; 0 means the end of the grant.
         first_logprobs: Of the first token, when wanted.
+        prompt: A name of the prompt that was written, which decode compares with that of its own; 0: not given.
     """
 
     epoch: Epoch
@@ -199,6 +200,7 @@ class Landed(Message, frozen=True, kw_only=True):
     first_logprobs: TokenLogprobs | None = None
     checksum_one_in: Annotated[int, msgspec.Meta(ge=0)] = 1
     end_token: int = 0
+    prompt: int = 0
 
 
 class Released(Message, frozen=True, kw_only=True):

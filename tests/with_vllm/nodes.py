@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,14 +30,14 @@ ENVIRONMENT = {
 class Process:
     """A command, whose log is kept."""
 
-    def __init__(self, log: Path, *command: str) -> None:
+    def __init__(self, log: Path, *command: str, environment: Mapping[str, str] = {}) -> None:
         self.log = log
         self._file = log.open("a")
         self._popen = subprocess.Popen(
             [sys.executable, "-P", "-m", *command],
             stdout=self._file,
             stderr=subprocess.STDOUT,
-            env=os.environ | ENVIRONMENT,
+            env=os.environ | ENVIRONMENT | environment,
             start_new_session=True,
         )
 
@@ -100,7 +101,14 @@ class Cluster:
     """Nodes and a router. Everything ends with the block."""
 
     def __init__(
-        self, directory: Path, model: Path, prefills=1, decodes=1, flags=(), vllm_flags=()
+        self,
+        directory: Path,
+        model: Path,
+        prefills=1,
+        decodes=1,
+        flags=(),
+        vllm_flags=(),
+        router_flags=(),
     ) -> None:
         roles = ["prefill"] * prefills + ["decode"] * decodes
         # Minutes pass before they are bound: no connection of others may take one meanwhile.
@@ -118,7 +126,7 @@ class Cluster:
         for node in self.decodes:
             words += ["--decode", node.url]
         # Every prompt takes the whole path.
-        self._router = [*words, "--local-prefill-threshold", "0"]
+        self._router = [*words, "--local-prefill-threshold", "0", *router_flags]
         self._directory = directory
         self.router: Process | None = None
 

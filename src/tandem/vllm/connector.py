@@ -14,7 +14,7 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from tandem.vllm.halves import (
     PrefillHalves,
     Reports,
     draws_first,
+    prompt_name,
     room_of,
     source_of,
 )
@@ -115,9 +116,10 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         room = room_of(request.kv_transfer_params)
         if self._is_prefill and room is not None:
+            name = _prompt_name(request, request.num_prompt_tokens)
             if not self.keeps_all and not draws_first(request.kv_transfer_params):
                 _leave_last_out(request)
-            self._prefill.begin(request.request_id, room, request.num_prompt_tokens)
+            self._prefill.begin(request.request_id, room, request.num_prompt_tokens, name)
         elif room is not None and draws_first(request.kv_transfer_params):
             # A prompt that is cached here to its end would be asked of nobody, and its first token neither: its last
             # block must not be found. A request has as many hashes as whole blocks.
@@ -150,10 +152,12 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         num_tokens = _num_prompt(request)
         if num_external_tokens:
             self._loading[request.request_id] = request
+        is_first = draws_first(request.kv_transfer_params)
+        source = replace(source, prompt=_prompt_name(request, num_tokens + (not is_first)))
         is_new = self._decode.allocated(
             request.request_id, source, page_ids, num_tokens, num_external_tokens
         )
-        if is_new and not num_external_tokens and draws_first(request.kv_transfer_params):
+        if is_new and not num_external_tokens and is_first:
             # Nothing would bring the first token, and vLLM would go on behind what holds its place.
             error = EngineFailed(
                 "vLLM found the whole prompt in its cache, and asked for no first token"
@@ -296,6 +300,14 @@ def _leave_last_out(request: Any) -> None:
         request.num_prompt_tokens -= 1
         request.block_hashes.clear()
         request.update_block_hashes()
+
+
+def _prompt_name(request: Any, num_tokens: int) -> int:
+    """Return the name of a request's first tokens, and of what else vLLM computes their KV from."""
+    lora = request.lora_request.lora_name if request.lora_request else ""
+    items = [feature.identifier for feature in request.mm_features]
+    kind = json.dumps([lora, items])
+    return prompt_name(request.prompt_token_ids[:num_tokens], kind)
 
 
 def _put_first(request: Any, token: int) -> None:

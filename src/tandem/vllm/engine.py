@@ -2,14 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from tandem.engine.errors import DeviceLost
 from tandem.node.answers import Answers
 from tandem.node.config import NodeConfig
-from tandem.node.engine_host import Parent, host
+from tandem.node.engine_host import Parent, host, run_until_lost
 from tandem.node.engine_process import Ready
 from tandem.node.loop import EngineLoop
 from tandem.node.metrics import Measures
-from tandem.node.process import StepWatch, end_process, end_process_after
+from tandem.node.process import StepWatch, end_process
 from tandem.telemetry import log as logs
 from tandem.vllm.role import VllmRole
 from tandem.vllm.versions import check_version
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
     from tandem.vllm.generator import VllmGenerator
 
 log = logs.get_logger(__name__)
-
-# Time to release resources after vLLM failed: some of them may wait for it.
-GRACE_S = 2.0
 
 
 class VllmProcess:
@@ -49,7 +45,7 @@ class VllmProcess:
         key = cluster_key(config.host, is_insecure=config.is_insecure)
         address = tcp_address(config.host, config.engine_port)
         inbox: Inbox[ToEngine] = Inbox(address, ToEngine, key, config.heartbeat)
-        answers = Answers(inbox, epoch)
+        answers = Answers(inbox, epoch, generator.journal)
         role = VllmRole(
             config.role,
             generator,
@@ -80,15 +76,10 @@ class VllmProcess:
             )
         )
         try:
-            loop.run()
-        except DeviceLost as lost:
-            log.exception("engine.lost", reason=str(lost), effect="the node ends")
-            end_process_after(GRACE_S)
-            return 1
+            return int(not run_until_lost(loop))
         finally:
             watch.stop()
             inbox.close()
-        return 0
 
     def close(self) -> None:
         """End vLLM's workers and all links."""

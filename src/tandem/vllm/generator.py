@@ -5,7 +5,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventPublisher,
+)
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers import renderer_from_config
@@ -24,11 +31,38 @@ from tandem.node.config import NodeConfig
 from tandem.vllm.connector import TandemConnector, fingerprint
 from tandem.vllm.halves import Reports
 from tandem.vllm.outputs import Apart, Counts, Output
+from tandem.vllm.prefixes import CachedBlocks
 from tandem.vllm.requests import output_of, sampling_params
 from tandem.vllm.worker import DecodeWorker, PrefillWorker
 from tandem.wire.errors import ConfigInvalid, InvalidRequest
 from tandem.wire.generation import GenerateRequest
 from tandem.wire.messages import ModelInfo
+
+
+class CacheEvents:
+    """Receives vLLM's KV events and passes them on to the operator's publisher, as an `EventPublisher` of vLLM."""
+
+    def __init__(self, cached: CachedBlocks, publisher: EventPublisher) -> None:
+        self._cached, self._publisher = cached, publisher
+
+    def publish(self, batch: EventBatch) -> None:
+        """Take note of a step's events, oldest first."""
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                self._cached.stored(event)
+            elif isinstance(event, BlockRemoved):
+                self._cached.removed(event.block_hashes)
+            elif isinstance(event, AllBlocksCleared):
+                self._cached.cleared()
+        self._publisher.publish(batch)
+
+    def shutdown(self) -> None:
+        """End the publisher."""
+        self._publisher.shutdown()
+
+    def get_publisher_config(self) -> KVEventsConfig | None:
+        """Return the settings of the publisher."""
+        return self._publisher.get_publisher_config()
 
 
 class VllmGenerator:
@@ -39,6 +73,7 @@ class VllmGenerator:
 
     Attributes:
         steps: Counts the steps that computed something, and their time.
+        journal: What is cached, for routers.
 
     Raises:
         ConfigInvalid: vLLM refuses the settings; the message says what to do.
@@ -52,6 +87,10 @@ class VllmGenerator:
         self._tasks = self._core.get_supported_tasks()
         self._scheduler: Any = self._core.scheduler
         self._connector: TandemConnector | None = self._scheduler.connector
+        cached = CachedBlocks()
+        self.journal = cached.journal
+        publisher = self._scheduler.kv_event_publisher
+        self._scheduler.kv_event_publisher = CacheEvents(cached, publisher)
 
     @property
     def _keeps_all(self) -> bool:
@@ -204,6 +243,8 @@ def _vllm_config(config: NodeConfig) -> VllmConfig:
         given = EngineArgs.from_cli_args(args)
         if config.role != "colocated":
             given.kv_transfer_config = _transfer(config)
+        if given.kv_events_config is None:
+            given.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         made = given.create_engine_config()
     except SystemExit as error:
         raise ConfigInvalid(

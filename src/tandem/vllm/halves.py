@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from tandem.wire.errors import ErrorInfo
 from tandem.wire.generation import Room
+from tandem.wire.prefixes import next_name, root_name
 
 # vLLM's number of a block that no request may use.
 NO_BLOCK = 0
@@ -73,7 +74,8 @@ def places(groups: Sequence[Group], num_tokens: int) -> list[Place]:
 class Grant:
     """Decode's blocks for a prompt but its first `num_held`, and the prefill that may write them.
 
-    `request_id` is empty if there are none, and no request waits for them: prefill need not wait then either.
+    `request_id` is empty if there are none, and no request waits for them: prefill need not wait then either. `prompt` is the
+    name of the prompt that has to land.
     """
 
     request_id: str
@@ -82,6 +84,7 @@ class Grant:
     port: int
     page_ids: Sequence[int]
     num_held: int
+    prompt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +98,17 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class First:
-    """What decode receives beside the blocks: the answer's first token, and how many prompt tokens were cached."""
+    """What decode receives beside the blocks.
+
+    Attributes:
+        token: The first of the answer.
+        num_cached: Prompt tokens that prefill had cached.
+        prompt: The prompt's name: see `prompt_name`.
+    """
 
     token: int
     num_cached: int
+    prompt: int = 0
 
 
 @dataclass(slots=True)
@@ -160,6 +170,7 @@ class _Prompt:
 
     room: Room
     num_tokens: int
+    name: int
     places: list[Place]
     ends: list[int]
     page_ids: list[list[int]]
@@ -185,8 +196,8 @@ class PrefillHalves:
         self._handed_off: Counter[str] = Counter()
         self._granted: Counter[str] = Counter()
 
-    def begin(self, request_id: str, room: Room, num_tokens: int) -> None:
-        """Take a prompt: its grant is awaited."""
+    def begin(self, request_id: str, room: Room, num_tokens: int, name: int = 0) -> None:
+        """Take a prompt: its grant is awaited. `name`: see `prompt_name`."""
         where = places(self._groups, num_tokens)
         ends: list[int] = []
         for place in where:
@@ -195,7 +206,7 @@ class PrefillHalves:
                 break
             ends.append(min(place.token + group.block_size, num_tokens))
         page_ids: list[list[int]] = [[] for _ in self._groups]
-        self._prompts[request_id] = _Prompt(room, num_tokens, where, ends, page_ids)
+        self._prompts[request_id] = _Prompt(room, num_tokens, name, where, ends, page_ids)
         self._orders.expected.append((request_id, room))
 
     def may_compute(self, request_id: str) -> bool:
@@ -254,7 +265,8 @@ class PrefillHalves:
             return prompt.is_told
         if pages:
             self._orders.last_pushes.append(Pages(prompt.room, pages, prompt.num_pushed))
-        self._orders.computed.append((prompt.room, First(first_token, prompt.num_cached or 0)))
+        first = First(first_token, prompt.num_cached or 0, prompt.name)
+        self._orders.computed.append((prompt.room, first))
         return prompt.is_told
 
     def heard(self, reports: Reports) -> list[str]:
@@ -296,11 +308,12 @@ class PrefillHalves:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a decode node's prompt comes from."""
+    """Where a decode node's prompt comes from. `prompt`: its name; see `prompt_name`."""
 
     room: Room
     host: str
     port: int
+    prompt: int = 0
 
 
 class DecodeHalves:
@@ -343,7 +356,7 @@ class DecodeHalves:
             raise AssertionError(f"vLLM gave no block where one is needed: {page_ids}")
         asked = request_id if num_external else ""
         self._orders.grants.append(
-            Grant(asked, source.room, source.host, source.port, pages, num_held)
+            Grant(*(asked, source.room, source.host, source.port, pages, num_held, source.prompt))
         )
         return True
 
@@ -379,6 +392,15 @@ def room_of(params: Mapping[str, object] | None) -> Room | None:
             return Room(room)
         case _:
             return None
+
+
+def prompt_name(token_ids: Sequence[int], kind: str = "") -> int:
+    """Return what a prompt is called at both ends, so that no other one lands in its place.
+
+    Args:
+        kind: What else the KV follows from.
+    """
+    return next_name(root_name(kind), token_ids)
 
 
 def draws_first(params: Mapping[str, object] | None) -> bool:

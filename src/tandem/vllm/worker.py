@@ -20,9 +20,9 @@ from tandem.kvtransfer.sharding import Shard
 from tandem.kvtransfer.transports.base import Transport, TransportConfig
 from tandem.kvtransfer.transports.registry import names_of, transports
 from tandem.vllm.caches import Blocks, Caches
-from tandem.vllm.halves import First, Orders, Reports
+from tandem.vllm.halves import First, Grant, Orders, Reports
 from tandem.wire.channel import Waker, tcp_address, wait
-from tandem.wire.errors import Aborted
+from tandem.wire.errors import Aborted, ErrorInfo, TransferRefused
 from tandem.wire.generation import Room, new_epoch
 from tandem.wire.keys import cluster_key
 
@@ -150,12 +150,16 @@ class PrefillWorker(WorkerHalf):
     def follow(self, orders: Orders) -> None:
         self._orders = orders
         for request_id, room in orders.expected:
+            if room in self._ids:
+                self._reports.failed[request_id] = _room_in_use(room)
+                self._over.add(request_id)
+                continue
             self._ids[room], self._rooms[request_id] = request_id, room
             self.agent.expect(room)
         for each in orders.last_pushes:
             self.agent.push(each.room, each.page_ids, each.first_page)
         for room, first in orders.computed:
-            self.agent.finish(room, first.token, 0, first.num_cached)
+            self.agent.finish(room, first.token, 0, first.num_cached, prompt=first.prompt)
         for request_id in orders.given_up:
             if request_id in self._rooms:
                 self.agent.abort(self._rooms[request_id], Aborted("prefill gave it up"))
@@ -238,39 +242,57 @@ class DecodeWorker(WorkerHalf):
             shard=Shard(rank, num_ranks, num_ranks),
         )
         self._page_bytes, self._page_size = caches.layout.page_bytes, caches.layout.page_size
-        self._ids: dict[Room, str] = {}
-        self._rooms: dict[str, tuple[Room, int]] = {}  # and the number of its pages
+        self._grants: dict[Room, Grant] = {}  # of rooms that are not over
+        self._rooms: dict[str, Room] = {}
+        self._refused: set[str] = set()
 
     @override
     def follow(self, orders: Orders) -> None:
         for each in orders.grants:
+            if each.room in self._grants:
+                # What landed would land in the blocks of the other request.
+                self._refuse(each)
+                continue
+            self._grants[each.room] = each
             if each.request_id:
-                self._ids[each.room] = each.request_id
-                self._rooms[each.request_id] = each.room, len(each.page_ids)
+                self._rooms[each.request_id] = each.room
             held = each.num_held * self._page_size
             self.agent.request(each.room, each.host, each.port, each.page_ids, held)
         for request_id in orders.given_up:
-            if (found := self._rooms.get(request_id)) is not None:
-                self.agent.withdraw(found[0])
+            if (room := self._rooms.get(request_id)) is not None:
+                self.agent.withdraw(room)
+
+    def _refuse(self, grant: Grant) -> None:
+        if grant.request_id:
+            self._reports.failed[grant.request_id] = _room_in_use(grant.room)
+            self._refused.add(grant.request_id)
 
     @override
     def results(self, finished: set[str], *, wait_s: float = 0.0) -> Results:
-        self._wait(wait_s)
-        results = Results()
+        refused, self._refused = self._refused, set()
+        if not refused:
+            self._wait(wait_s)
+        results = Results(received=set(refused), failed=refused)
         for event in self.agent.events():
-            if (request_id := self._ids.get(event.room)) is None:
+            if (grant := self._grants.get(event.room)) is None:
+                continue
+            if not (request_id := grant.request_id):
+                if not isinstance(event, Lost):
+                    del self._grants[event.room]
                 continue
             if isinstance(event, Lost | Failed):
                 self._reports.failed[request_id] = event.error.info()
             if isinstance(event, Lost):
                 continue  # a write may still arrive: vLLM keeps the blocks until `Safe`
-            _, num_pages = self._rooms.pop(request_id)
-            del self._ids[event.room]
+            del self._rooms[request_id], self._grants[event.room]
             results.received.add(request_id)
-            if isinstance(event, Landed):
+            if isinstance(event, Landed) and event.prompt in (grant.prompt, 0):
                 self._reports.landed[request_id] = First(event.first_token, event.cached_tokens)
-                self._reports.moved_bytes += num_pages * self._page_bytes
+                self._reports.moved_bytes += len(grant.page_ids) * self._page_bytes
             else:
+                if isinstance(event, Landed):
+                    error = TransferRefused(f"room {event.room} brought another prompt")
+                    self._reports.failed[request_id] = error.info()
                 results.failed.add(request_id)
         return results
 
@@ -306,6 +328,10 @@ def _transports(config: HandOffConfig, caches: Caches) -> list[Transport]:
         directory=config.transfer_directory,
     )
     return transports(config.transfer_backend, told, caches.region.device)
+
+
+def _room_in_use(room: Room) -> ErrorInfo:
+    return TransferRefused(f"room {room} is in use: each request needs one of its own").info()
 
 
 def _ignore(_layer: int) -> None:

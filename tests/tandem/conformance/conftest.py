@@ -47,18 +47,6 @@ class PrefillAgentUnderTest:
         pass
 
 
-@pytest.fixture
-def decode_player(stack):
-    """Makes a player against a new prefill agent of a rhythm."""
-
-    def make(rhythm):
-        player = DecodePlayer(PrefillAgentUnderTest(stack, BEATS[rhythm]))
-        stack.callback(player.close)
-        return player
-
-    return make
-
-
 class DecodeAgentUnderTest:
     """A decode agent without an engine. It owns its pages as a role does: they rest until no write can come."""
 
@@ -92,13 +80,22 @@ class DecodeAgentUnderTest:
                 self.free = self.pages.pop(event.room) + self.free
 
 
-@pytest.fixture
-def prefill_player(stack):
-    """Makes a player against a new decode agent of a rhythm."""
+def _players(stack, make_player, make_subject):
+    """Return what makes a player against a new agent of a rhythm."""
 
     def make(rhythm):
-        player = PrefillPlayer(DecodeAgentUnderTest(stack, BEATS[rhythm]))
+        player = make_player(make_subject(stack, BEATS[rhythm]))
         stack.callback(player.close)
         return player
 
     return make
+
+
+@pytest.fixture
+def decode_player(stack):
+    return _players(stack, DecodePlayer, PrefillAgentUnderTest)
+
+
+@pytest.fixture
+def prefill_player(stack):
+    return _players(stack, PrefillPlayer, DecodeAgentUnderTest)

@@ -6,45 +6,37 @@ import msgspec
 import pytest
 
 from tandem.conformance import test_decode as suite
-from tandem.conformance.play import Player
 from tandem.kvtransfer import prefill_links
-from tandem.kvtransfer.control import Rhythm
 from tandem.kvtransfer.prefill_links import PrefillLinks
 from tandem.kvtransfer.receiver import LandPart
 from tandem.kvtransfer.transports.base import Permits
 from tandem.kvtransfer.transports.tcp_stream import TcpListener
-from tandem.wire.channel import Codec, Link
-from tandem.wire.errors import ErrorInfo, MessageInvalid, PeerLost
+from tandem.wire.channel import Link
+from tandem.wire.errors import ErrorInfo
 from tandem.wire.hand_off import Grant, Hello, Landed, LinkPing, Refused, Released, Withdraw
+from tests.tandem.conformance.mutants import (
+    Mutants,
+    never_takes_silence_for_a_loss,
+    takes_false_frames_for,
+    takes_known_fields_only,
+)
 
-RHYTHMS = {
-    "test_both_ends_ping": "pings",
-    "test_a_prefill_that_falls_silent_is_lost_and_fenced": "silence",
-}
-TESTS = [name for name in vars(suite) if name.startswith("test_")]
+MUTANTS = Mutants(
+    suite,
+    {
+        "test_both_ends_ping": "pings",
+        "test_a_prefill_that_falls_silent_is_lost_and_fenced": "silence",
+    },
+)
+of = MUTANTS.of
 
 
-@pytest.mark.parametrize("name", TESTS)
+@pytest.mark.parametrize("name", MUTANTS.tests)
 def test_an_honest_decode_passes(name, prefill_player, monkeypatch):
-    monkeypatch.setattr(Player, "settle_s", 0.05)
-    vars(suite)[name](prefill_player(RHYTHMS.get(name, "")))
+    MUTANTS.check_honest(name, prefill_player, monkeypatch)
 
 
 # ── broken ones: each patches the agent, and names the tests that catch it ───────────────────────
-
-MUTANTS = []
-# `pytest.raises` fails with an exception of its own where nothing was raised.
-CAUGHT = (AssertionError, PeerLost, pytest.fail.Exception)
-
-
-def of(*names):
-    """Register a mutant under the tests each of which has to catch it."""
-
-    def register(patch):
-        MUTANTS.extend(pytest.param(f"test_{name}", patch, id=patch.__name__) for name in names)
-        return patch
-
-    return register
 
 
 def sends(patch, change):
@@ -165,17 +157,10 @@ def takes_every_transport_for_tcp(patch):
     patch.setattr(PrefillLinks, "_welcome", welcome)
 
 
-@of("frames_that_are_no_message_are_passed_over")
-def gives_up_at_a_false_frame(patch):
-    honest = Codec.decode
-
-    def decode(self, frame):
-        try:
-            return honest(self, frame)
-        except MessageInvalid:
-            return Refused(error=ErrorInfo(code="message_invalid", message="what is that?"))
-
-    patch.setattr(Codec, "decode", decode)
+WHAT = Refused(error=ErrorInfo(code="message_invalid", message="what is that?"))
+of("frames_that_are_no_message_are_passed_over")(takes_false_frames_for(WHAT))
+of("fields_of_a_newer_prefill_are_ignored")(takes_known_fields_only)
+of("a_prefill_that_falls_silent_is_lost_and_fenced")(never_takes_silence_for_a_loss)
 
 
 @of("a_welcome_in_an_unknown_version_fails_the_request")
@@ -183,27 +168,9 @@ def takes_every_version(patch):
     patch.setattr(prefill_links, "PROTOCOL", 2**31)
 
 
-@of("fields_of_a_newer_prefill_are_ignored")
-def takes_known_fields_only(patch):
-    honest = Codec.decode
-
-    def decode(self, frame):
-        message = honest(self, frame)
-        if msgspec.msgpack.decode(frame).keys() - {"type", *message.__struct_fields__}:
-            raise MessageInvalid("a field that is not known")
-        return message
-
-    patch.setattr(Codec, "decode", decode)
-
-
 @of("a_refused_link_fails_the_request_with_the_reason")
 def ignores_refusals(patch):
     ignores(patch, Refused)
-
-
-@of("a_prefill_that_falls_silent_is_lost_and_fenced")
-def never_takes_silence_for_a_loss(patch):
-    patch.setattr(Rhythm, "check", lambda *_args: None)
 
 
 @of("a_prefill_that_falls_silent_is_lost_and_fenced")
@@ -216,15 +183,9 @@ def gives_every_peer_the_same_secret(patch):
     patch.setattr(secrets, "token_bytes", bytes)
 
 
-@pytest.mark.parametrize(("caught_by", "patch"), MUTANTS)
+@pytest.mark.parametrize(("caught_by", "patch"), MUTANTS.cases)
 def test_a_broken_decode_is_caught(caught_by, patch, prefill_player, monkeypatch):
-    rhythm = RHYTHMS.get(caught_by, "")
-    monkeypatch.setattr(Player, "patience_s", 1.5 if rhythm else 0.3)
-    player = prefill_player(rhythm)
-    with monkeypatch.context() as broken:
-        patch(broken)
-        with pytest.raises(CAUGHT):
-            vars(suite)[caught_by](player)
+    MUTANTS.check_caught(caught_by, patch, prefill_player, monkeypatch)
 
 
 def test_pages_that_are_granted_again_too_early_are_caught(prefill_player):
@@ -241,4 +202,4 @@ def test_pages_that_are_granted_again_too_early_are_caught(prefill_player):
 
 
 def test_every_test_of_the_suite_catches_a_mutant():
-    assert {mutant.values[0] for mutant in MUTANTS} == set(TESTS)
+    MUTANTS.check_complete()

@@ -8,46 +8,38 @@ import numpy as np
 import pytest
 
 from tandem.conformance import test_prefill as suite
-from tandem.conformance.play import Player
 from tandem.kvtransfer import bootstrap, push_room, sender
 from tandem.kvtransfer.bootstrap import BootstrapPort
-from tandem.kvtransfer.control import Rhythm
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.push_room import PushPart
 from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.transports.lanes import StreamConnection
-from tandem.wire.channel import Codec
-from tandem.wire.errors import MessageInvalid, TransferRefused
+from tandem.wire.errors import TransferRefused
 from tandem.wire.hand_off import Hello, Landed, LinkPing, Released
+from tests.tandem.conformance.mutants import (
+    Mutants,
+    never_takes_silence_for_a_loss,
+    takes_false_frames_for,
+    takes_known_fields_only,
+)
 
-RHYTHMS = {
-    "test_both_ends_ping": "pings",
-    "test_a_decode_that_falls_silent_is_lost_with_its_grants": "silence",
-}
-TESTS = [name for name in vars(suite) if name.startswith("test_")]
+MUTANTS = Mutants(
+    suite,
+    {
+        "test_both_ends_ping": "pings",
+        "test_a_decode_that_falls_silent_is_lost_with_its_grants": "silence",
+    },
+)
+of = MUTANTS.of
 
 
-@pytest.mark.parametrize("name", TESTS)
+@pytest.mark.parametrize("name", MUTANTS.tests)
 def test_an_honest_prefill_passes(name, decode_player, monkeypatch):
-    monkeypatch.setattr(Player, "settle_s", 0.05)
-    vars(suite)[name](decode_player(RHYTHMS.get(name, "")))
+    MUTANTS.check_honest(name, decode_player, monkeypatch)
 
 
 # ── broken ones: each patches the agent, and names the test that catches it ──────────────────────
-
-
-MUTANTS = []
-
-
-def of(*names):
-    """Register a mutant under the tests each of which has to catch it."""
-
-    def register(patch):
-        MUTANTS.extend(pytest.param(f"test_{name}", patch, id=patch.__name__) for name in names)
-        return patch
-
-    return register
 
 
 def sends(patch, change):
@@ -59,6 +51,11 @@ def sends(patch, change):
             send(self, link, each)
 
     patch.setattr(BootstrapPort, "send", changed)
+
+
+def lands(patch, change):
+    """Have every Landed of the agent changed."""
+    sends(patch, lambda word: [change(word) if isinstance(word, Landed) else word])
 
 
 def writes(patch, write):
@@ -86,24 +83,12 @@ def lands_twice(patch):
 
 @of(WHOLE)
 def lands_another_room(patch):
-    sends(
-        patch,
-        lambda word: [
-            msgspec.structs.replace(word, room=word.room ^ 1) if isinstance(word, Landed) else word
-        ],
-    )
+    lands(patch, lambda word: msgspec.structs.replace(word, room=word.room ^ 1))
 
 
 @of(WHOLE)
 def lands_in_another_epoch(patch):
-    sends(
-        patch,
-        lambda word: [
-            msgspec.structs.replace(word, epoch=word.epoch + 1)
-            if isinstance(word, Landed)
-            else word
-        ],
-    )
+    lands(patch, lambda word: msgspec.structs.replace(word, epoch=word.epoch + 1))
 
 
 @of(WHOLE)
@@ -277,17 +262,9 @@ def refuses_nobody_by_message(patch):
     patch.setattr(BootstrapPort, "_refuse", refuse)
 
 
-@of("frames_that_are_no_message_are_passed_over")
-def takes_false_frames_for_messages(patch):
-    honest = Codec.decode
-
-    def decode(self, frame):
-        try:
-            return honest(self, frame)
-        except MessageInvalid:
-            return LinkPing(epoch=0)
-
-    patch.setattr(Codec, "decode", decode)
+of("frames_that_are_no_message_are_passed_over")(takes_false_frames_for(LinkPing(epoch=0)))
+of("fields_of_a_newer_decode_are_ignored")(takes_known_fields_only)
+of("a_decode_that_falls_silent_is_lost_with_its_grants")(never_takes_silence_for_a_loss)
 
 
 @of("a_version_that_is_too_old_is_refused")
@@ -298,25 +275,6 @@ def takes_every_version(patch):
 @of("a_newer_decode_is_answered_in_a_version_that_both_speak")
 def echoes_the_version(patch):
     patch.setattr(bootstrap, "PROTOCOL", 2**31)
-
-
-@of("fields_of_a_newer_decode_are_ignored")
-def takes_known_fields_only(patch):
-    honest = Codec.decode
-
-    def decode(self, frame):
-        message = honest(self, frame)
-        unknown = msgspec.msgpack.decode(frame).keys() - {"type", *message.__struct_fields__}
-        if unknown:
-            raise MessageInvalid(str(unknown))
-        return message
-
-    patch.setattr(Codec, "decode", decode)
-
-
-@of("a_decode_that_falls_silent_is_lost_with_its_grants")
-def never_takes_silence_for_a_loss(patch):
-    patch.setattr(Rhythm, "check", lambda *_args: None)
 
 
 def rig_slab():
@@ -336,19 +294,13 @@ def attempt(write, plan):
         return
 
 
-@pytest.mark.parametrize(("caught_by", "patch"), MUTANTS)
+@pytest.mark.parametrize(("caught_by", "patch"), MUTANTS.cases)
 def test_a_broken_prefill_is_caught(caught_by, patch, decode_player, monkeypatch):
-    rhythm = RHYTHMS.get(caught_by, "")
-    monkeypatch.setattr(Player, "patience_s", 1.5 if rhythm else 0.3)
-    player = decode_player(rhythm)
-    patch(monkeypatch)
-    with pytest.raises(AssertionError):
-        vars(suite)[caught_by](player)
+    MUTANTS.check_caught(caught_by, patch, decode_player, monkeypatch)
 
 
 def test_every_test_of_the_suite_catches_a_mutant():
-    needless = {
+    MUTANTS.check_complete(
         "test_many_rooms_go_over_one_link",
         "test_a_decode_that_comes_back_finds_a_node_that_serves",
-    }
-    assert {mutant.values[0] for mutant in MUTANTS} | needless == set(TESTS)
+    )

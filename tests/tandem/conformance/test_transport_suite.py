@@ -12,20 +12,12 @@ from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.transports.tcp import TcpTransport
 from tandem.wire.errors import TandemError
 from tests.loopback import LoopbackConnection, LoopbackListener, LoopbackTransport
+from tests.tandem.conformance.mutants import Mutants
 
-MUTANTS = []
-# `pytest.raises` fails with an exception of its own where nothing was raised.
+MUTANTS = Mutants(suite)
+of = MUTANTS.of
+# A broken transport may also fail in the middle of a test.
 CAUGHT = (AssertionError, ValueError, IndexError, TandemError, pytest.fail.Exception)
-
-
-def of(*names):
-    """Register a mutant under the tests each of which has to catch it."""
-
-    def register(patch):
-        MUTANTS.extend(pytest.param(f"test_{name}", patch, id=patch.__name__) for name in names)
-        return patch
-
-    return register
 
 
 @of("scattered_pages_land_where_the_plan_says_and_nowhere_else")
@@ -142,7 +134,7 @@ def fences_a_moment_later(patch):
     patch.setattr(LoopbackListener, "fence", fence)
 
 
-@pytest.mark.parametrize(("caught_by", "patch"), MUTANTS)
+@pytest.mark.parametrize(("caught_by", "patch"), MUTANTS.cases)
 def test_a_broken_transport_is_caught(caught_by, patch, monkeypatch):
     test = vars(suite)[caught_by]
     arguments = first_arguments(test)
@@ -170,6 +162,5 @@ def first_arguments(test):
 
 
 def test_every_test_of_the_suite_catches_a_mutant():
-    secrets = {"test_a_secret_of_one_peer_is_worth_nothing_for_another"}  # of TCP, above
-    tests = {name for name in vars(suite) if name.startswith("test_")}
-    assert {mutant.values[0] for mutant in MUTANTS} | secrets == tests
+    # The other one is of TCP, above.
+    MUTANTS.check_complete("test_a_secret_of_one_peer_is_worth_nothing_for_another")

@@ -1,0 +1,96 @@
+"""vLLM's KV events as routers read them."""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+
+from tandem.vllm.prefixes import CachedBlocks
+from tandem.wire.prefixes import block_names
+
+PROMPT = list(range(500))
+
+
+@dataclass
+class Stored:
+    block_hashes: list
+    parent_block_hash: object
+    token_ids: list
+    block_size: int
+    lora_name: str | None = None
+    extra_keys: list | None = None
+
+
+@dataclass
+class Pool:
+    """Hashes each block by all tokens up to its end, as vLLM does."""
+
+    size: int
+    cached: CachedBlocks = field(default_factory=CachedBlocks)
+
+    def hash_at(self, end):
+        return hash(tuple(PROMPT[:end])) if end else None
+
+    def store(self, first, last, **more):
+        ends = range(first, last + 1, self.size)
+        hashes = [self.hash_at(end) for _, end in pairwise(ends)]
+        event = Stored(hashes, self.hash_at(first), PROMPT[first:last], self.size, **more)
+        self.cached.stored(event)
+        return hashes
+
+    @property
+    def names(self):
+        changes = self.cached.journal.since(0)
+        return set() if changes is None else set(changes.added)
+
+
+@pytest.mark.parametrize("size", [16, 32, 48, 128, 240])
+def test_blocks_are_named_as_a_router_names_the_prompt(size):
+    pool = Pool(size)
+    half, whole = 240 // size * size, 480 // size * size
+    pool.store(0, half)
+    pool.store(half, whole)
+    assert pool.names == set(block_names(PROMPT[:whole]))
+
+
+def test_blocks_that_are_reused_are_named_once():
+    pool = Pool(32)
+    hashes = pool.store(0, 256)
+    pool.store(0, 256)
+    pool.cached.removed(hashes[-1:])
+    assert pool.names == set(block_names(PROMPT[:128]))
+    pool.store(0, 256)
+    assert pool.names == set(block_names(PROMPT[:256]))
+
+
+def test_nothing_is_named_once_all_blocks_are_cleared():
+    pool = Pool(32)
+    pool.store(0, 256)
+    pool.cached.cleared()
+    assert pool.names == set()
+
+
+def test_a_salt_is_in_the_names():
+    pool = Pool(32)
+    pool.store(0, 128, extra_keys=[("tenant",), None, None, None])
+    assert pool.names == set(block_names(PROMPT[:128], "tenant"))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"extra_keys": [("adapter",), None, None, None], "lora_name": "adapter"},
+        {"extra_keys": [None, None, (("image", 0),), None]},
+        {"extra_keys": [("adapter", "tenant"), None, None, None], "lora_name": "adapter"},
+    ],
+)
+def test_kv_that_follows_from_more_than_tokens_and_salt_is_not_named(more):
+    pool = Pool(32)
+    pool.store(0, 128, **more)
+    assert pool.names == set()
+
+
+def test_blocks_behind_an_unknown_one_are_not_named():
+    pool = Pool(32)
+    pool.store(128, 256)
+    assert pool.names == set()

@@ -1,0 +1,86 @@
+"""What names a prompt's KV is used again after the KV was given up: by our connector and by NixlConnector.
+
+NixlConnector answers with another prompt's text and HTTP 200 then (vllm-project/vllm#52234). Its count is printed, ours is held to 0.
+"""
+
+import random
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from tests.with_vllm.models import tiny
+from tests.with_vllm.nodes import alone
+from tests.with_vllm.servers import FLAGS, NUM_TOKENS, NixlPair, Pair
+
+NUM_ROUNDS, NUM_AT_ONCE, NUM_USES = 20, 5, 200
+# 10 prompts of 4 blocks need more than prefill has.
+POOL = ("--num-gpu-blocks-override", "40", "--no-enable-prefix-caching")
+WAIT_S = 0.3
+
+
+def make_prompt(rng):
+    return tuple(rng.randrange(3, 320) for _ in range(100))
+
+
+def play(pair, asked, expected, rng):
+    """Use references to two prompts ten times; return how each use was answered."""
+
+    def use(prompt, reference):
+        status, answer = pair.decode.ask(prompt, reference)
+        if status != 200:
+            return "error"
+        return "right" if answer["choices"][0]["token_ids"] == expected[prompt] else "wrong"
+
+    def reuse_blocks():
+        pair.prefill.complete([make_prompt(rng) for _ in range(10)], None, 1)
+
+    a, b = asked
+    with pair.reference(a) as of_a:
+        uses = [use(a, of_a), use(a, of_a)]
+    reuse_blocks()
+    uses += [use(a, of_a), use(b, of_a)]
+    with pair.reference(b) as of_b, ThreadPoolExecutor(2) as pool:
+        uses += pool.map(use, [b, b], [of_b, of_b])
+    with pair.reference(b) as of_b:
+        uses += [use(a, of_b), use(b, of_b)]
+    reuse_blocks()
+    return [*uses, use(b, of_b), use(a, of_b)]
+
+
+def count(pair, asked, expected):
+    """Play all rounds; return how many uses were answered in each way."""
+    seen = Counter()
+    with pair, ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        rounds = [
+            pool.submit(play, pair, prompts, expected, random.Random(seed))
+            for seed, prompts in enumerate(asked)
+        ]
+        for each in rounds:
+            seen.update(each.result())
+    assert seen.total() == NUM_USES
+    return seen
+
+
+def test_a_room_used_twice_never_answers_with_another_prompt(tmp_path, capsys):
+    model, rng = tiny("experts", tmp_path / "model"), random.Random(52234)
+    asked = [(make_prompt(rng), make_prompt(rng)) for _ in range(NUM_ROUNDS)]
+    prompts = [prompt for pair in asked for prompt in pair]
+    questions = [(prompt, {"max_tokens": NUM_TOKENS}) for prompt in prompts]
+    answers = alone(model, questions, tmp_path, *FLAGS)
+    expected = dict(zip(prompts, answers, strict=True))
+    ours = count(Pair(tmp_path, model, WAIT_S, POOL), asked, expected)
+    tell = partial(show, capsys)
+    tell(f"TandemConnector: {ours['wrong']} wrong of {NUM_USES}, {ours['error']} errors")
+    assert ours["wrong"] == 0
+    assert ours["right"] >= 3 * NUM_ROUNDS
+    try:
+        theirs = count(NixlPair(tmp_path, model, WAIT_S, POOL), asked, expected)
+        tell(f"NixlConnector: {theirs['wrong']} wrong of {NUM_USES}, {theirs['error']} errors")
+    except (AssertionError, OSError) as error:
+        tell(f"NixlConnector did not serve: {str(error).strip()[-300:]}")
+
+
+def show(capsys, line):
+    with capsys.disabled():
+        sys.stdout.write(f"\n{line}\n")
