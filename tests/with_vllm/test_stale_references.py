@@ -3,11 +3,12 @@
 NixlConnector answers with another prompt's text and HTTP 200 then (vllm-project/vllm#52234). Its count is printed, ours is held to 0.
 """
 
+import math
 import random
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 from tests.with_vllm.models import tiny
 from tests.with_vllm.nodes import alone
@@ -17,6 +18,8 @@ NUM_ROUNDS, NUM_AT_ONCE, NUM_USES = 20, 5, 200
 # 10 prompts of 4 blocks need more than prefill has.
 POOL = ("--num-gpu-blocks-override", "40", "--no-enable-prefix-caching")
 WAIT_S = 0.3
+# Its workers spin while they wait, so that it is slow where cores are few.
+NIXL_LIMIT_S = 60.0
 
 
 def make_prompt(rng):
@@ -48,18 +51,17 @@ def play(pair, asked, expected, rng):
     return [*uses, use(b, of_b), use(a, of_b)]
 
 
-def count(pair, asked, expected):
-    """Play all rounds; return how many uses were answered in each way."""
-    seen = Counter()
+def count(pair, asked, expected, limit_s=math.inf):
+    """Play all rounds that begin within the limit; return how many uses were answered in each way."""
     with pair, ThreadPoolExecutor(NUM_AT_ONCE) as pool:
-        rounds = [
-            pool.submit(play, pair, prompts, expected, random.Random(seed))
-            for seed, prompts in enumerate(asked)
-        ]
-        for each in rounds:
-            seen.update(each.result())
-    assert seen.total() == NUM_USES
-    return seen
+        deadline_s = time.monotonic() + limit_s
+
+        def play_in_time(prompts, seed):
+            is_late = time.monotonic() > deadline_s
+            return [] if is_late else play(pair, prompts, expected, random.Random(seed))
+
+        rounds = pool.map(play_in_time, asked, range(NUM_ROUNDS))
+        return Counter(use for each in rounds for use in each)
 
 
 def test_a_room_used_twice_never_answers_with_another_prompt(tmp_path, capsys):
@@ -70,17 +72,19 @@ def test_a_room_used_twice_never_answers_with_another_prompt(tmp_path, capsys):
     answers = alone(model, questions, tmp_path, *FLAGS)
     expected = dict(zip(prompts, answers, strict=True))
     ours = count(Pair(tmp_path, model, WAIT_S, POOL), asked, expected)
-    tell = partial(show, capsys)
-    tell(f"TandemConnector: {ours['wrong']} wrong of {NUM_USES}, {ours['error']} errors")
+    show(capsys, "TandemConnector", ours)
+    assert ours.total() == NUM_USES
     assert ours["wrong"] == 0
     assert ours["right"] >= 3 * NUM_ROUNDS
     try:
-        theirs = count(NixlPair(tmp_path, model, WAIT_S, POOL), asked, expected)
-        tell(f"NixlConnector: {theirs['wrong']} wrong of {NUM_USES}, {theirs['error']} errors")
+        theirs = count(NixlPair(tmp_path, model, WAIT_S, POOL), asked, expected, NIXL_LIMIT_S)
+        show(capsys, "NixlConnector", theirs)
     except (AssertionError, OSError) as error:
-        tell(f"NixlConnector did not serve: {str(error).strip()[-300:]}")
+        with capsys.disabled():
+            sys.stdout.write(f"\nNixlConnector did not serve: {str(error).strip()[-300:]}\n")
 
 
-def show(capsys, line):
+def show(capsys, name, seen):
     with capsys.disabled():
-        sys.stdout.write(f"\n{line}\n")
+        wrong, errors = seen["wrong"], seen["error"]
+        sys.stdout.write(f"\n{name}: {wrong} wrong of {seen.total()}, {errors} errors\n")
