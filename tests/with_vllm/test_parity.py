@@ -65,8 +65,11 @@ def test_models_of_other_architectures_answer_apart_as_vllm_alone(
     asked = prompts(320, block=block_size or 128, longest=450)
     flags = ("--skip-tokenizer-init", "--max-num-batched-tokens", "128", "--max-num-seqs", "64")
     flags += () if block_size is None else ("--block-size", str(block_size))
-    # Decode draws the first token of these.
-    penalised = [ids for ids in asked if len(ids) in {1, 33, 70, 129, 450}]
+    # Decode draws the first token of these, behind a prompt's last token that it computes by itself. vLLM's kernels for
+    # latent attention on CPUs compute another one than in a prompt: alone as well, 16 of 19 prompts that end in the
+    # first token of an answer do not go on as the answer did.
+    lengths = () if kind == "latent attention" else (1, 33, 70, 129, 450)
+    penalised = [ids for ids in asked if len(ids) in lengths]
     questions = [(ids, {}) for ids in asked * 2]
     questions += [(ids, {"frequency_penalty": 0.5}) for ids in penalised]
     expected = alone(model, questions, tmp_path, "--dtype", dtype, *flags)

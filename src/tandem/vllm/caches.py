@@ -60,6 +60,7 @@ class Caches:
     """
 
     def __init__(self, memory: torch.Tensor, blocks: Blocks, *, is_shared: bool) -> None:
+        self._memory = memory  # the region does not keep it
         own = _without_overlays(blocks.pieces)
         names = [piece.layer for piece in own] if blocks.are_alike else []
         self.indexes = {name: index for index, name in enumerate(names)}
