@@ -191,12 +191,13 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             return
         reports = told.reports
         self.moved_bytes += reports.moved_bytes
-        for request_id, first in reports.landed.items():
-            request = self._loading.pop(request_id, None)
-            if request is not None and draws_first(request.kv_transfer_params):
+        landed = self._decode.heard(reports)
+        for request_id, first in landed.items():
+            request = self._loading.pop(request_id)
+            if draws_first(request.kv_transfer_params):
                 _put_first(request, first.token)
         handed_off = self._prefill.heard(reports)
-        self._news.add(Reports(Counter(handed_off), reports.failed, landed=reports.landed))
+        self._news.add(Reports(Counter(handed_off), reports.failed, landed=landed))
 
     @override
     def request_finished_all_groups(

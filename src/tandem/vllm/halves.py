@@ -322,6 +322,7 @@ class DecodeHalves:
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
         self._awaited: set[str] = set()  # asked for once; a failed one is not asked for again
+        self._loading: set[str] = set()  # of these, those that did not land yet
         self._orders = Orders()
 
     def num_external(self, request_id: str, source: Source | None, num_missing: int) -> int:
@@ -354,14 +355,23 @@ class DecodeHalves:
                     pages.append(page_ids[group][index])
         if NO_BLOCK in pages:
             raise AssertionError(f"vLLM gave no block where one is needed: {page_ids}")
+        if num_external:
+            self._loading.add(request_id)
         asked = request_id if num_external else ""
         self._orders.grants.append(
             Grant(*(asked, source.room, source.host, source.port, pages, num_held, source.prompt))
         )
         return True
 
+    def heard(self, reports: Reports) -> dict[str, First]:
+        """Take the reports of the workers; return what landed and was not returned before: ranks report in steps of their own."""
+        new = {each: first for each, first in reports.landed.items() if each in self._loading}
+        self._loading -= new.keys()
+        return new
+
     def finished(self, request_id: str) -> None:
         """Take note of a request's end. vLLM holds the blocks itself while a transfer is awaited."""
+        self._loading.discard(request_id)
         if request_id in self._awaited:
             self._awaited.remove(request_id)
             self._orders.given_up.append(request_id)

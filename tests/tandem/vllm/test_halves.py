@@ -258,6 +258,17 @@ def test_a_prompt_whose_load_failed_is_not_asked_for_again():
     assert halves.take_orders().grants == []
 
 
+def test_a_prompt_lands_once_however_many_ranks_report_it_and_never_after_its_end():
+    halves, landed = DecodeHalves(PLAIN), Reports(landed={"a": First(5, 0)})
+    assert halves.heard(landed) == {}
+    halves.allocated("a", SOURCE, [[10, 11, 12]], 10, 10)
+    assert halves.heard(landed) == {"a": First(5, 0)}
+    assert halves.heard(landed) == {}
+    halves.allocated("b", SOURCE, [[13]], 3, 3)
+    halves.finished("b")
+    assert halves.heard(Reports(landed={"b": First(5, 0)})) == {}
+
+
 def test_a_prompt_that_comes_from_nowhere_is_computed_here():
     assert DecodeHalves(PLAIN).num_external("a", None, 10) == 0
 
