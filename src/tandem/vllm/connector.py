@@ -178,12 +178,15 @@ class TandemConnector(KVConnectorBase_V1):
             return
         reports = told.reports
         self.moved_bytes += reports.moved_bytes
+        landed = {}
         for request_id, first in reports.landed.items():
-            request = self._loading.pop(request_id, None)
-            if request is not None and draws_first(request.kv_transfer_params):
+            if (request := self._loading.pop(request_id, None)) is None:
+                continue  # another rank told of it in an earlier step, or the request is over
+            landed[request_id] = first
+            if draws_first(request.kv_transfer_params):
                 _put_first(request, first.token)
-        handed_off = self._prefill.heard(reports)
-        self._news.add(Reports(Counter(handed_off), reports.failed, landed=reports.landed))
+        handed_off = Counter(self._prefill.heard(reports))
+        self._news.add(Reports(failed=reports.failed, handed_off=handed_off, landed=landed))
 
     @override
     def request_finished(
