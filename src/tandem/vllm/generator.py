@@ -26,7 +26,7 @@ from tandem.vllm.halves import Reports
 from tandem.vllm.outputs import Apart, Counts, Output
 from tandem.vllm.requests import output_of, sampling_params
 from tandem.vllm.worker import DecodeWorker, PrefillWorker
-from tandem.wire.errors import ConfigInvalid, InvalidRequest
+from tandem.wire.errors import ConfigInvalid, InvalidRequest, TandemError
 from tandem.wire.generation import GenerateRequest
 from tandem.wire.messages import ModelInfo
 
@@ -103,8 +103,7 @@ class VllmGenerator:
         return bool(self._scheduler.has_requests())
 
     def check(self, request: GenerateRequest, apart: Apart | None) -> EngineCoreRequest:
-        """Return the request in vLLM's words, or raise `InvalidRequest`."""
-        params = sampling_params(request, apart)
+        """Return the request in vLLM's words, or raise `InvalidRequest` or `NoNodeAvailable`."""
         prompt_ids = list(request.prompt_ids)
         if apart is not None and apart.is_decode and apart.draws_first:
             prompt_ids.append(prompt_ids[-1])  # the place of the first token, until it lands
@@ -117,12 +116,15 @@ class VllmGenerator:
             return self._inputs.process_inputs(
                 str(request.request_id),
                 prompt,
-                params,
+                sampling_params(request, apart),
                 supported_tasks=self._tasks,
                 priority=-request.priority,
             )
+        except TandemError:
+            raise
         except Exception as error:
-            # vLLM tries one library after the other for a grammar, and they raise what they like.
+            # vLLM has narrower limits than we have, such as a temperature of 2. It tries one library after the other for
+            # a grammar, and they raise what they like.
             words = " ".join(str(error).split())[:500]
             raise InvalidRequest(f"vLLM refuses the request: {words}") from error
 
