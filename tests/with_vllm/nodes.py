@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
+
 from tandem.up import free_ports
 
 HERE = Path(__file__).parent
@@ -49,6 +51,14 @@ class Process:
         """Send a signal to the process and all its children."""
         os.killpg(self._popen.pid, number)
 
+    def children(self) -> list[psutil.Process]:
+        """Return all processes below it."""
+        return psutil.Process(self._popen.pid).children(recursive=True)
+
+    def wait_end(self) -> None:
+        """Wait until it ended by itself."""
+        self._popen.wait(60)
+
     def end(self) -> int:
         """End it as an operator does; return its exit status."""
         if self.is_running:
@@ -71,7 +81,7 @@ class Node:
     def __init__(self, role: str, ports, directory: Path, model: Path, flags, vllm_flags) -> None:
         self.role, (self.port, self.bootstrap_port) = role, ports
         self.url = f"http://127.0.0.1:{self.port}"
-        self._log = directory / f"{role}-{self.port}.log"
+        self.log = directory / f"{role}-{self.port}.log"
         own = ["--bootstrap-port", str(self.bootstrap_port)] if role == "prefill" else []
         self._command = [
             *("tandem", role, "--engine", "vllm", "--model", str(model), "--port", str(self.port)),
@@ -82,14 +92,14 @@ class Node:
     def start(self) -> None:
         if self.process is not None:
             self.process.kill()
-        self.process = Process(self._log, *self._command)
+        self.process = Process(self.log, *self._command)
 
     def wait_up(self) -> None:
         deadline = time.monotonic() + START_S
         while get(f"{self.url}/health")[0] != 200:
             assert self.process is not None
-            assert self.process.is_running, self._log.read_text()[-3000:]
-            assert time.monotonic() < deadline, self._log.read_text()[-3000:]
+            assert self.process.is_running, self.log.read_text()[-3000:]
+            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
             time.sleep(0.2)
 
     @property

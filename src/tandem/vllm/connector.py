@@ -196,8 +196,8 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             request = self._loading.pop(request_id)
             if draws_first(request.kv_transfer_params):
                 _put_first(request, first.token)
-        handed_off = self._prefill.heard(reports)
-        self._news.add(Reports(Counter(handed_off), reports.failed, landed=landed))
+        handed_off = Counter(self._prefill.heard(reports))
+        self._news.add(Reports(failed=reports.failed, handed_off=handed_off, landed=landed))
 
     @override
     def request_finished_all_groups(

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from vllm import SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
@@ -34,7 +35,7 @@ from tandem.vllm.outputs import Apart, Counts, Output
 from tandem.vllm.prefixes import CachedBlocks
 from tandem.vllm.requests import output_of, sampling_params
 from tandem.vllm.worker import DecodeWorker, PrefillWorker
-from tandem.wire.errors import ConfigInvalid, InvalidRequest
+from tandem.wire.errors import ConfigInvalid, InvalidRequest, TandemError
 from tandem.wire.generation import GenerateRequest
 from tandem.wire.messages import ModelInfo
 
@@ -143,16 +144,11 @@ class VllmGenerator:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        return bool(self._scheduler.has_requests())
+        # A batch under way may outlive the requests in it, and carries reports of workers.
+        return bool(self._scheduler.has_requests() or self._core.batch_queue)
 
     def check(self, request: GenerateRequest, apart: Apart | None) -> EngineCoreRequest:
-        """Return the request in vLLM's words, or raise `InvalidRequest`."""
-        params = sampling_params(request, apart)
-        if params.prompt_logprobs is not None and apart is not None and not self._keeps_all:
-            raise InvalidRequest(
-                "this model keeps windows or states, of which prefill leaves the prompt's last token to decode: "
-                "log-probabilities of the prompt are not available"
-            )
+        """Return the request in vLLM's words, or raise `InvalidRequest` or `NoNodeAvailable`."""
         prompt_ids = list(request.prompt_ids)
         if apart is not None and apart.is_decode and apart.draws_first:
             prompt_ids.append(prompt_ids[-1])  # the place of the first token, until it lands
@@ -165,14 +161,26 @@ class VllmGenerator:
             return self._inputs.process_inputs(
                 str(request.request_id),
                 prompt,
-                params,
+                self._params(request, apart),
                 supported_tasks=self._tasks,
                 priority=-request.priority,
             )
+        except TandemError:
+            raise
         except Exception as error:
-            # vLLM tries one library after the other for a grammar, and they raise what they like.
+            # vLLM has narrower limits than we have, such as a temperature of 2. It tries one library after the other for
+            # a grammar, and they raise what they like.
             words = " ".join(str(error).split())[:500]
             raise InvalidRequest(f"vLLM refuses the request: {words}") from error
+
+    def _params(self, request: GenerateRequest, apart: Apart | None) -> SamplingParams:
+        params = sampling_params(request, apart)
+        if params.prompt_logprobs is not None and apart is not None and not self._keeps_all:
+            raise InvalidRequest(
+                "this model keeps windows or states, of which prefill leaves the prompt's last token to decode: "
+                "log-probabilities of the prompt are not available"
+            )
+        return params
 
     def add(self, request_id: str, checked: object) -> None:
         """Queue a checked request under an id that no other has."""

@@ -11,7 +11,7 @@ the worker names the request once no transfer uses its blocks.
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -192,6 +192,7 @@ class PrefillHalves:
     def __init__(self, groups: Sequence[Group], num_ranks: int = 1) -> None:
         self._groups, self._num_ranks = groups, num_ranks
         self._prompts: dict[str, _Prompt] = {}
+        self._leaving: set[str] = set()  # computed, and not in decode's memory yet
         self._orders = Orders()
         self._handed_off: Counter[str] = Counter()
         self._granted: Counter[str] = Counter()
@@ -267,22 +268,26 @@ class PrefillHalves:
             self._orders.last_pushes.append(Pages(prompt.room, pages, prompt.num_pushed))
         first = First(first_token, prompt.num_cached or 0, prompt.name)
         self._orders.computed.append((prompt.room, first))
+        self._leaving.add(request_id)
         return prompt.is_told
 
     def heard(self, reports: Reports) -> list[str]:
         """Take the reports of the workers; return the prompts that decode has now."""
         self._granted += reports.granted
         self._handed_off += reports.handed_off
+        self._leaving -= reports.failed.keys()
         for request_id in self._complete(self._granted):
             if prompt := self._prompts.get(request_id):
                 prompt.is_granted = True
         for request_id in reports.failed:
             if prompt := self._prompts.get(request_id):
                 prompt.is_over = True
-        for counts in (self._granted, self._handed_off):
-            for request_id in reports.failed:
-                counts.pop(request_id, None)
-        return self._complete(self._handed_off)
+        # What some ranks report of a request that is over elsewhere is not kept.
+        self._keep_only(self._granted, self._prompts.keys() - reports.failed.keys())
+        self._keep_only(self._handed_off, self._leaving)
+        handed_off = self._complete(self._handed_off)
+        self._leaving -= set(handed_off)
+        return handed_off
 
     def take_orders(self) -> Orders:
         """Return what the workers do next."""
@@ -298,6 +303,11 @@ class PrefillHalves:
             self._orders.given_up.append(request_id)
         else:
             self._orders.expected.remove((request_id, prompt.room))
+
+    @staticmethod
+    def _keep_only(counts: Counter[str], wanted: Set[str]) -> None:
+        for request_id in counts.keys() - wanted:
+            del counts[request_id]
 
     def _complete(self, counts: Counter[str]) -> list[str]:
         complete = [each for each, count in counts.items() if count >= self._num_ranks]

@@ -39,7 +39,6 @@ class Counts:
     pages_free: int = 0
     page_size: int = 0
     moved_bytes: int = 0
-    num_refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,3 +1,5 @@
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -127,13 +129,25 @@ def test_a_prompt_aborted_before_any_worker_heard_of_it_leaves_nothing():
     assert (orders.expected, orders.given_up) == ([], [])
 
 
+def computed(num_ranks: int) -> PrefillHalves:
+    halves = begun(3, num_ranks)
+    halves.computes("a", [[1]], 0, 3)
+    assert halves.finished("a", 5, [[1]])
+    return halves
+
+
 def test_a_prompt_is_handed_off_once_every_rank_pushed_it():
-    halves = begun(num_ranks=2)
-    one = Reports()
-    one.handed_off["a"] = 1
+    halves, one = computed(num_ranks=2), Reports(handed_off=Counter({"a": 1}))
     assert halves.heard(one) == []
     assert halves.heard(one) == ["a"]
     assert halves.heard(Reports()) == []
+
+
+def test_what_a_rank_reports_after_another_failed_is_not_kept():
+    halves, one = computed(num_ranks=2), Reports(handed_off=Counter({"a": 1}))
+    assert halves.heard(Reports(failed={"a": LOST})) == []
+    assert halves.heard(one) == []
+    assert halves.heard(one) == []
 
 
 def test_reports_of_ranks_add_up():

@@ -1,0 +1,40 @@
+"""Nodes whose model vLLM divides among several workers."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.with_vllm.models import prompts, tiny
+from tests.with_vllm.nodes import Cluster, alone
+
+NUM_TOKENS = 100
+FLAGS = ("--skip-tokenizer-init", "--max-num-seqs", "64", "--block-size", "32")
+FLAGS += ("--max-num-batched-tokens", "128", "--max-model-len", "512")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny("experts", tmp_path_factory.mktemp("model"))
+
+
+def test_answers_are_those_of_one_process_also_when_a_worker_is_killed(tmp_path, model):
+    asked = prompts(320, block=32, longest=200)[:8]
+    questions = [(ids, {"max_tokens": NUM_TOKENS}) for ids in asked]
+    expected = alone(model, questions, tmp_path, "--dtype", "float32", *FLAGS)
+    flags = ("--dtype", "float32", "--tp", "2")
+    with Cluster(tmp_path, model, decodes=2, flags=flags, vllm_flags=FLAGS) as cluster:
+        assert [cluster.generate(ids, max_new_tokens=NUM_TOKENS) for ids in asked] == expected
+        cluster.wait_free()
+        node = cluster.decodes[0]
+        victim = [each for each in node.process.children() if "Worker" in each.name()][-1]
+        with ThreadPoolExecutor(len(asked)) as pool:
+            streams = [cluster.stream(ids, max_new_tokens=NUM_TOKENS) for ids in asked]
+            firsts = list(pool.map(next, streams))
+            victim.kill()
+            answers = list(pool.map(lambda stream: list(stream)[-1], streams))
+        assert all(len(first) < NUM_TOKENS for first in firsts)
+        assert answers == expected
+        node.process.wait_end()
+        assert "died unexpectedly" in node.log.read_text()
+        cluster.nodes.remove(node)
+        cluster.wait_free()
