@@ -204,12 +204,14 @@ def check_request(request: GenerateRequest, shape: ModelShape) -> None:
     """Check that a model of this shape can serve the request.
 
     Raises:
-        InvalidRequest: The prompt is empty or too long, an id is outside the vocabulary, or a number is
-            out of bounds.
+        InvalidRequest: The prompt is empty or too long, an id is outside the vocabulary, a number is
+            out of bounds, or an adapter is asked for.
     """
     prompt = request.prompt_ids
     if not prompt:
         raise InvalidRequest("the prompt is empty")
+    if request.adapter:
+        raise InvalidRequest("this engine has no adapters: --engine vllm has them")
     if fault := _out_of_bounds(request):
         raise InvalidRequest(fault)
     if min(prompt) < 0 or max(prompt) >= shape.vocab_size:

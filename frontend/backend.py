@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tandem.frontend.tokenizer import Tokenizer
+from tandem.wire.errors import ModelNotFound
 from tandem.wire.generation import GenerateRequest, SamplingDefaults
 from tandem.wire.messages import NodeLoad, TokenDelta
+
+# A client's name for the one model of any server.
+_ANY_MODEL = "default"
 
 
 class Tap(Protocol):
@@ -48,6 +52,7 @@ class ServedModel:
         context_length: Prompt plus generated tokens, at most.
         max_prompt_tokens: At most `context_length - 1`, or less in a small pool.
         weight_version: As in `ModelInfo`.
+        adapters: The LoRA adapters that requests may name.
     """
 
     name: str
@@ -58,6 +63,19 @@ class ServedModel:
     tokenizer: Tokenizer | None
     default_sampling: SamplingDefaults
     weight_version: str = "default"
+    adapters: tuple[str, ...] = ()
+
+    def adapter_named(self, asked: str | None) -> str:
+        """Return the adapter that the `model` of a body names; empty: the model itself.
+
+        Raises:
+            ModelNotFound: It is neither.
+        """
+        if asked is None or asked in {_ANY_MODEL, self.name}:
+            return ""
+        if asked not in self.adapters:
+            raise ModelNotFound(asked, self.name, *self.adapters)
+        return asked
 
 
 @dataclass(frozen=True, slots=True)

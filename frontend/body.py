@@ -101,7 +101,7 @@ _PROMPT = (
     *("audio_data", "image_data", "video_data", "input_embeds", "positional_embed_overrides"),
     *("prompt_embeds", "multi_item_delimiter_indices", "truncate_prompt_tokens", "suffix"),
     *("chat_template", "documents", "functions", "session_params"),
-    *("reasoning", "task", "web_search_options", "lora_id", "lora_path", "token_indices_to_pool"),
+    *("reasoning", "task", "web_search_options", "lora_id", "token_indices_to_pool"),
 )
 _CHOICE = (
     *("allowed_token_ids", "bad_words", "custom_logit_processor", "custom_params"),
@@ -176,6 +176,7 @@ class GenerationBody(Body):
     stream: bool = False
     priority: Priority = 0
     cache_salt: CacheSalt = ""
+    lora_path: PerPrompt[str] = ""
     bootstrap_host: PerPrompt[Annotated[str, Field(min_length=1, max_length=255)]] | None = None
     bootstrap_port: PerPrompt[Annotated[int, Field(ge=1, le=65535)]] | None = None
     bootstrap_room: PerPrompt[Annotated[int, Field(ge=0, lt=2**63)]] | None = None

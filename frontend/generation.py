@@ -165,6 +165,7 @@ def generations_of(
     *,
     wanted: Sequence[Wanted],
     names: Sequence[RequestId],
+    adapter: str = "",
 ) -> list[Generation]:
     """Return n generations of each prompt, each with a seed of its own. Those of a prompt form a group.
 
@@ -172,13 +173,15 @@ def generations_of(
         ids: The token ids of each prompt.
         wanted: One for each prompt, with the same n.
         names: One for each generation.
+        adapter: What the body's `model` names, if that is one.
     """
     n = wanted[0].sampling.n
     if n * len(ids) > MAX_GENERATIONS:
         raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}")
     halves = body.bootstraps(len(ids), is_batch=prompts.is_batch, n=n)
+    adapters = _adapters(model, body, prompts, adapter)
     generations: list[Generation] = []
-    for token_ids, half, asked in zip(ids, halves, wanted, strict=True):
+    for token_ids, half, asked, named in zip(ids, halves, wanted, adapters, strict=True):
         group = new_request_id() if n > 1 else ""
         params = engine_params(asked.sampling, model, len(token_ids), asked.grammar)
         for seed in seeds(asked.sampling.seed, n, is_left_open=half is not None):
@@ -190,7 +193,22 @@ def generations_of(
                 cache_salt=body.cache_salt,
                 logprobs=asked.logprobs,
                 group=group,
+                adapter=named,
             )
             rules = asked.sampling.text_rules
             generations.append(Generation(request, rules, model.tokenizer, half))
     return generations
+
+
+def _adapters(
+    model: ServedModel, body: GenerationBody, prompts: Prompts, named: str
+) -> Sequence[str]:
+    """Return the adapter of each prompt, from `lora_path` or else from the body's `model`."""
+    adapters = body.per_prompt("lora_path", len(prompts), is_batch=prompts.is_batch)
+    for adapter in adapters:
+        if adapter and adapter not in model.adapters:
+            there = ", ".join(map(repr, model.adapters)) or "none"
+            raise InvalidRequest(f"lora_path: {adapter!r} is not loaded; there is {there}")
+        if adapter and named not in {"", adapter}:
+            raise InvalidRequest(f"lora_path: {adapter!r} is not what model names, {named!r}")
+    return [adapter or named for adapter in adapters]

@@ -74,6 +74,7 @@ class InferenceCall:
     """One checked call: n generations of one prompt."""
 
     request_id: str
+    model_name: str
     model: ServedModel
     body: InferenceBody
     generations: list[Generation]
@@ -100,7 +101,7 @@ def read_inference(
     prompts = Prompts(is_batch=False, ids=[body.token_ids])
     num_top = sampling.logprobs
     logprobs = None if num_top is None else LogprobsWanted(num_top=num_top)
-    request_id = body.rid or new_request_id()
+    request_id, adapter = body.rid or new_request_id(), model.adapter_named(body.model)
     generations = generations_of(
         model,
         body,
@@ -108,8 +109,10 @@ def read_inference(
         prompt_ids(model, prompts),
         wanted=[Wanted(sampling, grammar, logprobs)],
         names=ids_of(request_id, sampling.n),
+        adapter=adapter,
     )
-    return InferenceCall(request_id, model, body, generations, is_stream=body.stream)
+    name = adapter or model.name
+    return InferenceCall(request_id, name, model, body, generations, is_stream=body.stream)
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -134,7 +137,7 @@ class InferenceWriter:
             Inference(
                 request_id=self._call.request_id,
                 created=int(time.time()),
-                model=self._call.model.name,
+                model=self._call.model_name,
                 output_mode=self._call.body.output_mode,
                 choices=[choice.take(piece) for choice, piece in pairs],
                 usage=self._usage(),

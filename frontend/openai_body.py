@@ -40,13 +40,11 @@ from tandem.frontend.sampling import (
     require_tokens,
 )
 from tandem.frontend.tool_calls import Reply, ToolChoice, read_choice
-from tandem.wire.errors import InvalidRequest, ModelNotFound
+from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar, LogprobsWanted, new_request_id
 
 # The longest conversations have hundreds.
 MAX_MESSAGES = 8192
-# A client's name for the one model of any server.
-ANY_MODEL = "default"
 # Templates read one of these names to turn thoughts on or off.
 THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
 
@@ -361,14 +359,8 @@ def read_body(
     if data.get("best_of") not in (None, 1 if n is None else n):
         raise InvalidRequest("best_of: not supported unless it equals n")
     body = validate(kind, data)
-    require_model(body.model, model)
+    model.adapter_named(body.model)
     return body
-
-
-def require_model(asked: str | None, model: ServedModel) -> None:
-    """Reject the name of another model."""
-    if asked not in (None, ANY_MODEL, model.name):
-        raise ModelNotFound(asked, model.name)
 
 
 def _texts(model: ServedModel, prompts: Prompts) -> Sequence[str]:
@@ -391,10 +383,13 @@ def _call(
     call_id = body.rid or f"{id_prefix}{new_request_id()}"
     names = ids_of(call_id, sampling.n * len(ids))
     wanted = [Wanted(sampling, grammar, body.wanted())] * len(ids)
-    generations = generations_of(model, body, prompts, ids, wanted=wanted, names=names)
+    adapter = model.adapter_named(body.model)
+    generations = generations_of(
+        model, body, prompts, ids, wanted=wanted, names=names, adapter=adapter
+    )
     return OpenAICall(
         call_id=call_id,
-        model_name=model.name,
+        model_name=adapter or model.name,
         is_chat=isinstance(body, ChatBody),
         generations=generations,
         num_prompt_tokens=sum(map(len, ids)),

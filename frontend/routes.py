@@ -99,23 +99,25 @@ async def _one_token(backend: Backend) -> None:
 
 
 async def models(request: web.Request) -> web.Response:
-    """List the one model, as OpenAI does."""
+    """List the model and its adapters, as OpenAI and vLLM do."""
     model = request.app[EDGE].backend.model()
-    return json_response({"object": "list", "data": [_model_card(model)]})
+    cards = [_model_card(model, adapter) for adapter in ("", *model.adapters)]
+    return json_response({"object": "list", "data": cards})
 
 
 async def one_model(request: web.Request) -> web.Response:
-    """Describe the model by its name, as OpenAI does."""
+    """Describe the model or an adapter by its name, as OpenAI does."""
     model = request.app[EDGE].backend.model()
     asked = request.match_info["name"]
-    if asked != model.name:
-        raise ModelNotFound(asked, model.name)
-    return json_response(_model_card(model))
+    if asked not in {model.name, *model.adapters}:
+        raise ModelNotFound(asked, model.name, *model.adapters)
+    return json_response(_model_card(model, asked if asked != model.name else ""))
 
 
-def _model_card(model: ServedModel) -> dict[str, object]:
-    return {
-        "id": model.name,
+def _model_card(model: ServedModel, adapter: str) -> dict[str, object]:
+    parent = {"parent": model.name} if adapter else {}
+    return parent | {
+        "id": adapter or model.name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "tandem",

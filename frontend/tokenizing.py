@@ -21,7 +21,7 @@ from tandem.frontend.generation import (
     require_tokenizer,
     tokenize,
 )
-from tandem.frontend.openai_body import chat_text, read_chat_body, require_model
+from tandem.frontend.openai_body import chat_text, read_chat_body
 from tandem.frontend.sse import encode
 from tandem.wire.errors import InvalidRequest
 
@@ -67,7 +67,7 @@ async def _converted(
 def _tokenized(model: ServedModel, data: dict[str, Any]) -> Tokenized:
     refuse_unsupported(data)
     body, tokenizer = validate(TokenizeBody, data), require_tokenizer(model)
-    require_model(body.model, model)
+    model.adapter_named(body.model)
     if (body.prompt is None) == (data.get("messages") is None):
         raise InvalidRequest("send either prompt or messages")
     if body.prompt is None:
@@ -85,7 +85,7 @@ def _tokenized(model: ServedModel, data: dict[str, Any]) -> Tokenized:
 
 def _detokenized(model: ServedModel, data: dict[str, Any]) -> Detokenized:
     body, tokenizer = validate(DetokenizeBody, data), require_tokenizer(model)
-    require_model(body.model, model)
+    model.adapter_named(body.model)
     prompts = read_prompts(body.tokens)
     for ids in prompts.ids:
         if len(ids) > model.context_length:

@@ -80,6 +80,7 @@ class LocalBackend:
             tokenizer=self._tokenizer,
             default_sampling=ready.model.default_sampling,
             weight_version=ready.model.weight_version,
+            adapters=tuple(ready.model.adapters),
         )
 
     async def generate(

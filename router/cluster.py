@@ -356,4 +356,5 @@ class Cluster:
             tokenizer=self._watcher.tokenizer(model.tokenizer_hash),
             default_sampling=model.default_sampling if self._has_defaults else SamplingDefaults(),
             weight_version=model.weight_version,
+            adapters=tuple(model.adapters),
         )

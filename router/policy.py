@@ -147,7 +147,7 @@ class Asked:
     @classmethod
     def of(cls, request: GenerateRequest) -> "Asked":
         """Return what is known of `request`."""
-        blocks = PromptBlocks(request.prompt_ids, request.cache_salt)
+        blocks = PromptBlocks(request.prompt_ids, request.prefix_scope)
         return cls(len(request.prompt_ids), request.session, blocks)
 
     def cached_tokens(self, node: NodeSnapshot) -> int:

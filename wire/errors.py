@@ -84,8 +84,9 @@ class Unauthorized(TandemError, code="unauthorized", status=401):
 class ModelNotFound(TandemError, code="model_not_found", status=404):
     """The requested `model` is not served."""
 
-    def __init__(self, asked: str, served: str) -> None:
-        super().__init__(f"model {asked!r} is not served here; this cluster serves {served!r}")
+    def __init__(self, asked: str, *served: str) -> None:
+        names = ", ".join(map(repr, served))
+        super().__init__(f"model {asked!r} is not served here; this cluster serves {names}")
 
 
 class BodyTooLarge(TandemError, code="body_too_large", status=413):

@@ -299,6 +299,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer_hash: Of the files at `GET /tokenizer`; empty when the model has no tokenizer.
         default_sampling: Of its generation_config.json.
         weight_version: The name that the last update of the weights gave them; "default" before any.
+        adapters: The LoRA adapters that requests may name. What they contain is part of the fingerprint.
     """
 
     name: str
@@ -309,6 +310,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_hash: str = ""
     default_sampling: SamplingDefaults = SamplingDefaults()
     weight_version: str = "default"
+    adapters: list[str] = []
 
 
 # The engine of nodes that report none.

@@ -37,9 +37,14 @@ NAME_BYTES = 8
 MAX_BLOCKS = 1 << 16
 
 
-def root_name(salt: str = "") -> int:
+def scope_name(salt: str, adapter: str = "") -> str:
+    """Return the name of what shares cached prefixes: one tenant's requests to one adapter."""
+    return f"{adapter}\0{salt}" if adapter else salt
+
+
+def root_name(scope: str = "") -> int:
     """Return what stands before the first block."""
-    return xxhash.xxh3_64_intdigest(salt.encode()) if salt else 0
+    return xxhash.xxh3_64_intdigest(scope.encode()) if scope else 0
 
 
 def next_name(before: int, token_ids: Sequence[int]) -> int:

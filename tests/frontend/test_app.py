@@ -107,6 +107,18 @@ async def test_the_model_is_described(client):
         assert await get(client, path) == (200, {"internal_states": [{}], "role": "fake"})
 
 
+async def test_adapters_are_listed_behind_the_model_they_belong_to(client, backend):
+    backend.served = dataclasses.replace(backend.served, adapters=("sql", "law"))
+    _, listed = await get(client, "/v1/models")
+    assert [(card["id"], card.get("parent")) for card in listed["data"]] == [
+        ("smol", None),
+        ("sql", "smol"),
+        ("law", "smol"),
+    ]
+    _, card = await get(client, "/v1/models/sql")
+    assert (card["id"], card["parent"]) == ("sql", "smol")
+
+
 @pytest.mark.parametrize("path", ["/v1/models/meta/llama:8b", "/v1/models/meta%2Fllama%3A8b"])
 async def test_a_model_whose_name_has_slashes_is_described(client, backend, path):
     backend.served = dataclasses.replace(backend.served, name="meta/llama:8b")

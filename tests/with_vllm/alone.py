@@ -13,6 +13,7 @@ os.environ |= {
 
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -22,7 +23,13 @@ args = parser.parse_args(["--model", model, "--max-num-seqs", "256", "--enforce-
 llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
 
 
+adapters = {}
+
+
 def answer(prompt_ids, sampling):
+    adapter, lora = sampling.pop("adapter", None), None
+    if adapter is not None:
+        lora = adapters.setdefault(adapter, LoRARequest(adapter, len(adapters) + 1, adapter))
     if "structured_outputs" in sampling:
         sampling = sampling | {
             "structured_outputs": StructuredOutputsParams(**sampling["structured_outputs"])
@@ -32,7 +39,9 @@ def answer(prompt_ids, sampling):
         sampling = sampling | {"logit_bias": bias}
     defaults = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 24, "detokenize": False}
     params = SamplingParams(**defaults | sampling)
-    [result] = llm.generate([{"prompt_token_ids": prompt_ids}], params, use_tqdm=False)
+    [result] = llm.generate(
+        [{"prompt_token_ids": prompt_ids}], params, use_tqdm=False, lora_request=lora
+    )
     return list(result.outputs[0].token_ids)
 
 

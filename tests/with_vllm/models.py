@@ -1,10 +1,14 @@
 """Checkpoints for vLLM: the embedded model in a type, and tiny random ones whose heads vLLM's CPU kernels take."""
 
+import json
 import random
+import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV2Config,
     FalconH1Config,
@@ -29,6 +33,7 @@ SIZES = {
     "eos_token_id": 2,
     "initializer_range": 0.3,  # the default makes logits nearly equal: argmax would be noise
 }
+RANK = 8
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 TINY = {
     "experts": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4),
@@ -81,6 +86,53 @@ def tiny(kind: str, directory: Path) -> Path:
     torch.manual_seed(sorted(TINY).index(kind))
     model = AutoModelForCausalLM.from_config(TINY[kind](), dtype=torch.float32)
     model.save_pretrained(directory)
+    return directory
+
+
+def adapter(model: Path, directory: Path, seed: int) -> Path:
+    """Write a random LoRA adapter of a Llama model, in PEFT's format, strong enough to change its answers."""
+    config = AutoConfig.from_pretrained(model)
+    head = config.hidden_size // config.num_attention_heads
+    outs = {"q_proj": config.hidden_size, "v_proj": head * config.num_key_value_heads}
+    torch.manual_seed(seed)
+    tensors = {}
+    for layer in range(config.num_hidden_layers):
+        for name, num_out in outs.items():
+            key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{key}.lora_A.weight"] = torch.randn(RANK, config.hidden_size) * 0.05
+            tensors[f"{key}.lora_B.weight"] = torch.randn(num_out, RANK) * 0.05
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    wanted = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": [*outs]}
+    (directory / "adapter_config.json").write_text(json.dumps(wanted))
+    return directory
+
+
+def quantized(model: Path, directory: Path) -> Path:
+    """Write a checkpoint again with the weights of its layers in 8 bits: compressed-tensors, W8A8, one scale a row."""
+    shutil.copytree(model, directory)
+    [file] = directory.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in [each for each in tensors if each.endswith("_proj.weight")]:
+        weight = tensors[name].float()
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        tensors[name] = (weight / scale).round().to(torch.int8)
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, file)
+    whole = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": whole | {"strategy": "channel", "dynamic": False},
+        "input_activations": whole | {"strategy": "token", "dynamic": True},
+    }
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 

@@ -174,12 +174,11 @@ class Cluster:
             assert time.monotonic() < deadline, body
             time.sleep(0.2)
 
-    def generate(self, prompt_ids, **sampling):
-        """Return the token ids of an answer, or its error."""
+    def generate(self, prompt_ids, adapter=None, **sampling):
+        """Return the token ids of an answer."""
         params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 24} | sampling
-        status, body = post(
-            f"{self.url}/generate", {"input_ids": prompt_ids, "sampling_params": params}
-        )
+        asked = {"input_ids": prompt_ids, "sampling_params": params, "lora_path": adapter}
+        status, body = post(f"{self.url}/generate", asked)
         assert status == 200, body
         return body["output_ids"]
 
@@ -231,7 +230,7 @@ def alone(model: Path, asked: list, directory: Path, *vllm_flags: str) -> list:
     """Return the answers of vLLM in one process to lists of token ids, asked one after the other.
 
     Args:
-        asked: (prompt ids, sampling parameters in vLLM's words) of each.
+        asked: (prompt ids, sampling parameters in vLLM's words) of each; `adapter` is the path of one.
     """
     question, answer = directory / "asked.json", directory / "answered.json"
     question.write_text(json.dumps(asked))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.with_vllm.models import embedded, prompts, tiny
+from tests.with_vllm.models import embedded, prompts, quantized, tiny
 from tests.with_vllm.nodes import Cluster, alone
 
 
@@ -44,6 +44,16 @@ def test_speculation_by_lookup_in_the_prompt_answers_apart_as_vllm_alone(tmp_pat
     with Cluster(tmp_path, model, flags=own, vllm_flags=flags) as cluster:
         assert [cluster.generate(ids) for ids in loops] == expected
         cluster.wait_free()
+
+
+def test_a_quantized_checkpoint_answers_apart_as_in_vllm_alone(tmp_path, cache):
+    model = quantized(embedded(cache), tmp_path / "model")
+    asked = prompts(40_000, block=128, longest=700)
+    flags = ("--max-num-batched-tokens", "512", "--max-model-len", "1024")
+    own = ("--dtype", "bfloat16")
+    expected = alone(model, [(ids, {}) for ids in asked * 2], tmp_path, *own, *flags)
+    with Cluster(tmp_path, model, flags=own, vllm_flags=flags) as cluster:
+        check(cluster, asked, expected, is_exact_at_once=False)
 
 
 # What vLLM's kernels for CPUs take: blocks of latent attention have 16 tokens, gated delta rules are in bfloat16.

@@ -344,6 +344,8 @@ def hand_off_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """Return a name that is equal on two nodes only if they compute the same KV in the same version of vLLM."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    transfer = vllm_config.kv_transfer_config
+    extra = {} if transfer is None else transfer.kv_connector_extra_config
     facts = {
         "vllm": check_version(),
         "model": model.hf_config.to_dict(),
@@ -351,6 +353,7 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         "dtype": str(model.dtype),
         "kv": cache.cache_dtype,
         "quantization": str(model.quantization),
+        "adapters": extra.get("adapters", ""),
         "blocks": facts_of(kv_cache_config),
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())

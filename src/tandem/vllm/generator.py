@@ -1,5 +1,6 @@
 """vLLM's EngineCore in this process: its scheduler steps when the node's loop asks it to."""
 
+import argparse
 import shlex
 import time
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from tandem.kvtransfer.events import ReceiverTimes, SenderTimes
 from tandem.kvtransfer.receiver import DecodeAgent
 from tandem.kvtransfer.sender import PrefillAgent
 from tandem.node.config import NodeConfig
+from tandem.vllm.adapters import add_argument, digest_of, read_adapters
 from tandem.vllm.connector import TandemConnector, fingerprint
 from tandem.vllm.halves import Reports
 from tandem.vllm.outputs import Apart, Counts, Output
@@ -82,7 +84,9 @@ class VllmGenerator:
 
     def __init__(self, config: NodeConfig) -> None:
         self._config, self.steps = config, StepCounts()
-        self._vllm_config = vllm_config = _vllm_config(config)
+        args = _arguments(config)
+        self._adapters = read_adapters(args.lora_modules, config.served_model_name)
+        self._vllm_config = vllm_config = _vllm_config(config, args, digest_of(self._adapters))
         self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
         self._inputs = InputProcessor(vllm_config, renderer_from_config(vllm_config))
         self._tasks = self._core.get_supported_tasks()
@@ -92,6 +96,7 @@ class VllmGenerator:
         self.journal = cached.journal
         publisher = self._scheduler.kv_event_publisher
         self._scheduler.kv_event_publisher = CacheEvents(cached, publisher)
+        self._load_adapters()
 
     @property
     def _keeps_all(self) -> bool:
@@ -139,6 +144,7 @@ class VllmGenerator:
             eos_token_ids=sorted(ids),
             default_sampling=config.default_sampling,
             weight_version=config.weight_version,
+            adapters=list(self._adapters),
         )
 
     @property
@@ -157,12 +163,15 @@ class VllmGenerator:
             "prompt_token_ids": prompt_ids,
             "cache_salt": request.cache_salt or None,
         }
+        if request.adapter and request.adapter not in self._adapters:
+            raise InvalidRequest(f"there is no adapter {request.adapter!r} on this node")
         try:
             return self._inputs.process_inputs(
                 str(request.request_id),
                 prompt,
                 self._params(request, apart),
                 supported_tasks=self._tasks,
+                lora_request=self._adapters.get(request.adapter),
                 priority=-request.priority,
             )
         except TandemError:
@@ -172,6 +181,15 @@ class VllmGenerator:
             # a grammar, and they raise what they like.
             words = " ".join(str(error).split())[:500]
             raise InvalidRequest(f"vLLM refuses the request: {words}") from error
+
+    def _load_adapters(self) -> None:
+        """Load each once, so that a faulty one is known before requests come."""
+        for name, adapter in self._adapters.items():
+            try:
+                self._core.add_lora(adapter)
+            except Exception as error:
+                words = " ".join(str(error).split())[:500]
+                raise ConfigInvalid(f"vLLM cannot load {name!r}: {words}", topic="vllm") from error
 
     def _params(self, request: GenerateRequest, apart: Apart | None) -> SamplingParams:
         params = sampling_params(request, apart)
@@ -243,21 +261,28 @@ def _own_agent() -> PrefillAgent | DecodeAgent | None:
     return worker.agent if isinstance(worker, PrefillWorker | DecodeWorker) else None
 
 
-def _vllm_config(config: NodeConfig) -> VllmConfig:
+def _arguments(config: NodeConfig) -> argparse.Namespace:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="--engine vllm", add_help=False))
-    argv = [*_own_flags(config), *config.vllm_args]
+    add_argument(parser)
     try:
-        args = parser.parse_args(argv)
-        given = EngineArgs.from_cli_args(args)
-        if config.role != "colocated":
-            given.kv_transfer_config = _transfer(config)
-        if given.kv_events_config is None:
-            given.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-        made = given.create_engine_config()
-    except SystemExit as error:
+        args: argparse.Namespace = parser.parse_args([*_own_flags(config), *config.vllm_args])
+    except (SystemExit, ValueError) as error:
         raise ConfigInvalid(
             f"vLLM does not accept {shlex.join(config.vllm_args)}", topic="vllm"
         ) from error
+    if args.lora_modules and not args.enable_lora:
+        raise ConfigInvalid("--lora-modules needs --enable-lora", topic="vllm")
+    return args
+
+
+def _vllm_config(config: NodeConfig, args: argparse.Namespace, adapters: str) -> VllmConfig:
+    try:
+        given = EngineArgs.from_cli_args(args)
+        if config.role != "colocated":
+            given.kv_transfer_config = _transfer(config, adapters)
+        if given.kv_events_config is None:
+            given.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        made = given.create_engine_config()
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         words = " ".join(str(error).split())
         raise ConfigInvalid(f"vLLM refuses these settings: {words}", topic="vllm") from error
@@ -283,7 +308,7 @@ def _own_flags(config: NodeConfig) -> Sequence[str]:
     return words + ([] if engine.is_prefix_cache_enabled else ["--no-enable-prefix-caching"])
 
 
-def _transfer(config: NodeConfig) -> KVTransferConfig:
+def _transfer(config: NodeConfig, adapters: str) -> KVTransferConfig:
     transfer = config.transfer
     return KVTransferConfig(
         kv_connector="TandemConnector",
@@ -300,5 +325,6 @@ def _transfer(config: NodeConfig) -> KVTransferConfig:
             "grant_timeout_s": transfer.grant_timeout_s,
             "landed_timeout_s": transfer.landed_timeout_s,
             "is_insecure": config.is_insecure,
+            "adapters": adapters,
         },
     )

@@ -7,7 +7,7 @@ vLLM names a block by a hash of its own and tells the tokens behind the block be
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from tandem.wire.prefixes import BLOCK_TOKENS, PrefixJournal, next_name, root_name
+from tandem.wire.prefixes import BLOCK_TOKENS, PrefixJournal, next_name, root_name, scope_name
 
 
 class Stored(Protocol):
@@ -51,12 +51,13 @@ class CachedBlocks:
         size, hashes = event.block_size, event.block_hashes
         if len(event.token_ids) != size * len(hashes):
             return  # blocks outside a sliding window have no hash
-        before, keys = None, event.extra_keys or [None] * len(hashes)
+        before, keys = None, [_beside_adapter(each, event) for each in event.extra_keys or ()]
         if event.parent_block_hash is not None:
             before = None if any(keys) else self._blocks.get(event.parent_block_hash)
         elif not any(keys[1:]):
-            salt = _salt(keys[0], event.lora_name)
-            before = None if salt is None else _Block((), root_name(salt), ())
+            salt = _salt(keys[0] if keys else ())
+            if salt is not None:
+                before = _Block((), root_name(scope_name(salt, event.lora_name or "")), ())
         for start, block_hash in zip(range(0, len(event.token_ids), size), hashes, strict=True):
             if before is None:
                 return
@@ -84,12 +85,17 @@ class CachedBlocks:
         return block
 
 
-def _salt(keys: tuple[object, ...] | None, lora_name: str | None) -> str | None:
-    """Return the cache salt of a prefix; None if its KV follows from more than that and its tokens."""
+def _beside_adapter(keys: tuple[object, ...] | None, event: Stored) -> tuple[object, ...]:
+    """Return a block's keys without the first, which stands for the adapter in every block."""
+    return (keys or ())[0 if event.lora_name is None else 1 :]
+
+
+def _salt(keys: tuple[object, ...]) -> str | None:
+    """Return the cache salt of a prefix; None if its KV follows from more than that, the adapter and its tokens."""
     match keys:
-        case None | ():
+        case ():
             return ""
-        case (str(salt),) if lora_name is None:
+        case (("cache_salt", str(salt)),) | (str(salt),):  # vLLM 0.31 has the second
             return salt
         case _:
             return None

@@ -34,12 +34,14 @@ class HandOffConfig:
     Attributes:
         role: The half of this node.
         fingerprint: Equal at both ends exactly when their KV is interchangeable.
+        adapters: A name of what the LoRA adapters contain, which becomes part of the fingerprint.
         bootstrap_port: Of a prefill's first rank; the ranks after it have the ports after it.
         push_granularity: When prefill pushes: with each layer, or after each forward.
     """
 
     role: Literal["prefill", "decode"]
     fingerprint: str
+    adapters: str = ""
     host: str = "127.0.0.1"
     bootstrap_port: int = 8998
     transfer_backend: str = "auto"

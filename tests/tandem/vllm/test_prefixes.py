@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from tandem.vllm.prefixes import CachedBlocks
-from tandem.wire.prefixes import block_names
+from tandem.wire.prefixes import block_names, scope_name
 
 PROMPT = list(range(500))
 
@@ -70,18 +70,31 @@ def test_nothing_is_named_once_all_blocks_are_cleared():
     assert pool.names == set()
 
 
-def test_a_salt_is_in_the_names():
-    pool = Pool(32)
-    pool.store(0, 128, extra_keys=[("tenant",), None, None, None])
-    assert pool.names == set(block_names(PROMPT[:128], "tenant"))
+ADAPTER = ("lora", "sql", "/adapters/sql")
+
+
+@pytest.mark.parametrize(
+    ("key", "adapter"), [("tenant", "sql"), (("cache_salt", "tenant"), ADAPTER)]
+)
+def test_a_salt_and_an_adapter_are_in_the_names(key, adapter):
+    salted = Pool(32)
+    salted.store(0, 128, extra_keys=[(key,), None, None, None])
+    assert salted.names == set(block_names(PROMPT[:128], "tenant"))
+    adapted = Pool(32)
+    adapted.store(0, 96, extra_keys=[(adapter,)] * 3, lora_name="sql")
+    adapted.store(96, 128, extra_keys=[(adapter,)], lora_name="sql")
+    assert adapted.names == set(block_names(PROMPT[:128], scope_name("", "sql")))
+    both = Pool(32)
+    both.store(0, 128, extra_keys=[(adapter, key), *[(adapter,)] * 3], lora_name="sql")
+    assert both.names == set(block_names(PROMPT[:128], scope_name("tenant", "sql")))
+    assert not (salted.names & adapted.names)
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        {"extra_keys": [("adapter",), None, None, None], "lora_name": "adapter"},
         {"extra_keys": [None, None, (("image", 0),), None]},
-        {"extra_keys": [("adapter", "tenant"), None, None, None], "lora_name": "adapter"},
+        {"extra_keys": [(("image", 0), ("cache_salt", "tenant")), None, None, None]},
     ],
 )
 def test_kv_that_follows_from_more_than_tokens_and_salt_is_not_named(more):

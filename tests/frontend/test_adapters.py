@@ -1,0 +1,67 @@
+"""Requests may name a LoRA adapter: as the model of OpenAI's and Anthropic's APIs, or as SGLang's `lora_path`."""
+
+import dataclasses
+
+import pytest
+
+from tests.frontend.fakes import length, say
+from tests.frontend.helpers import ROUTES, post
+
+BY_MODEL = {path: body for path, body in ROUTES.items() if path != "/generate"} | {
+    "/inference/v1/generate": {"token_ids": [5]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9},
+    "/v1/responses": {"input": "Hi"},
+}
+ALL = BY_MODEL | ROUTES
+
+
+@pytest.fixture
+def served(backend):
+    backend.served = dataclasses.replace(backend.served, adapters=("sql", "law"))
+    backend.script = say(length(5))
+    return backend
+
+
+def adapters(backend):
+    return [request.adapter for request in backend.requests]
+
+
+@pytest.mark.parametrize("path", BY_MODEL)
+async def test_the_model_of_a_body_may_be_an_adapter(client, served, path):
+    for name in ("sql", "smol", "default"):
+        status, answer = await post(client, path, BY_MODEL[path] | {"model": name})
+        assert (status, answer["model"]) == (200, "smol" if name == "default" else name)
+    assert adapters(served) == ["sql", "", ""]
+    assert (await post(client, path, BY_MODEL[path] | {"model": "poems"}))[0] == 404
+
+
+@pytest.mark.parametrize("path", ALL)
+async def test_an_adapter_may_be_named_as_in_sglang(client, served, path):
+    for name in ("law", "", None):
+        assert (await post(client, path, ALL[path] | {"lora_path": name}))[0] == 200
+    assert adapters(served) == ["law", "", ""]
+    status, answer = await post(client, path, ALL[path] | {"lora_path": "poems"})
+    assert status == 400
+    assert answer["error"]["message"] == "lora_path: 'poems' is not loaded; there is 'sql', 'law'"
+
+
+async def test_each_prompt_of_a_batch_may_have_its_own(client, served):
+    body = {"input_ids": [[5], [6], [7]], "lora_path": ["law", None, "sql"]}
+    assert (await post(client, "/generate", body))[0] == 200
+    found = {request.prompt_ids[0]: request.adapter for request in served.requests}
+    assert found == {5: "law", 6: "", 7: "sql"}
+    body |= {"lora_path": ["law"]}
+    assert (await post(client, "/generate", body))[0] == 400
+
+
+async def test_two_names_of_different_adapters_are_refused(client, served):
+    body = {"prompt": [5], "model": "sql", "lora_path": "law"}
+    assert (await post(client, "/v1/completions", body))[0] == 400
+    assert (await post(client, "/v1/completions", body | {"lora_path": "sql"}))[0] == 200
+
+
+async def test_a_model_without_adapters_refuses_them(client, backend):
+    status, answer = await post(client, "/generate", {"input_ids": [5], "lora_path": "law"})
+    assert status == 400
+    assert "there is none" in answer["error"]["message"]
+    assert backend.requests == []
