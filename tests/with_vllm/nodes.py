@@ -58,6 +58,7 @@ class Process:
     def wait_end(self) -> None:
         """Wait until it ended by itself."""
         self._popen.wait(60)
+        self._file.close()
 
     def end(self) -> int:
         """End it as an operator does; return its exit status."""
@@ -245,3 +246,18 @@ def alone(model: Path, asked: list, directory: Path, *vllm_flags: str) -> list:
     )
     assert done.returncode == 0, done.stdout[-3000:]
     return json.loads(answer.read_text())
+
+
+def check_answers(cluster: Cluster, asked: list, expected: list, *, is_exact_at_once: bool) -> None:
+    """Compare the answers one after the other, cold and warm, and at once, with those of vLLM alone."""
+    cold = [cluster.generate(ids) for ids in asked]
+    assert cold == expected[: len(asked)]
+    warm = [cluster.generate(ids) for ids in asked]
+    assert warm == expected[len(asked) :]
+    at_once = cluster.generate_all(asked)
+    if is_exact_at_once:
+        assert at_once == expected[: len(asked)]
+    assert all(len(answer) == 24 for answer in at_once)
+    cluster.wait_free()
+    assert all(node.load["pushed_bytes"] for node in cluster.prefills)
+    assert all(node.load["received_bytes"] for node in cluster.decodes)
