@@ -210,8 +210,10 @@ class Route:
         if not len(self._parts.num_tokens):
             return _merged(whole)
         parts = _slices(self._source, self._destination, self._parts, self._heads, layers)
-        columns = zip(whole.columns(), parts.columns(), strict=True)
-        return _merged(CopyPlan(*(np.concatenate(pair) for pair in columns)))
+        if not len(whole):
+            return parts
+        columns = zip(_merged(whole).columns(), parts.columns(), strict=True)
+        return CopyPlan(*(np.concatenate(pair) for pair in columns))
 
 
 def plan_copies(
@@ -324,17 +326,31 @@ def _slices(
     num_heads = None if source.layers else heads.num_heads
     from_, sizes = _rows(source, layers, heads.source_first, num_heads, is_joined=is_joined)
     to, _ = _rows(destination, layers, heads.destination_first, num_heads, is_joined=is_joined)
-    strides = source.planes.token_bytes[from_.plane]
+    token_bytes = source.planes.token_bytes[from_.plane]
 
     def offsets(layout: KVLayout, page: Int64s, slot: Int64s, rows: _Rows) -> Int64s:
-        pages = page[:, None] * layout.planes.stride[rows.plane]  # (num_runs, num_rows)
-        return (pages + slot[:, None] * strides + rows.begin).ravel()
+        strides = layout.planes.stride[rows.plane]
+        begins: Int64s
+        if _is_one(strides) and _is_one(token_bytes):  # spares temporaries, which cost as much
+            begins = np.add.outer(page * strides[0] + slot * token_bytes[0], rows.begin)
+        else:
+            begins = np.outer(page, strides) + np.outer(slot, token_bytes) + rows.begin
+        return begins.ravel()
 
-    return CopyPlan(
+    plan = CopyPlan(
         offsets(source, runs.source_page, runs.source_slot, from_),
         offsets(destination, runs.destination_page, runs.destination_slot, to),
-        (runs.num_tokens[:, None] * sizes).ravel(),
+        np.outer(runs.num_tokens, sizes).ravel(),
     )
+    # Looking for neighbours among hundreds of thousands of copies costs more than a few of them: rows lie alike in all
+    # runs, so that the first tell.
+    sample = plan[: 4 * len(from_.plane)]
+    return _merged(plan) if 2 * len(_merged(sample)) <= len(sample) else plan
+
+
+def _is_one(values: Int64s) -> bool:
+    """Tell whether there are values and all are equal."""
+    return len(values) > 0 and bool((values == values[0]).all())
 
 
 class _Rows(NamedTuple):

@@ -109,9 +109,9 @@ class VllmRole:
             apart,
             request.num_prior_tokens,
         )
+        self._generator.add(half.id, checked)
         self._by_ticket[ticket] = self._by_id[half.id] = half
         self._deadlines.note(half, request.deadline_s)
-        self._generator.add(half.id, checked)
 
     def _apart(self, message: Start) -> Apart | None:
         is_first = draws_first(message.request)

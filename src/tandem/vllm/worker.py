@@ -14,8 +14,8 @@ from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.checksum import Verify
 from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone
 from tandem.kvtransfer.push_room import PageRun, Wrote
-from tandem.kvtransfer.receiver import DecodeAgent, ReceiverStatistics, ReceiverTimeouts
-from tandem.kvtransfer.sender import PrefillAgent, SenderStatistics, SenderTimeouts
+from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
+from tandem.kvtransfer.sender import PrefillAgent, SenderTimeouts
 from tandem.kvtransfer.sharding import Shard
 from tandem.kvtransfer.transports.base import Transport, TransportConfig
 from tandem.kvtransfer.transports.registry import names_of, transports
@@ -97,10 +97,6 @@ class WorkerHalf(ABC):
         """Return what the scheduler side has to hear, if anything."""
         reports, self._reports = self._reports, Reports()
         return reports or None
-
-    @abstractmethod
-    def statistics(self) -> SenderStatistics | ReceiverStatistics:
-        """Return the agent's statistics."""
 
     @abstractmethod
     def close(self) -> None:
@@ -212,10 +208,6 @@ class PrefillWorker(WorkerHalf):
         return Results(sent=sent)
 
     @override
-    def statistics(self) -> SenderStatistics:
-        return self.agent.statistics()
-
-    @override
     def close(self) -> None:
         self.agent.close()
         self._caches.region.close()
@@ -297,10 +289,6 @@ class DecodeWorker(WorkerHalf):
                     self._reports.failed[request_id] = error.info()
                 results.failed.add(request_id)
         return results
-
-    @override
-    def statistics(self) -> ReceiverStatistics:
-        return self.agent.statistics()
 
     @override
     def close(self) -> None:
