@@ -1,7 +1,7 @@
 """Backends that answer at once, so that measurements show the router's cost only.
 
     python -m benchmarks.stubs http --port N [--event-bytes N]   an HTTP server
-    python -m benchmarks.stubs nodes --port N M                  a prefill and a decode node of Tandem
+    python -m benchmarks.stubs nodes --port N M [N M ...]        prefill and decode nodes of Tandem, by turns
 
 The HTTP server answers a GET with its route's body, or an empty JSON object. A POST gets one canned answer, valid for
 native and OpenAI clients and for routers that pass KV parameters. With `"stream": true` it gets one event per beat,
@@ -11,11 +11,12 @@ token and the hand-off; decode sends a token per pass, or per beat if the reques
 
 import argparse
 import asyncio
+import itertools
 import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -254,10 +255,11 @@ def _delta(start: StartPrefill | StartDecode, index: int, reason: str = "") -> T
     )
 
 
-def run_nodes(ports: tuple[int, int], interval_s: float) -> None:
-    """Run a prefill and a decode node that neither compute nor transfer, until stopped."""
+def run_nodes(ports: Sequence[int], interval_s: float) -> None:
+    """Run nodes that neither compute nor transfer, a prefill and a decode by turns, until stopped."""
     files = tokenizer_files(resolve_model(None, default_cache_dir() / "models"))
-    engines = [StubEngine(role, interval_s) for role in ("prefill", "decode")]
+    roles = itertools.cycle(("prefill", "decode"))
+    engines = [StubEngine(role, interval_s) for role, _ in zip(roles, ports, strict=False)]
     routes = {port: _routes(engine, files) for port, engine in zip(ports, engines, strict=True)}
     threading.Thread(target=lambda: uvloop.run(serve_http(routes)), daemon=True).start()
     while True:
@@ -295,7 +297,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stubs")
     parser.add_argument("kind", choices=["http", "nodes"])
     parser.add_argument(
-        "--port", type=int, nargs="+", required=True, help="one of http; prefill's and decode's"
+        "--port",
+        type=int,
+        nargs="+",
+        required=True,
+        help="one of http; of nodes by turns a prefill's and a decode's",
     )
     parser.add_argument("--events", type=int, default=50, help="of each stream of http")
     parser.add_argument("--event-bytes", type=int, default=EVENT_BYTES, help="size of an event")
@@ -303,8 +309,7 @@ def main() -> None:
     args = parser.parse_args()
     interval_s = args.interval_ms / 1000
     if args.kind == "nodes":
-        prefill_port, decode_port = args.port
-        run_nodes((prefill_port, decode_port), interval_s)
+        run_nodes(args.port, interval_s)
     else:
         streams = Streams(args.events, interval_s, args.event_bytes)
         uvloop.run(serve_http({args.port[0]: {"/v1/models": MODELS}}, streams))
