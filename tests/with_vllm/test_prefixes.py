@@ -24,16 +24,25 @@ def test_a_prompt_goes_to_the_prefill_that_has_its_prefix(tmp_path):
             assert status == 200, answer
             return answer["meta_info"]["cached_tokens"]
 
-        def num_known():
-            nodes = get(f"{cluster.url}/server_info")[1]["nodes"]
-            return [node["prefixes"]["num_blocks"] for node in nodes if node["role"] == "prefill"]
+        def wait_settled(num_blocks):
+            """Wait until the prefills are idle for the router, and have so many blocks together."""
+            for _ in patiently():
+                nodes = get(f"{cluster.url}/server_info")[1]["nodes"]
+                prefills = [node for node in nodes if node["role"] == "prefill"]
+                counts = [node["prefixes"]["num_blocks"] for node in prefills]
+                is_idle = not any(node["busy_tokens"] for node in prefills)
+                if is_idle and sum(counts) == num_blocks:
+                    return
+            raise AssertionError(prefills)
 
+        # The trial before the first request left prompts there.
+        for node in cluster.prefills:
+            assert post(f"{node.url}/flush_cache", {})[0] == 200
+        wait_settled(0)
         assert cached_tokens(prompts[0]) == 0
-        for _ in patiently():
-            if sorted(num_known()) == [0, 2]:
-                break
-        assert sorted(num_known()) == [0, 2]
-        for other in prompts[1:]:
-            # The other prefill is as idle, and would have nothing of the prefix.
+        for number, other in enumerate(prompts[1:], 1):
+            wait_settled(2 * number)
             assert cached_tokens(other) == 0
+            # The other prefill is as idle, and would have nothing of the prefix.
+            wait_settled(2 * number + 2)
             assert cached_tokens(prompts[0][:260] + other[:40]) == 256

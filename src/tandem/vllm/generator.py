@@ -94,8 +94,8 @@ class VllmGenerator:
         self._connector: TandemConnector | None = self._scheduler.connector
         cached = CachedBlocks()
         self.journal = cached.journal
-        publisher = self._scheduler.kv_event_publisher
-        self._scheduler.kv_event_publisher = CacheEvents(cached, publisher)
+        self._publisher = CacheEvents(cached, self._scheduler.kv_event_publisher)
+        self._scheduler.kv_event_publisher = self._publisher
         self._load_adapters()
 
     @property
@@ -248,6 +248,10 @@ class VllmGenerator:
     def flush_cache(self) -> None:
         """Drop the cached blocks that no request reads."""
         self._core.reset_prefix_cache()
+        # vLLM tells of it in its next step, which an idle node does not run.
+        events = self._scheduler.kv_cache_manager.take_events()
+        if events:
+            self._publisher.publish(EventBatch(ts=time.time(), events=events))
 
     def close(self) -> None:
         """End vLLM's workers and all links."""
