@@ -19,6 +19,7 @@ Int64s = NDArray[np.int64]
 
 # Below this number of rows, single copies are as fast as a block.
 LEAST_ROWS = 4
+MANY_COPIES = 10_000
 
 
 class Block(NamedTuple):
@@ -342,10 +343,12 @@ def _slices(
         offsets(destination, runs.destination_page, runs.destination_slot, to),
         np.outer(runs.num_tokens, sizes).ravel(),
     )
-    # Looking for neighbours among hundreds of thousands of copies costs more than a few of them: rows lie alike in all
-    # runs, so that the first tell.
+    # Looking for neighbours among very many copies costs more than a few of them: rows lie alike in all runs, so that
+    # the first tell.
     sample = plan[: 4 * len(from_.plane)]
-    return _merged(plan) if 2 * len(_merged(sample)) <= len(sample) else plan
+    if len(plan) > MANY_COPIES and 2 * len(_merged(sample)) > len(sample):
+        return plan
+    return _merged(plan)
 
 
 def _is_one(values: Int64s) -> bool:
