@@ -230,6 +230,12 @@ def test_a_prompt_that_can_never_run_is_refused(tiny_model, prompt, error):
         engine.submit(ask(prompt))
 
 
+def test_a_request_for_an_adapter_is_refused(tiny_model):
+    engine = make_engine(tiny_model("llama"))
+    with pytest.raises(InvalidRequest, match="adapters"):
+        engine.submit(msgspec.structs.replace(ask([5]), adapter="sql"))
+
+
 def test_a_full_line_is_answered_with_overload(tiny_model):
     engine = make_engine(tiny_model("llama"), max_waiting_requests=1)
     engine.submit(ask([5]))

@@ -228,6 +228,12 @@ async def test_the_routers_chat_template_replaces_that_of_the_nodes():
         assert setup.backend.model().tokenizer.render_chat([{}, {}]) == "2"
 
 
+async def test_clients_may_name_the_adapters_that_the_nodes_have():
+    nodes = [FakeNode(role, model=model_info(adapters=["sql"])) for role in ("prefill", "decode")]
+    async with cluster(prefills=nodes[:1], decodes=nodes[1:]) as setup:
+        assert setup.backend.model().adapters == ("sql",)
+
+
 @pytest.mark.parametrize("taken", ["auto", "none"])
 async def test_sampling_defaults_are_those_of_the_nodes_unless_the_router_takes_none(taken):
     told = SamplingDefaults(temperature=0.25, top_k=7)

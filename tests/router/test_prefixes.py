@@ -1,9 +1,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.router.policy import Asked
 from tandem.router.prefixes import NOTHING_CACHED, PrefixIndex, PromptBlocks
 from tandem.wire.messages import CacheReport
 from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS, PrefixJournal, block_names, pack_names
+from tests.router.fake_node import request
 
 EPOCH = 1
 
@@ -97,6 +99,18 @@ def test_a_prompt_shares_blocks_up_to_its_first_other_token_and_none_with_anothe
     assert len(set(names)) == 4
     assert [a == b for a, b in zip(names, others, strict=True)] == [True, True, False, False]
     assert not set(names) & set(block_names(prompt, "tenant"))
+
+
+def test_a_request_is_looked_for_under_its_salt_and_its_adapter():
+    prompt = [i % 97 for i in range(2 * BLOCK_TOKENS + 1)]
+    for scope in ({}, {"adapter": "a"}, {"cache_salt": "a"}, {"adapter": "a", "cache_salt": "b"}):
+        asked = request(prompt, **scope)
+        names = list(Asked.of(asked).prompt.names)
+        assert names == block_names(prompt, asked.prefix_scope)
+        others = [
+            block_names(prompt, other) for other in ("", "a", "b") if other != asked.prefix_scope
+        ]
+        assert not any(set(names) & set(other) for other in others)
 
 
 def test_a_prompt_shorter_than_a_block_is_cached_nowhere():
