@@ -1,3 +1,5 @@
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -24,6 +26,19 @@ def view_of(order: str, memory: torch.Tensor) -> torch.Tensor:
     return memory.view(NUM_BLOCKS, NUM_LAYERS, SIZE).permute(1, 0, 2)
 
 
+def mapped_by_malloc(num_bytes: int) -> torch.Tensor:
+    """Return zeros in a mapping of their own, which begin a few bytes behind its start.
+
+    Above 32 MiB malloc asks the system for one, unless a free piece of the heap is as large.
+    """
+    end_of_heap = ctypes.CDLL(None).sbrk
+    end_of_heap.restype = ctypes.c_void_p
+    in_heap = [torch.zeros(num_bytes, dtype=torch.uint8)]
+    while in_heap[-1].data_ptr() < end_of_heap(0):
+        in_heap.append(torch.zeros(num_bytes, dtype=torch.uint8))
+    return in_heap.pop()
+
+
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("to_order", ["layers", "blocks"])
 @pytest.mark.parametrize("from_order", ["layers", "blocks"])
@@ -44,9 +59,8 @@ def test_blocks_are_copied_into_the_blocks_meant_and_nowhere_else(from_order, to
 
 
 def test_a_pool_large_enough_for_pages_of_its_own_is_shared_from_where_it_begins():
-    # Above 32 MiB malloc always takes a mapping of its own from the system, and begins a few bytes behind its start.
     num_blocks = (1 << 26) // SIZE
-    memory = torch.zeros(num_blocks * SIZE, dtype=torch.uint8)
+    memory = mapped_by_malloc(num_blocks * SIZE)
     caches = Caches(
         memory, Blocks(num_blocks, PAGE, [Piece("a", 0, SIZE, SIZE)], True), is_shared=True
     )
