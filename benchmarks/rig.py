@@ -2,7 +2,10 @@
 
 import argparse
 import contextlib
+import datetime as dt
 import os
+import platform
+import re
 import signal
 import socket
 import subprocess
@@ -10,13 +13,18 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+
+from tandem.node.machine import cpu_flags
 
 # The first start converts the model and may compile, which takes minutes on two cores.
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
+# Instruction sets that matrix products are written for.
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 # With two cores or more, the server under measurement gets core 0; everything else gets the others.
 NUM_CORES = os.cpu_count() or 1
 OWN_CORE, OTHER_CORES = ("0", f"1-{NUM_CORES - 1}") if NUM_CORES > 1 else ("", "")
@@ -36,7 +44,7 @@ def parse(
     quick: Mapping[str, object],
     argv: Sequence[str] | None = None,
 ) -> argparse.Namespace:
-    """Add `--quick` to the parser, and parse the command line.
+    """Add `--quick` to the parser, parse the command line, and print on which machine this runs.
 
     Args:
         quick: Values that `--quick` sets, by destination.
@@ -45,7 +53,22 @@ def parse(
     args = parser.parse_args(argv)
     if args.quick:
         vars(args).update(quick)
+    print(machine(cpu_flags()), flush=True)
     return args
+
+
+def machine(flags: Set[str]) -> str:
+    """Return `machine: CORES of CPU, INSTRUCTIONS; VERSIONS; DATE`: what figures depend on.
+
+    Args:
+        flags: The CPU's, as /proc/cpuinfo names them.
+    """
+    names = re.findall(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    kinds = [flag for flag in INSTRUCTIONS if flag in flags]
+    cpu = ", ".join([names[0] if names else platform.machine(), *kinds])
+    versions = f"Python {platform.python_version()}, torch {metadata.version('torch')}"
+    today = dt.datetime.now(dt.UTC).date()
+    return f"machine: {NUM_CORES} x {cpu}; {versions}; {today}"
 
 
 def result(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import roofline
-from benchmarks.rig import result
+from benchmarks.rig import machine, result
 
 LINE = re.compile(r"result: \S+ \S+ \S+ \(goal \S+\) (reached|short)")
 
@@ -17,7 +17,14 @@ LINE = re.compile(r"result: \S+ \S+ \S+ \(goal \S+\) (reached|short)")
 def test_a_benchmark_ends_with_its_result():
     command = [sys.executable, "-m", "benchmarks.step_overhead", "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert LINE.fullmatch(done.stdout.splitlines()[-1])
+    first, *_, last = done.stdout.splitlines()
+    assert first.startswith("machine: ")
+    assert LINE.fullmatch(last)
+
+
+def test_the_machine_line_names_the_instructions_that_matrix_products_use():
+    assert ", avx2, avx512_bf16; Python 3" in machine({"fpu", "avx512_bf16", "avx2"})
+    assert "avx" not in machine({"fpu"})
 
 
 @pytest.mark.parametrize(
