@@ -334,7 +334,7 @@ def main() -> None:
     add("--verify-kv", choices=["off", "sample", "always"], default="sample", help="checksums")
     add("--decode", nargs=3, help=argparse.SUPPRESS)
     quick = {"tokens": [1024], "chunk": [2048], "transport": ["shm"], "rounds": 1}
-    args = parse(parser, quick)
+    args = parse(parser, quick, far_ends=("decode",))
     logs.configure("error", "console", role="benchmark")
     sys.setswitchinterval(SWITCH_S)
     if args.decode:

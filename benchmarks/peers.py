@@ -173,7 +173,7 @@ def main() -> None:
     add("--output-tokens", type=int, default=64, help="generated for each prompt")
     add("--rounds", type=int, default=2, help="how often both are measured, turn about")
     add("--proxy", nargs=3, help=argparse.SUPPRESS)
-    args = parse(parser, {"streams": [1], "output_tokens": 8, "rounds": 1})
+    args = parse(parser, {"streams": [1], "output_tokens": 8, "rounds": 1}, far_ends=("proxy",))
     if args.proxy:
         prefill, decode, port = args.proxy
         asyncio.run(proxy(prefill, decode, int(port)))

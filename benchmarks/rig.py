@@ -43,17 +43,21 @@ def parse(
     parser: argparse.ArgumentParser,
     quick: Mapping[str, object],
     argv: Sequence[str] | None = None,
+    *,
+    far_ends: Sequence[str] = (),
 ) -> argparse.Namespace:
     """Add `--quick` to the parser, parse the command line, and print on which machine this runs.
 
     Args:
         quick: Values that `--quick` sets, by destination.
+        far_ends: Destinations of options by which the benchmark runs processes of its own, which do not print it.
     """
     parser.add_argument("--quick", action="store_true", help="smoke test; the figures mean nothing")
     args = parser.parse_args(argv)
     if args.quick:
         vars(args).update(quick)
-    print(machine(cpu_flags()), flush=True)
+    if not any(getattr(args, name) for name in far_ends):
+        print(machine(cpu_flags()), flush=True)
     return args
 
 

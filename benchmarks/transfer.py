@@ -292,7 +292,7 @@ def main() -> None:
     add("--rounds", type=int, default=7, help="rounds of every case")
     add("--listen", nargs=2, metavar=("NAME", "BYTES"), help=argparse.SUPPRESS)
     add("--drain", nargs=2, metavar=("PORT", "BYTES"), help=argparse.SUPPRESS)
-    args = parse(parser, {"size_mib": 64, "rounds": 2})
+    args = parse(parser, {"size_mib": 64, "rounds": 2}, far_ends=("listen", "drain"))
     if args.drain:
         drain(int(args.drain[0]), int(args.drain[1]))
     elif args.listen:

@@ -101,7 +101,7 @@ def main() -> int:
     parser.add_argument("--size-mib", type=int, default=1024, help="moved in each round")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of every case")
     parser.add_argument("--listen", type=int, metavar="BYTES", help=argparse.SUPPRESS)
-    args = parse(parser, {"size_mib": 64, "rounds": 3})
+    args = parse(parser, {"size_mib": 64, "rounds": 3}, far_ends=("listen",))
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA GPU, and torch finds none here.", file=sys.stderr)
         return 2
