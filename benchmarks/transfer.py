@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ import numpy as np
 from benchmarks.rig import parse, parser_of, result
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports.base import Connection, Pool, TransportConfig
+from tandem.kvtransfer.transports.base import Pool, TransportConfig
 from tandem.kvtransfer.transports.registry import transports
 from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
@@ -214,8 +214,8 @@ def check(far: FarEnd, plan: CopyPlan, source: MemoryRegion, expected: MemoryReg
 Samples = dict[tuple[str, str], list[Sample]]
 
 
-def run(size_bytes: int, num_rounds: int) -> tuple[Samples, float]:
-    """Return the samples of each (transport, pattern), and the latency of a page over shm in µs."""
+def run(size_bytes: int, num_rounds: int) -> tuple[Samples, dict[str, float]]:
+    """Return the samples of each (transport, pattern), and the µs that a page takes over shm and by memcpy."""
     pool_bytes = size_bytes + size_bytes // 2
     plans = make_plans(size_bytes, pool_bytes)
     samples: Samples = {}
@@ -247,25 +247,33 @@ def run(size_bytes: int, num_rounds: int) -> tuple[Samples, float]:
         for far in far_ends.values():
             far.go_on()
             check(far, plans["scattered"], source, here)
-        latency_us = page_latency_us(far_ends["shm"].connection, pool_bytes // PAGE_BYTES)
+        page_us = one_page_us(
+            {
+                "shm": partial(far_ends["shm"].connection.write, ROOM),
+                "memcpy": partial(copy_here, source=source, destination=here),
+            },
+            pool_bytes // PAGE_BYTES,
+        )
         for far in far_ends.values():
             far.close()
         bare.close()
-    return samples, latency_us
+    return samples, page_us
 
 
-def page_latency_us(connection: Connection, num_pages: int) -> float:
-    """Return the median microseconds to push one page, a different page each time."""
-    took_s = []
+def one_page_us(ways: Mapping[str, Callable[[CopyPlan], None]], num_pages: int) -> dict[str, float]:
+    """Return the median microseconds in which each way copies one page, a different page each time."""
+    took_s: dict[str, list[float]] = {name: [] for name in ways}
     for index in range(NUM_LATENCIES):
         at = np.array([index % num_pages * PAGE_BYTES], np.int64)
-        start_s = time.perf_counter()
-        connection.write(ROOM, CopyPlan(at, at, np.array([PAGE_BYTES], np.int64)))
-        took_s.append(time.perf_counter() - start_s)
-    return statistics.median(took_s) * 1e6
+        plan = CopyPlan(at, at, np.array([PAGE_BYTES], np.int64))
+        for name, copy in ways.items():
+            start_s = time.perf_counter()
+            copy(plan)
+            took_s[name].append(time.perf_counter() - start_s)
+    return {name: statistics.median(times) * 1e6 for name, times in took_s.items()}
 
 
-def report(samples: Samples, latency_us: float) -> None:
+def report(samples: Samples, page_us: Mapping[str, float]) -> None:
     rates = {
         case: statistics.median(each.gigabytes_per_s for each in rounds)
         for case, rounds in samples.items()
@@ -280,7 +288,8 @@ def report(samples: Samples, latency_us: float) -> None:
         return min(rates[ours, each] / rates[theirs, each] for each in PATTERNS)
 
     print(result("tcp_vs_socket", worst("tcp", "socket"), 0.95))
-    print(result("shm_page_latency_us", latency_us, 200, "us", is_lower_better=True))
+    print(f"one page: {page_us['shm']:.0f} us over shm, {page_us['memcpy']:.0f} by memcpy")
+    print(result("shm_page_latency_us", page_us["shm"], 200, "us", is_lower_better=True))
     print(result("shm_vs_memcpy", worst("shm", "memcpy"), 0.8))
 
 

@@ -105,6 +105,9 @@ class CopyPlan:
 
         No single copy in them is larger than `max_bytes`.
         """
+        if len(self) <= max_copies and 0 < self.total_bytes <= max_bytes:
+            yield self
+            return
         small = self._chopped(max_bytes)
         filled = np.cumsum(small.size_bytes) - small.size_bytes  # bytes before each copy
         group = filled // max_bytes

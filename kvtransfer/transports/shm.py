@@ -313,18 +313,17 @@ class ControlConnection(ABC):
     def write(self, room: Room, plan: CopyPlan) -> None:
         """Copy batch by batch, each under the lock."""
         check_bounds(self._source_bytes, plan.source_offset, plan.size_bytes)
-        check_bounds(self._pool_bytes, plan.destination_offset, plan.size_bytes)
         for batch in plan.batches(BATCH_BYTES, BATCH_COPIES):
             with self.turn(room, batch):
                 self._copy(batch)
 
     @contextmanager
     def turn(self, room: Room, batch: CopyPlan) -> Iterator[None]:
-        """Hold the lock while one batch, whose copies lie inside the pool, is copied.
+        """Hold the lock while one batch is copied.
 
         Raises:
             PeerLost: The connection is closed, or the owner has fenced it or died.
-            TransferRefused: The pages are not this room's.
+            TransferRefused: The pages are not this room's, or not in the pool.
         """
         with self._mutex:
             if self._is_closed:
