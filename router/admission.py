@@ -26,8 +26,8 @@ from tandem.router.policy import ClusterSnapshot, NodeSnapshot, in_use, usable_f
 from tandem.wire.errors import DeadlinePassed, Overloaded
 from tandem.wire.generation import GenerateRequest
 
-# A count of places is used for this long: counting takes some microseconds a node, so at most a tenth of the time.
-COUNT_S_PER_NODE = 0.000_05
+# A count of places is used for this long: counting takes some microseconds a node, so at most a fiftieth of the time.
+COUNT_S_PER_NODE = 0.000_1
 # Of a prefill's work, in its hands: more than one forward and the time between two loads, so that it never waits for
 # the router. Anything beyond would only wait there, and out of order.
 PREFILL_LINE_S = 0.5

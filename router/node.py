@@ -298,7 +298,10 @@ class Node:
             self.trouble.set()
         elif self.is_admitted and self.load.is_draining:
             self.note_draining()
-        self.changed()
+        seen, is_at_rest = self._snapshot, not (self.in_flight_requests or self._own_tokens)
+        # Of hundreds of nodes most are at rest, and report every half second what they reported before.
+        if not (seen and is_at_rest and seen.load == self.load and seen.is_up == self.is_up):
+            self.changed()
 
     def check(self, info: NodeInfo) -> None:
         """Refuse what is no usable node; take the role that it reports. Raises `NodeUnusable`."""

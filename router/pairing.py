@@ -249,13 +249,16 @@ def _cheapest_by_zone(
     nodes: Sequence[NodeSnapshot], costs: Sequence[float], turn: int
 ) -> list[tuple[float, NodeSnapshot]]:
     """Return the cheapest node of each zone with its cost; of equals, the first from `turn` on."""
-    found: dict[str, tuple[float, NodeSnapshot]] = {}
     first = turn % len(nodes)
+    if len({node.zone for node in nodes}) == 1:
+        cost = min(costs)
+        index = costs.index(cost, first if cost in costs[first:] else 0)
+        return [(cost, nodes[index])]
+    found: dict[str, tuple[float, NodeSnapshot]] = {}
     in_turn = zip((*costs[first:], *costs[:first]), (*nodes[first:], *nodes[:first]), strict=True)
     for cost, node in in_turn:
-        zone = node.zone
-        if zone not in found or cost < found[zone][0]:
-            found[zone] = (cost, node)
+        if node.zone not in found or cost < found[node.zone][0]:
+            found[node.zone] = (cost, node)
     return list(found.values())
 
 

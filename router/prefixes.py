@@ -185,6 +185,8 @@ class PromptBlocks:
             if index is not None and len(index):
                 self._found |= index.leading(self.names)
             self._looked_in.add(index)
+        if not self._found:
+            return [0] * len(lives)
         get = self._found.get
         return [get(life, 0) * BLOCK_TOKENS for life in lives]
 
