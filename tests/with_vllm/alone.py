@@ -37,7 +37,7 @@ def answer(prompt_ids, sampling):
     if "logit_bias" in sampling:
         bias = {int(token): value for token, value in sampling["logit_bias"].items()}
         sampling = sampling | {"logit_bias": bias}
-    defaults = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 24, "detokenize": False}
+    defaults = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     params = SamplingParams(**defaults | sampling)
     [result] = llm.generate(
         [{"prompt_token_ids": prompt_ids}], params, use_tqdm=False, lora_request=lora

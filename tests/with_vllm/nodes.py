@@ -19,6 +19,8 @@ from tandem.up import free_ports
 
 HERE = Path(__file__).parent
 START_S = 240
+NUM_NEW = 16
+"""Tokens of an answer, unless a test asks for more."""
 # One core for each node, as many threads in vLLM alone: so that both add in the same order.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -177,7 +179,7 @@ class Cluster:
 
     def generate(self, prompt_ids, adapter=None, **sampling):
         """Return the token ids of an answer."""
-        params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 24} | sampling
+        params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": NUM_NEW} | sampling
         asked = {"input_ids": prompt_ids, "sampling_params": params, "lora_path": adapter}
         status, body = post(f"{self.url}/generate", asked)
         assert status == 200, body
@@ -234,7 +236,7 @@ def alone(model: Path, asked: list, directory: Path, *vllm_flags: str) -> list:
         asked: (prompt ids, sampling parameters in vLLM's words) of each; `adapter` is the path of one.
     """
     question, answer = directory / "asked.json", directory / "answered.json"
-    question.write_text(json.dumps(asked))
+    question.write_text(json.dumps([(ids, {"max_tokens": NUM_NEW} | how) for ids, how in asked]))
     words = [str(HERE / "alone.py"), str(model), str(question), str(answer), *vllm_flags]
     done = subprocess.run(
         [sys.executable, *words],
@@ -257,7 +259,7 @@ def check_answers(cluster: Cluster, asked: list, expected: list, *, is_exact_at_
     at_once = cluster.generate_all(asked)
     if is_exact_at_once:
         assert at_once == expected[: len(asked)]
-    assert all(len(answer) == 24 for answer in at_once)
+    assert all(len(answer) == NUM_NEW for answer in at_once)
     cluster.wait_free()
     assert all(node.load["pushed_bytes"] for node in cluster.prefills)
     assert all(node.load["received_bytes"] for node in cluster.decodes)

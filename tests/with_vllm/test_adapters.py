@@ -3,7 +3,7 @@
 import random
 
 from tests.with_vllm.models import adapter, embedded
-from tests.with_vllm.nodes import Cluster, alone, get, post
+from tests.with_vllm.nodes import NUM_NEW, Cluster, alone, get, post
 
 FLAGS = ("--max-model-len", "1024", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
 
@@ -28,7 +28,7 @@ def test_adapters_answer_apart_as_in_vllm_alone_and_share_no_prefix(tmp_path, ca
         assert [cluster.generate(ids, adapter=name) for ids, name in turns] == expected
         models = get(f"{cluster.url}/v1/models")[1]["data"]
         assert [each["id"] for each in models][1:] == ["sql", "law"]
-        body = {"model": "law", "prompt": asked[1], "max_tokens": 24, "temperature": 0}
+        body = {"model": "law", "prompt": asked[1], "max_tokens": NUM_NEW, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True}
         status, answer = post(f"{cluster.url}/v1/completions", body)
         assert (status, answer["model"]) == (200, "law")

@@ -19,7 +19,7 @@ NUM_ROUNDS, NUM_AT_ONCE, NUM_USES = 20, 5, 200
 POOL = ("--num-gpu-blocks-override", "40", "--no-enable-prefix-caching")
 WAIT_S = 0.3
 # Its workers spin while they wait, so that it is slow where cores are few.
-NIXL_LIMIT_S = 60.0
+NIXL_LIMIT_S = 30.0
 
 
 def make_prompt(rng):
