@@ -2,12 +2,15 @@
 
 The transport writes nothing, so that what is measured is what every transport pays. A page is 2 MiB at 16 tokens
 (Llama-3-8B in bf16: 32 layers, 8 KV heads). Prompts are pushed as a whole, and layer by layer as a forward
-reports them.
+reports them, which computes as many bytes a second as the link carries.
 
-    python -m benchmarks.data_path [--pages 1000] [--rounds 9] [--quick]
+    python -m benchmarks.data_path [--pages 1000] [--rounds 9] [--link-gbs 50] [--quick]
 
 Both ends are in one process, whose CPU time all threads share; what an idle process uses is subtracted. The table shows
 medians in milliseconds of CPU per GB.
+
+A second table has prompts pushed layer by layer over an adapter that moves bytes at a given rate by itself, as RDMA does: which
+share of the time between the first byte and the last it is busy, with one write under way at a time and with several.
 """
 
 import statistics
@@ -21,19 +24,28 @@ from benchmarks.rig import parse, parser_of, result
 from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.events import Granted, Landed, PushDone
 from tandem.kvtransfer.layout import KVLayout
-from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.plan import CopyPlan, Int64s
 from tandem.kvtransfer.push_room import PageRun
 from tandem.kvtransfer.receiver import DecodeAgent
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.sharding import Shard
-from tandem.kvtransfer.transports.base import Admission, PeerKey, Pool, new_peer_key
+from tandem.kvtransfer.transports.base import (
+    Admission,
+    Connection,
+    PeerKey,
+    Pool,
+    Transport,
+    new_peer_key,
+)
+from tandem.kvtransfer.transports.one_sided import OneSidedConnection, Places
 from tandem.wire.channel import Waker, wait
 from tandem.wire.generation import Room, new_epoch, new_room
 from tandem.wire.hand_off import TransportOffer
 
 LAYERS, HEADS, HEAD_DIM, ITEMSIZE = 32, 8, 128, 2
 PATIENCE_S = 120.0
+TOKEN = 7
 
 
 class NullConnection:
@@ -48,6 +60,75 @@ class NullConnection:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+class Adapter:
+    """A sending end that moves bytes at a rate by itself, one write after the other, and none really.
+
+    Attributes:
+        busy_s: How long it moved bytes.
+        first_s, last_s: When it began, and will have ended.
+    """
+
+    def __init__(self, gb_per_s: float) -> None:
+        self._bytes_per_s = gb_per_s * 1e9
+        self._ends_s: list[float] = [0.0]
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self.busy_s, self.first_s, self.last_s = 0.0, 0.0, 0.0
+
+    def read(self, address: int, into: Int64s) -> int:
+        """Read the token, at once."""
+        into[:] = TOKEN
+        return 0
+
+    def writes(self, plan: CopyPlan) -> Iterator[int]:
+        """Begin to move the bytes of a plan when those before it have been moved."""
+        now_s, took_s = time.perf_counter(), plan.total_bytes / self._bytes_per_s
+        self.first_s = self.first_s or now_s
+        self.busy_s += took_s
+        self.last_s = max(now_s, self.last_s) + took_s
+        self._ends_s.append(self.last_s)
+        yield len(self._ends_s) - 1
+
+    def is_done(self, transfer: int) -> bool:
+        """Tell whether the time of a write is over."""
+        return time.perf_counter() >= self._ends_s[transfer]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class AdapterTransport:
+    """A transport over adapters.
+
+    Args:
+        posts: Whether several writes may be under way.
+    """
+
+    name = "null"
+
+    def __init__(self, gb_per_s: float, *, posts: bool) -> None:
+        self.adapter, self._posts = Adapter(gb_per_s), posts
+
+    def listen(self, pool: Pool) -> "NullListener":
+        """Return the receiving end."""
+        return NullListener()
+
+    def connect(self, offer: TransportOffer, region: MemoryRegion) -> Connection:
+        """Return the sending end."""
+        places = Places(pool_address=1, pool_bytes=1 << 40, token_address=1, token=TOKEN)
+        connection = OneSidedConnection(places, region, lambda _token: self.adapter, 2)
+        return connection if self._posts else Blocking(connection)
+
+
+class Blocking:
+    """A connection that waits for each write."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.write, self.close = connection.write, connection.close
 
 
 class NullListener:
@@ -123,9 +204,9 @@ def layout_of(num_pages: int, page_size: int, tp: int) -> KVLayout:
 class Ends:
     """The agents of all ranks of two nodes."""
 
-    def __init__(self, case: Case, num_pages: int, ending: ExitStack) -> None:
+    def __init__(self, case: Case, num_pages: int, ending: ExitStack, transport: Transport) -> None:
         self.waker = Waker()
-        self.case, self.transport = case, NullTransport()
+        self.case, self.transport = case, transport
         ports: list[int] = []
         self.prefills: list[PrefillAgent] = []
         for rank in reversed(range(case.prefill_tp)):
@@ -164,8 +245,8 @@ class Ends:
             ending.callback(agent_of_decode.close)
             self.decodes.append(agent_of_decode)
 
-    def hand_off(self, num_pages: int, *, by_layer: bool) -> None:
-        """Hand one prompt off."""
+    def hand_off(self, num_pages: int, layer_s: float | None = None) -> None:
+        """Hand one prompt off: layer by layer, if a forward takes so many seconds for each."""
         room, pages = new_room(), range(num_pages * 16 // self.case.prefill_page)
         granted = list(range(num_pages * 16 // self.case.decode_page))
         for decode in self.decodes:
@@ -173,11 +254,16 @@ class Ends:
         for prefill in self.prefills:
             prefill.expect(room)
         self._until(Granted, self.prefills)
-        for prefill in self.prefills:
-            if by_layer:
-                wrote = prefill.push_by_layer([PageRun(room, pages, 0)])
-                for layer in range(LAYERS):
+        if layer_s is not None:
+            forwards = [
+                prefill.push_by_layer([PageRun(room, pages, 0)]) for prefill in self.prefills
+            ]
+            began_s = time.perf_counter()
+            for layer in range(LAYERS):
+                time.sleep(max(0.0, began_s + (layer + 1) * layer_s - time.perf_counter()))
+                for wrote in forwards:
                     wrote(layer)
+        for prefill in self.prefills:
             prefill.push(room, pages, 0)
             prefill.finish(room, 1, 0)
         self._until(PushDone, self.prefills)
@@ -195,20 +281,39 @@ class Ends:
                 wait([], 1.0, self.waker)
 
 
-def measure(case: Case, num_pages: int, rounds: int, *, by_layer: bool) -> float:
+def bytes_of(num_pages: int) -> int:
+    """Return the bytes of so many pages of 16 tokens."""
+    return num_pages * 16 * LAYERS * 2 * HEADS * HEAD_DIM * ITEMSIZE
+
+
+def measure(case: Case, num_pages: int, rounds: int, layer_s: float | None = None) -> float:
     """Return the median of the CPU milliseconds per GB of one case."""
-    gigabytes = num_pages * 16 * LAYERS * 2 * HEADS * HEAD_DIM * ITEMSIZE / 1e9
     with ExitStack() as ending:
-        ends = Ends(case, num_pages, ending)
-        ends.hand_off(num_pages, by_layer=by_layer)  # links come up
+        ends = Ends(case, num_pages, ending, NullTransport())
+        ends.hand_off(num_pages, layer_s)  # links come up
         idle = idle_cpu()
         samples = []
         for _ in range(rounds):
             began, cpu = time.monotonic(), time.process_time()
-            ends.hand_off(num_pages, by_layer=by_layer)
+            ends.hand_off(num_pages, layer_s)
             used = time.process_time() - cpu - idle * (time.monotonic() - began)
-            samples.append(1000 * used / gigabytes)
+            samples.append(1000 * used / (bytes_of(num_pages) / 1e9))
     return statistics.median(samples)
+
+
+def busy_share(num_pages: int, rounds: int, gb_per_s: float, *, posts: bool) -> float:
+    """Return the median share of the time in which an adapter is busy while a prompt is pushed by layer."""
+    transport = AdapterTransport(gb_per_s, posts=posts)
+    layer_s = bytes_of(num_pages) / LAYERS / gb_per_s / 1e9
+    with ExitStack() as ending:
+        ends = Ends(CASES[0], num_pages, ending, transport)
+        shares = []
+        for _ in range(rounds + 1):
+            transport.adapter.reset()
+            ends.hand_off(num_pages, layer_s)
+            adapter = transport.adapter
+            shares.append(adapter.busy_s / (adapter.last_s - adapter.first_s))
+    return statistics.median(shares[1:])
 
 
 def idle_cpu() -> float:
@@ -218,16 +323,24 @@ def idle_cpu() -> float:
     return (time.process_time() - cpu) / (time.monotonic() - began)
 
 
-def lines(num_pages: int, rounds: int) -> Iterator[str]:
-    """Measure all cases; yield the table, then the results."""
+def lines(num_pages: int, rounds: int, gb_per_s: float) -> Iterator[str]:
+    """Measure all cases; yield the tables, then the results."""
     yield f"{num_pages} pages of 16 tokens, ms of CPU per GB of both ends together"
     yield f"{'':18}{'whole':>10}{'by layer':>10}"
-    figures = {}
+    figures, layer_s = {}, bytes_of(num_pages) / LAYERS / gb_per_s / 1e9
     for case in CASES:
-        whole = measure(case, num_pages, rounds, by_layer=False)
-        layers = measure(case, num_pages, rounds, by_layer=True)
+        whole = measure(case, num_pages, rounds)
+        layers = measure(case, num_pages, rounds, layer_s)
         figures[case.name] = whole, layers
         yield f"{case.name:18}{whole:10.2f}{layers:10.2f}"
+    yield f"an adapter of {gb_per_s:g} GB/s is busy"
+    yield f"{'':18}{'one write':>10}{'several':>10}"
+    shares = []
+    for pages in (num_pages // 16, num_pages):
+        one, several = (busy_share(pages, rounds, gb_per_s, posts=posts) for posts in (False, True))
+        shares.append(several)
+        yield f"{f'{pages * 16:,} tokens':18}{one:10.2f}{several:10.2f}"
+    yield result("data_path_link_busy", min(shares), 0.95)
     equal_whole, equal_layers = figures.pop(CASES[0].name)
     whole, layers = map(max, zip(*figures.values(), strict=True))
     yield result("data_path_whole", equal_whole, 1.0, "ms/GB", is_lower_better=True)
@@ -240,8 +353,9 @@ def main() -> None:
     parser = parser_of("data_path", "CPU time of a hand-off beside the copying itself.")
     parser.add_argument("--pages", type=int, default=1000, help="pages of 16 tokens a prompt")
     parser.add_argument("--rounds", type=int, default=9, help="hand-offs of each case")
-    args = parse(parser, {"pages": 20, "rounds": 1})
-    for line in lines(args.pages, args.rounds):
+    parser.add_argument("--link-gbs", type=float, default=50.0, help="GB/s of the adapter")
+    args = parse(parser, {"pages": 32, "rounds": 1})
+    for line in lines(args.pages, args.rounds, args.link_gbs):
         print(line, flush=True)
 
 

@@ -20,10 +20,10 @@ from functools import partial
 
 from tandem.kvtransfer.control import TURN_S, ControlThread, Rhythm, Worker
 from tandem.kvtransfer.layout import KVLayout
-from tandem.kvtransfer.plan import HeadRange
+from tandem.kvtransfer.plan import CopyPlan, HeadRange
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sharding import RankPair, Shard, held_heads, pair_ranks
-from tandem.kvtransfer.transports.base import Connection, Transport
+from tandem.kvtransfer.transports.base import Connection, PostingConnection, Transport
 from tandem.kvtransfer.transports.registry import choose
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import Heartbeat, Inbox, Peer, Waker, wait
@@ -35,7 +35,7 @@ from tandem.wire.errors import (
     TransferFailed,
     TransferRefused,
 )
-from tandem.wire.generation import Epoch
+from tandem.wire.generation import Epoch, Room
 from tandem.wire.hand_off import (
     OLDEST_PROTOCOL,
     PROTOCOL,
@@ -86,7 +86,7 @@ class DecodeLink:
         heads: Those that we push to it.
         more_ports: Of the other ranks of our node that push to it, where this one knows them.
         protocol: The version that both ends speak.
-        connection: Put in by the worker.
+        connection, post: Put in by the worker; see `PostingConnection`.
     """
 
     peer: Peer
@@ -100,6 +100,20 @@ class DecodeLink:
     more_ports: list[int]
     protocol: int
     connection: Connection | None = None
+    post: Callable[[Room, CopyPlan], Callable[[], None]] | None = None
+
+    def connect(self, connection: Connection) -> None:
+        """Write through this connection from now on."""
+        self.connection = connection
+        self.post = connection.post if isinstance(connection, PostingConnection) else None
+
+    def write(self, room: Room, plan: CopyPlan) -> Callable[[], None] | None:
+        """Write in the worker; return what waits for the end, if the write goes on by itself."""
+        if self.post is not None:
+            return self.post(room, plan)
+        assert self.connection is not None
+        self.connection.write(room, plan)
+        return None
 
     def hang_up(self) -> None:
         """Close the connection, if there is one. Any thread may call it, and twice."""
@@ -220,7 +234,8 @@ class BootstrapPort:
         )
 
         def connect() -> str:
-            name, link.connection = choose(hello.offers, self._end.transports, self._end.region)
+            name, connection = choose(hello.offers, self._end.transports, self._end.region)
+            link.connect(connection)
             return name
 
         worker.submit(connect, partial(self._welcome, link), partial(self.drop, link))

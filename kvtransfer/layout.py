@@ -27,6 +27,7 @@ class Planes(NamedTuple):
         stride: Bytes in the pool from each plane of one page to that of the next. Shape (2 * num_layers,).
         num_heads: 0 for a plane that holds nothing. Shape (2 * num_layers,).
         token_bytes: Of one token in one head. Shape (2 * num_layers,).
+        layer_step: Bytes in the pool from each layer to the next; None if that depends on the layer.
     """
 
     begin: Int64s
@@ -34,6 +35,7 @@ class Planes(NamedTuple):
     stride: Int64s
     num_heads: Int64s
     token_bytes: Int64s
+    layer_step: int | None
 
 
 class Strips(NamedTuple):
@@ -215,13 +217,19 @@ def _planes(layout: KVLayout) -> Planes:
     )  # plane of the strip that each plane is in
     base = np.repeat([strip.base for strip in strips], counts) + begin[:-1] - begin[first]
     stride = np.repeat([strip.stride for strip in strips], counts)
-    return Planes(
-        begin,
-        base.astype(np.int64),
-        stride.astype(np.int64),
-        np.array(heads, np.int64),
-        token_bytes.astype(np.int64),
-    )
+    base, stride = base.astype(np.int64), stride.astype(np.int64)
+    num_heads, token_bytes = np.array(heads, np.int64), token_bytes.astype(np.int64)
+    step = _layer_step(base, np.diff(begin), stride, num_heads, token_bytes)
+    return Planes(begin, base, stride, num_heads, token_bytes, step)
+
+
+def _layer_step(base: Int64s, *alike: Int64s) -> int | None:
+    """Return the bytes from each layer to the next, if those are equal and the layers are alike."""
+    steps = base[2:] - base[:-2]
+    is_alike = all((each[2:] == each[:-2]).all() for each in alike)
+    if not is_alike or (len(steps) and (steps != steps[0]).any()):
+        return None
+    return int(steps[0]) if len(steps) else 0
 
 
 def _begins(layout: KVLayout) -> Int64s:

@@ -116,6 +116,11 @@ class CopyPlan:
             for first in range(begin, end, max_copies):
                 yield small[first : min(first + max_copies, end)]
 
+    def shifted(self, source_bytes: int, destination_bytes: int) -> "CopyPlan":
+        """Return the same copies so much further on at both ends."""
+        source, destination = self.source_offset + source_bytes, self.destination_offset
+        return CopyPlan(source, destination + destination_bytes, self.size_bytes)
+
     def _chopped(self, max_bytes: int) -> "CopyPlan":
         pieces = -(-self.size_bytes // max_bytes)
         if not len(self) or pieces.max() == 1:
@@ -198,6 +203,7 @@ class Route:
         )
         self._whole = _Runs(*(column[is_whole] for column in runs))
         self._parts = _Runs(*(column[~is_whole] for column in runs))
+        self._before: tuple[range, CopyPlan] | None = None
 
     def copies(self, layers: range | None = None) -> CopyPlan:
         """Return the copies of some layers, step 1; None means all.
@@ -207,7 +213,36 @@ class Route:
         Raises:
             ValueError: There are no such layers.
         """
-        layers = range(self._source.num_layers) if layers is None else layers
+        return self._copies(range(self._source.num_layers) if layers is None else layers)
+
+    def plans(self, layers: range, max_copies: int = MANY_COPIES) -> Iterator[CopyPlan]:
+        """Yield the same copies in plans of at most `max_copies`, or of one layer if that has more.
+
+        Many copies are planned for some layers only, and moved on to the others. A few small arrays that are used
+        again cost a tenth of large ones.
+
+        Raises:
+            ValueError: There are no such layers.
+        """
+        copies_of_layer = 2 * self._heads.num_heads * len(self._parts.num_tokens)
+        at_a_time = max(1, max_copies // max(1, copies_of_layer))
+        for first in range(layers.start, layers.stop, at_a_time):
+            plan = self._shifted(range(first, min(first + at_a_time, layers.stop)))
+            if len(plan):
+                yield plan
+
+    def _shifted(self, layers: range) -> CopyPlan:
+        """Return the copies of some layers: those of as many before, further on, where all layers are alike."""
+        here, there = self._source.planes.layer_step, self._destination.planes.layer_step
+        if self._before is not None and here is not None and there is not None:
+            before, plan = self._before
+            if len(layers) == len(before):
+                further = layers.start - before.start
+                return plan.shifted(further * here, further * there)
+        self._before = layers, self._copies(layers)
+        return self._before[1]
+
+    def _copies(self, layers: range) -> CopyPlan:
         if layers and (layers.start < 0 or layers.stop > self._source.num_layers):
             raise ValueError(f"{layers} of {self._source.num_layers} layers")
         whole = _whole_pages(self._source, self._destination, self._whole, layers)

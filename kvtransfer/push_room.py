@@ -15,7 +15,7 @@ Until it is known how many ranks of decode our heads go to, a room has one part,
 Nothing depends on `wrote`: a forward that reports no layers is pushed as a whole. No sockets here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -180,10 +180,10 @@ class PushPart:
         link: That of the grant, once there is one.
         pending: What the role asked for before the grant came.
         landed: What decode is to receive at the end, once the role has finished.
-        num_layers_pushed: Of the run of own pages that begins at this place in the prompt.
+        num_layers_computed: Of the run of own pages that begins at this token.
         own_pages: By their place in the prompt, own pages of which every layer was pushed.
-        refusal: Of one of its jobs; no other is done after that. Used by the worker alone, as are the routes of
-            pages whose first layers were pushed.
+        refusal: Of one of its jobs; no other is done after that. Used by the worker alone, as is what it notes of
+            runs whose first layers were pushed.
     """
 
     room: PushRoom
@@ -194,10 +194,11 @@ class PushPart:
     grant: Grant | None = None
     pending: list[Callable[["PushPart"], None]] = field(default_factory=list)
     landed: Landed | None = None
-    num_layers_pushed: dict[int, int] = field(default_factory=dict)
+    num_layers_computed: dict[int, int] = field(default_factory=dict)
     own_pages: dict[int, int] = field(default_factory=dict)
     refusal: TransferRefused | None = None
     pushed_bytes: int = 0
+    _num_layers_pushed: dict[int, int] = field(default_factory=dict)
     _routes: dict[int, Route] = field(default_factory=dict)
 
     def may_write(self, link: DecodeLink) -> bool:
@@ -219,33 +220,40 @@ class PushPart:
         assert self.link is not None
         return PagedTokens(self.link.layout, self.grant.page_ids, self.grant.have_tokens)
 
-    def take(self, push: Push, layout: KVLayout) -> tuple[PagedTokens, range]:
-        """Return the own pages of a push and their layers that were not pushed before."""
-        first, num_layers = push.first_page_index, layout.num_layers
-        begin = self.num_layers_pushed.get(first, 0)
-        end = num_layers if push.layers is None else push.layers.stop
-        layers = range(begin, max(begin, end))
-        self.num_layers_pushed[first] = layers.stop
-        if layers.stop == num_layers:
-            self.own_pages.update(enumerate(push.page_ids, first))
-        return PagedTokens(layout, push.page_ids, first * layout.page_size), layers
+    def take(self, push: Push, layout: KVLayout) -> PagedTokens | None:
+        """Note what is computed; return the own pages, or None if no layer of theirs is new."""
+        first = push.first_page_index * layout.page_size
+        num_layers = layout.num_layers if push.layers is None else push.layers.stop
+        if num_layers <= self.num_layers_computed.get(first, 0):
+            return None
+        self.num_layers_computed[first] = num_layers
+        if num_layers == layout.num_layers:
+            self.own_pages.update(enumerate(push.page_ids, push.first_page_index))
+        return PagedTokens(layout, push.page_ids, first)
 
-    def plan(self, own: PagedTokens, layers: range) -> CopyPlan:
-        """Return the copies for own pages: from what decode has not, to the end of its grant.
+    def plans(self, own: PagedTokens) -> Iterator[CopyPlan]:
+        """Yield the copies for own pages: from what decode has not, to the end of its grant. In the worker.
+
+        They are of all layers that are computed by now, so that a worker that is behind has fewer and larger
+        writes. There are none if earlier writes had them.
 
         Raises:
-            TransferRefused: There are no such pages or layers in the own pool.
+            TransferRefused: There are no such pages or layers in the own pool. Before the first plan.
         """
-        is_last = layers.stop == own.layout.num_layers
+        first = own.first_token
+        layers = range(self._num_layers_pushed.get(first, 0), self.num_layers_computed[first])
+        if not layers:
+            return
+        self._num_layers_pushed[first] = layers.stop
         try:
-            route = self._routes.pop(own.first_token, None) or self._route(own)
-            plan = route.copies(layers)
+            route = self._routes.pop(first, None) or self._route(own)
+            for plan in route.plans(layers):
+                self.pushed_bytes += plan.total_bytes
+                yield plan
         except ValueError as error:
             raise TransferRefused(f"cannot push: {error}") from error
-        if not is_last:
-            self._routes[own.first_token] = route
-        self.pushed_bytes += plan.total_bytes
-        return plan
+        if layers.stop != own.layout.num_layers:
+            self._routes[first] = route
 
     def _route(self, own: PagedTokens) -> Route:
         assert self.link is not None

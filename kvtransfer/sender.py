@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 from typing_extensions import override
@@ -328,20 +329,24 @@ class PrefillAgent:
                 do(part)
 
     def _write(self, part: PushPart, push: Push) -> None:
-        own, layers = part.take(push, self._end.layout)
-        if not layers:
+        if (own := part.take(push, self._end.layout)) is None:
             return  # already pushed layer by layer
 
-        def write() -> None:
-            # Planning takes seconds for a long prompt between pages of different sizes.
-            plan = part.plan(own, layers)
-            if not len(plan):
-                return  # decode has it all
+        def begin() -> Callable[[], None] | None:
             assert part.link is not None
-            assert part.link.connection is not None
-            part.link.connection.write(part.room.room, plan)
+            end = None
+            for plan in part.plans(
+                own
+            ):  # takes seconds for a long prompt between pages of different sizes
+                if end is not None:
+                    end()
+                end = part.link.write(part.room.room, plan)
+            return end
 
-        self._submit(part, write, lambda _none: None)
+        assert part.link is not None
+        part.link.worker.write(
+            partial(_unless_refused, part, begin), partial(self._write_failed, part), part.room.room
+        )
 
     def _conclude(self, part: PushPart, landed: hand_off.Landed) -> None:
         """Queue the end behind the writes: checksums, then Landed."""
@@ -359,22 +364,13 @@ class PrefillAgent:
                 log.exception("kv_checksum.failed")
                 raise TransferRefused(f"prefill cannot compute checksums: {error!r}") from error
 
-        return self._submit(part, sum_up, lambda _none: self._apply(part, Event.WRITES_DONE))
-
-    def _submit(
-        self, part: PushPart, job: Callable[[], None], then: Callable[[None], None]
-    ) -> None:
-        def do() -> None:
-            if part.refusal is not None:
-                raise part.refusal  # an earlier job failed: the room is about to be stopped
-            try:
-                job()
-            except TransferRefused as error:
-                part.refusal = error
-                raise
-
         assert part.link is not None
-        part.link.worker.submit(do, then, partial(self._write_failed, part), part.room.room)
+        return part.link.worker.submit(
+            partial(_unless_refused, part, sum_up),
+            lambda _none: self._apply(part, Event.WRITES_DONE),
+            partial(self._write_failed, part),
+            part.room.room,
+        )
 
     def _write_failed(self, part: PushPart, error: TandemError) -> None:
         if isinstance(error, TransferRefused):
@@ -460,3 +456,17 @@ class PrefillAgent:
         if (entry := self._rooms.get(room)) is not None:
             for part in list(entry.parts.values()):
                 self._apply(part, Event.ABORT_ASKED, why)
+
+
+T = TypeVar("T")
+
+
+def _unless_refused(part: PushPart, job: Callable[[], T]) -> T:
+    """Do a job of a part, in the worker, unless an earlier one was refused: the room is about to be stopped."""
+    if part.refusal is not None:
+        raise part.refusal
+    try:
+        return job()
+    except TransferRefused as error:
+        part.refusal = error
+        raise

@@ -4,9 +4,10 @@ One `LoopbackTransport` is given to both ends; offers name listeners in it.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from tandem.kvtransfer.plan import CopyPlan
@@ -41,7 +42,7 @@ class LoopbackTransport:
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
         self._faults = {fault.at_write: fault.kind for fault in faults}
         self._listeners: dict[PeerKey, LoopbackListener] = {}
-        self._num_writes = 0
+        self.num_writes = 0
         self._late: list[tuple[LoopbackConnection, Room, CopyPlan]] = []
         self._released = threading.Event()
         self.hanging = threading.Event()  # set when a write hangs, for tests to wait for
@@ -57,8 +58,8 @@ class LoopbackTransport:
         return LoopbackConnection(self, listener, peer, region)
 
     def next_fault(self) -> FaultKind | None:
-        self._num_writes += 1
-        return self._faults.get(self._num_writes - 1)
+        self.num_writes += 1
+        return self._faults.get(self.num_writes - 1)
 
     def hang(self, connection: "LoopbackConnection") -> None:
         """Block until `release` or until the connection is closed."""
@@ -158,6 +159,10 @@ class LoopbackConnection:
             case kind:
                 self.copy(room, plan, flip=int(kind == "corrupt"))
         return None
+
+    def post(self, room: Room, plan: CopyPlan) -> Callable[[], None]:
+        """Return what does the whole write: so late does a transport that posts."""
+        return partial(self.write, room, plan)
 
     def copy(self, room: Room, plan: CopyPlan, flip: int = 0) -> None:
         """Copy for real; `flip` is xored into the first byte."""

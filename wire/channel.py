@@ -402,6 +402,9 @@ class Link(Generic[In]):
         self.socket.close(linger=0)
 
 
+_WAKES = 4096  # taken at a time: most often that is all
+
+
 class Waker:
     """Interrupts `wait` from another thread. Many wakes before one `clear` count once."""
 
@@ -424,7 +427,7 @@ class Waker:
     def clear(self) -> None:
         """Forget earlier wakes. Call after `wait`, before looking at what was queued."""
         try:
-            while self._reader.recv(4096):
+            while len(self._reader.recv(_WAKES)) == _WAKES:
                 pass
         except (BlockingIOError, OSError):
             return

@@ -15,7 +15,7 @@ transport by an entry point of group `tandem.transports` that names a `Transport
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol, TypeVar
+from typing import NewType, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -169,6 +169,15 @@ class Connection(Protocol):
 
     def close(self) -> None:
         """Hang up; a write under way raises `PeerLost`. Any thread may call it, and twice."""
+        ...
+
+
+@runtime_checkable
+class PostingConnection(Connection, Protocol):
+    """A connection whose writes go on by themselves, so that several can be under way. All in one thread."""
+
+    def post(self, room: Room, plan: CopyPlan) -> Callable[[], None]:
+        """Begin what `write` does; return what waits for its end, and raises as `write` does."""
         ...
 
 

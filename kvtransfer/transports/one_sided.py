@@ -16,12 +16,14 @@ Each end has a token beside the pool, a random number that the offer names. A wr
 connects: so it knows that the owner answers, and is the one that made the offer.
 """
 
+import itertools
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Generic, Protocol, TypeVar
 
 import msgspec
@@ -202,7 +204,7 @@ class OneSidedConnection:
         places: From the offer.
         region: What is written from.
         open_end: Makes the end, around the region and the array into which it reads the token.
-        max_under_way: Transfers begun before the first of them is waited for.
+        max_under_way: Transfers of a write begun before the first of them is waited for.
 
     Raises:
         TransferRefused: Nobody answers, or another process does.
@@ -234,29 +236,34 @@ class OneSidedConnection:
             raise TransferRefused("another process answers in place of the pool's owner")
 
     def write(self, room: Room, plan: CopyPlan) -> None:
-        """Write a few transfers at a time."""
+        """Begin a write, and wait for its end."""
+        self.post(room, plan)()
+
+    def post(self, room: Room, plan: CopyPlan) -> Callable[[], None]:
+        """Begin the first transfers of a write; return what does the rest, a few at a time."""
         del room
         check_bounds(self._source.size_bytes, plan.source_offset, plan.size_bytes)
         check_bounds(self._places.pool_bytes, plan.destination_offset, plan.size_bytes)
-        with self._mutex:
-            if self._is_closed:
-                raise PeerLost("the connection is closed")
-            if len(plan):
-                self._write(plan)
-
-    def _write(self, plan: CopyPlan) -> None:
         addresses = CopyPlan(
             plan.source_offset + self._source.address,
             plan.destination_offset + self._places.pool_address,
             plan.size_bytes,
         )
-        under_way: deque[int] = deque()
-        for transfer in self._end.writes(addresses):
-            under_way.append(transfer)
-            if len(under_way) == self._max_under_way:
+        with self._mutex:
+            self._check_open()
+            rest = iter(self._end.writes(addresses) if len(plan) else ())
+            under_way = deque(itertools.islice(rest, self._max_under_way))
+        return partial(self._finish, under_way, rest)
+
+    def _finish(self, under_way: deque[int], rest: Iterator[int]) -> None:
+        with self._mutex:
+            while under_way:
                 self._wait(under_way.popleft())
-        for transfer in under_way:
-            self._wait(transfer)
+                under_way.extend(itertools.islice(rest, 1))
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise PeerLost("the connection is closed")
 
     def _wait(self, transfer: int, deadline_s: float = float("inf")) -> None:
         pace = Pace()

@@ -41,25 +41,15 @@ def test_tokens_are_equal_however_pages_leave(make_pair, transport, pushes_layer
     pair.run_until(pair.all_pages_are_back)
 
 
-class CountingTransport(LoopbackTransport):
-    """Counts its writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_writes = 0
-
-    def next_fault(self):
-        self.num_writes += 1
-        return super().next_fault()
-
-
-@pytest.mark.parametrize(("pushes_layers", "num_writes"), [(True, 3 * 3), (False, 3)])
-def test_each_layer_of_each_chunk_is_a_write_of_its_own(make_pair, pushes_layers, num_writes):
-    transport = CountingTransport()
+@pytest.mark.parametrize(("pushes_layers", "most_writes"), [(True, 3 * 3), (False, 3)])
+def test_each_chunk_leaves_in_a_write_or_in_one_for_each_layer(
+    make_pair, pushes_layers, most_writes
+):
+    transport = LoopbackTransport()
     pair = make_pair(transport, pushes_layers=pushes_layers)
     pair.start("a", prompt_of(61), max_new_tokens=2)  # chunks of 24, 24 and 13; three layers
     pair.run_until(lambda: pair.decode_answers.finishes["a"])
-    assert transport.num_writes == num_writes
+    assert 3 <= transport.num_writes <= most_writes
     pair.run_until(pair.all_pages_are_back)
 
 

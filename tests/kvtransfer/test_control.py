@@ -1,11 +1,12 @@
 """What becomes of a worker's jobs."""
 
+import contextlib
 import queue
 import threading
 
 import pytest
 
-from tandem.kvtransfer.control import ControlThread, Worker
+from tandem.kvtransfer.control import MAX_UNDER_WAY, ControlThread, Worker
 from tandem.wire.channel import wait
 from tandem.wire.errors import PeerLost, TransferFailed
 from tandem.wire.generation import Room
@@ -51,6 +52,34 @@ class Write:
 
     def hang_up(self):
         self._ended.set()
+
+
+@contextlib.contextmanager
+def held(worker):
+    """Keep a worker from its jobs while more are queued in the block."""
+    go_on = threading.Event()
+    worker.submit(lambda: go_on.wait(PATIENCE_S), lambda _none: None, fail)
+    yield
+    go_on.set()
+
+
+class Posted:
+    """Writes that are under way until they are told to end."""
+
+    def __init__(self, told):
+        self._told = told
+        self._ended = threading.Semaphore(0)
+
+    def begin(self):
+        self._told.put("begun")
+        return self._end
+
+    def _end(self):
+        assert self._ended.acquire(timeout=PATIENCE_S)
+        self._told.put("ended")
+
+    def end(self, count):
+        self._ended.release(count)
 
 
 @pytest.mark.parametrize("error", [OSError("broken"), Panic("broken"), PeerLost("broken")])
@@ -107,3 +136,53 @@ def test_a_library_that_raises_while_it_hangs_up_ends_the_thread_all_the_same(wo
     worker.close(lambda: fail(Panic("broken")))
     worker.join()
     assert not worker.is_running
+
+
+def test_a_few_writes_are_under_way_at_a_time_and_other_jobs_wait_for_all_of_them(worker, told):
+    posted = Posted(told)
+    with held(worker):
+        for _ in range(MAX_UNDER_WAY + 1):
+            worker.write(posted.begin, told.put, A)
+        worker.submit(lambda: "checked", told.put, told.put)
+        worker.write(posted.begin, told.put, B)
+    posted.end(MAX_UNDER_WAY + 2)
+    words = [told.get(timeout=PATIENCE_S) for _ in range(2 * MAX_UNDER_WAY + 5)]
+    first = ["begun"] * MAX_UNDER_WAY + ["ended", "begun"] + ["ended"] * MAX_UNDER_WAY
+    assert words[: len(first)] == first
+    # Its outcome goes through the control thread.
+    assert sorted(words[len(first) :]) == ["begun", "checked", "ended"]
+
+
+def test_a_room_is_stopped_when_all_of_its_writes_have_ended(worker, told):
+    posted = Posted(told)
+    with held(worker):
+        worker.write(posted.begin, told.put, A)
+        worker.write(posted.begin, told.put, B)
+    assert [told.get(timeout=PATIENCE_S) for _ in range(2)] == ["begun", "begun"]
+    worker.write(lambda: told.put("never"), told.put, A)
+    worker.stop(A, lambda: told.put("stopped"))
+    assert told.empty()
+    posted.end(2)
+    assert [told.get(timeout=PATIENCE_S) for _ in range(3)] == ["ended", "ended", "stopped"]
+    assert told.empty()
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_write_that_fails_is_answered_and_the_next_is_begun(worker, told, is_begun):
+    broken = lambda: fail(OSError("broken"))  # noqa: E731
+    worker.write((lambda: broken) if is_begun else broken, told.put, A)
+    assert isinstance(told.get(timeout=PATIENCE_S), TransferFailed)
+    worker.write(lambda: told.put("begun"), told.put, A)
+    worker.after(lambda: told.put("after"))
+    assert [told.get(timeout=PATIENCE_S) for _ in range(2)] == ["begun", "after"]
+
+
+def test_closing_ends_the_writes_under_way(worker, told):
+    write = Write()
+    with held(worker):
+        for _ in range(2):
+            worker.write(lambda: write, lambda error: told.put(error.message), A)
+    assert write.begun.wait(PATIENCE_S)
+    worker.close(write.hang_up)
+    assert all("hung up" in told.get(timeout=PATIENCE_S) for _ in range(2))
+    worker.join()

@@ -9,6 +9,7 @@ from tandem.kvtransfer.plan import (
     CopyPlan,
     HeadRange,
     PagedTokens,
+    Route,
     copy_blocks,
     plan_copies,
 )
@@ -131,6 +132,32 @@ def test_layers_that_differ_and_strips_are_copied_element_by_element_too(problem
     pages = sides[1].layout.places.pages(plan.destination_offset, plan.size_bytes)
     slots = [divmod(t - sides[1].first_token, sides[1].layout.page_size)[0] for t in tokens]
     assert set(pages.tolist()) == {sides[1].page_ids[i] for i in slots if layers_hold(layers)}
+
+
+@given(problems(), st.booleans(), st.integers(1, 40), st.data())
+def test_plans_of_a_few_layers_do_the_same_copies(problem, is_uneven, max_copies, data):
+    source, destination, tokens, heads = problem
+    if is_uneven:
+        heads = None
+        source, destination = (
+            side._replace(layout=data.draw(uneven(side.layout.page_size))) for side in problem[:2]
+        )
+    route = Route(source, destination, tokens, heads)
+    end = data.draw(st.integers(0, source.layout.num_layers))
+    plans = [*route.plans(range(end), max_copies)]
+    plans += route.plans(range(end, source.layout.num_layers), max_copies)
+    assert all(len(plan) for plan in plans)
+    assert bytes_of(plans) == bytes_of([route.copies()])
+
+
+def bytes_of(plans) -> dict[int, int]:
+    """Return where each byte is read from, by where it is written."""
+    return {
+        there + at: here + at
+        for plan in plans
+        for here, there, size in plan.copies()
+        for at in range(size)
+    }
 
 
 @given(problems(), st.integers(1, 500), st.integers(1, 9))

@@ -1,16 +1,17 @@
 """When prefill's agent gives pages back after a push that went wrong."""
 
+import numpy as np
 import pytest
 
 from tandem.kvtransfer import push_room
-from tandem.kvtransfer.events import Failed, Granted, Lost, Released, Safe
+from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, Released, Safe
 from tandem.wire import channel
 from tandem.wire.errors import Aborted, ConfigInvalid, PeerLost, TransferFailed, TransferRefused
 from tandem.wire.generation import Room
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import DECODE_PAGES, PROMPT_PAGES, ROOM
 from tests.loopback import Fault, LoopbackTransport
-from tests.patience import patiently
+from tests.patience import PATIENCE_S, patiently
 
 
 def test_pages_of_a_push_that_broke_come_back_only_behind_a_fence(cluster):
@@ -27,6 +28,27 @@ def test_pages_of_a_push_that_broke_come_back_only_behind_a_fence(cluster):
         cluster.transport.release()
     assert not rig.pages(decode, DECODE_PAGES).any()
     rig.serve_the_next(prefill, decode)
+
+
+def test_layers_that_were_computed_during_a_write_leave_together(cluster):
+    cluster.use(script := rig.Scripted())
+    shape = rig.layout(num_layers=4)
+    prefill, decode = rig.begin(cluster, sender={"shape": shape}, receiver={"shape": shape})
+    prefill.next(Granted)
+    script.holds["write"].begin()
+    prefill.agent.push(ROOM, PROMPT_PAGES, 0, range(1))
+    assert script.holds["write"].reached.wait(PATIENCE_S)
+    for num_layers in (2, 3, 4):
+        prefill.agent.push(ROOM, PROMPT_PAGES, 0, range(num_layers))
+    prefill.agent.finish(ROOM, first_token=9, seed=77, cached_tokens=4)
+    rig.has_turned(prefill.agent)
+    script.holds["write"].let_go()
+    decode.next(Landed)
+    assert script.num_writes == 2
+    held, landed = (
+        rig.pages(*side, shape) for side in ((prefill, PROMPT_PAGES), (decode, DECODE_PAGES))
+    )
+    assert np.array_equal(held, landed)
 
 
 class Panic(BaseException):

@@ -114,6 +114,26 @@ def test_no_more_transfers_are_under_way_than_allowed(made):
     assert library.num_open == 0
 
 
+def test_writes_are_under_way_together_until_each_is_waited_for(made):
+    connection, library = made
+    ends = [connection.post(ROOM, pages(number)) for number in range(4)]
+    assert library.num_open == 4
+    for number, end in enumerate(ends):
+        end()
+        assert library.num_open == 3 - number
+
+
+def test_what_is_under_way_when_a_connection_is_closed_is_given_up(made):
+    connection, library = made
+    end = connection.post(ROOM, pages(1))
+    connection.close()
+    assert library.is_closed
+    with pytest.raises(PeerLost):
+        end()
+    with pytest.raises(PeerLost):
+        connection.post(ROOM, pages(1))
+
+
 def test_a_write_that_hangs_ends_when_the_connection_is_closed(made):
     connection, library = made
     library.hangs = True
