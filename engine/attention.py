@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from transformers import AttentionInterface
 
@@ -433,15 +432,6 @@ def _check_understood(
     for name, given in others.items():
         if given is not None and given is not False and name not in _HARMLESS:
             raise AttentionNotServed(f"its attention takes {name!r}, which is not understood here")
-
-
-def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return the values as a tensor on the device; on a CPU the memory is shared.
-
-    On a GPU the copy is queued from pinned memory, so that the host does not wait for it.
-    """
-    tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def register(*, is_compiled: bool = False) -> str:

@@ -14,7 +14,8 @@ import flashinfer
 import numpy as np
 import torch
 
-from tandem.engine.attention import LayerInputs, PagedBatch, Scoring, to_device
+from tandem.engine.attention import LayerInputs, PagedBatch, Scoring
+from tandem.engine.device import to_device
 from tandem.engine.forward import Ints32
 
 # Memory for partial results of split keys, with the size of FlashInfer's examples.

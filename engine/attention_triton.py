@@ -13,8 +13,9 @@ import torch
 import triton
 
 from tandem.engine import triton_kernels
-from tandem.engine.attention import LayerInputs, PagedBatch, to_device
+from tandem.engine.attention import LayerInputs, PagedBatch
 from tandem.engine.attention_torch import TorchAttention, empty_output
+from tandem.engine.device import to_device
 from tandem.engine.forward import Ints32
 
 # A smaller split is too little work to be worth the merge.

@@ -5,8 +5,9 @@
     └──── decodes only ── pad to the next recorded size ── copy into the buffers ── replay ──▶ logits
 ```
 
-A graph is recorded for each of a few batch sizes, over one set of buffers at fixed addresses. Padding rows of
-a batch read and write the scratch page, which no request owns, and their logits are dropped.
+A graph is recorded for each of a few batch sizes, over one set of buffers at fixed addresses. Logits are among
+them: kept by each graph, those of all sizes would take a gigabyte. Padding rows of a batch read and write the
+scratch page, which no request owns, and their logits are dropped.
 
 All use of CUDA is behind `Capture`; everything else runs, and is tested, without a GPU.
 """
@@ -23,9 +24,9 @@ from tandem.engine.attention import (
     GraphBackend,
     PagedBatch,
     PagedModel,
-    to_device,
 )
 from tandem.engine.config import EngineConfig
+from tandem.engine.device import to_device
 from tandem.engine.forward import ForwardInputs, Wrote
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.runner import ModelRunner, Runner, with_sampled
@@ -84,6 +85,7 @@ class GraphRunner:
             (num_decodes, num_pages), scratch_page, dtype=torch.int32, device=device
         )
         self._numbers[2].fill_(scratch_page)
+        self._logits: torch.Tensor | None = None  # of every graph
         # The largest first, so that the others reuse its memory and allocate no more.
         sizes = batch_sizes(num_decodes)
         self._graphs = [self._record(size, capture) for size in reversed(sizes)][::-1]
@@ -168,7 +170,12 @@ class GraphRunner:
 
         @torch.inference_mode()
         def compute() -> torch.Tensor:
-            return self._runner.compute(token_ids, positions, self._rows[:size], batch)
+            logits = self._runner.compute(token_ids, positions, self._rows[:size], batch)
+            if (
+                self._logits is None
+            ):  # the first call: the largest batch, and nothing is recorded yet
+                self._logits = torch.empty_like(logits)
+            return self._logits[:size].copy_(logits)
 
         log.info("engine.graph_recording", batch_size=size)
         try:
@@ -217,7 +224,7 @@ def batch_sizes(largest: int) -> list[int]:
 
 
 def is_recording(config: EngineConfig, backend: AttentionBackend) -> bool:
-    """Return whether `make_runner` will record graphs, so that the pool needs a scratch page."""
+    """Return whether `make_runner` can record graphs; it does in a pool that has a scratch page."""
     is_gpu = config.device.split(":", maxsplit=1)[0] == "cuda"
     return is_gpu and not config.is_eager and isinstance(backend, GraphBackend)
 
@@ -234,16 +241,15 @@ def make_runner(
     """Return the fastest runner for a model.
 
     Args:
-        pool: Created by `make_pool` with `has_scratch_page=is_recording(config, backend)`.
+        pool: With a scratch page if decode steps are to be recorded.
         num_pages: Number of pages without the scratch page.
 
     Raises:
         ConfigInvalid: The graphs cannot be recorded; the message gives the reason.
     """
     runner = ModelRunner(model, pool, backend)
-    if not is_recording(config, backend):
+    if len(pool) == num_pages or not is_recording(config, backend):
         return runner
-    assert len(pool) == num_pages + 1, "the pool has no scratch page"
     longest = min(shape.context_length, num_pages * config.page_size)
     return GraphRunner(
         runner,

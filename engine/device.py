@@ -1,4 +1,4 @@
-"""Selects the engine's device before anything is allocated on it, and detects its loss.
+"""Selects the engine's device before anything is allocated on it, copies to it, and detects its loss.
 
 After most CUDA errors every later call fails, and the process must exit. Other errors, such as out of
 memory, concern only the call that raised them.
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from tandem.engine.config import EngineConfig
@@ -31,6 +32,15 @@ def use_device(config: EngineConfig, gpus: Any = torch.cuda) -> None:
         found = f"cuda:0 to cuda:{num_gpus - 1}" if num_gpus else "no GPU"
         raise ConfigInvalid(f"--device {config.device}: torch sees {found} here")
     gpus.set_device(index)
+
+
+def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return the values as a tensor on the device; on a CPU the memory is shared.
+
+    On a GPU the copy is queued from pinned memory, so that the host does not wait for it.
+    """
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import xgrammar
 
-from tandem.engine.device import device_errors
+from tandem.engine.device import device_errors, to_device
 from tandem.engine.forward import (
     Batch,
     Chunk,
@@ -105,7 +105,7 @@ class ModelLauncher:
     ) -> torch.Tensor:
         logits = logits.to(torch.float32, copy=True)
         if masks is not None:
-            on_device = masks.to(logits.device, non_blocking=True)
+            on_device = to_device(masks.numpy(), logits.device)
             xgrammar.apply_token_bitmask_inplace(logits, on_device)
         requests = [sampled[row] for row in special]
         adjust(logits, special, requests, self._eos_token_ids)
@@ -140,7 +140,7 @@ def _token_logprobs(
     rows = [row for row, request in enumerate(sampled) if request.request.logprobs is not None]
     if not rows:
         return dict
-    where = torch.tensor(rows, device=logits.device)
+    where = to_device(np.array(rows), logits.device)
     read = _logprobs(logits[where], ids[where], [_num_top(sampled[row]) for row in rows])
     return lambda: dict(zip(rows, read(), strict=True))
 
@@ -153,7 +153,7 @@ def _prompt_logprobs(
     told = [(chunk.request, position) for chunk in chunks for position in chunk.told]
     ids = [request.token_ids[position] for request, position in told]
     num_top = [_num_top(request) for request, _ in told]
-    return _logprobs(logits, torch.tensor(ids, device=logits.device), num_top)
+    return _logprobs(logits, to_device(np.array(ids), logits.device), num_top)
 
 
 def _num_top(active: ActiveRequest) -> int:

@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tandem.engine.attention import AttentionBackend, PagedBatch, PagedModel, to_device
+from tandem.engine.attention import AttentionBackend, PagedBatch, PagedModel
+from tandem.engine.device import to_device
 from tandem.engine.forward import ForwardInputs, Wrote
 from tandem.engine.kv_pool import KVPool
 from tandem.telemetry.log import get_logger

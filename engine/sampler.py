@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.engine.device import to_device
 from tandem.engine.forward import Ints, Slots
 from tandem.engine.request import ActiveRequest
 
@@ -27,6 +28,8 @@ NEG_INF = float("-inf")
 _HOTTEST = np.float32(1e30)
 # Philox blocks per GPU program; each block covers eight tokens.
 _NUM_BLOCKS = 128
+# Logits that a program looks at together when it cuts off.
+_NUM_LANES = 4096
 # The largest float32 below 1.
 _BELOW_ONE = np.float32(1 - 2**-24)
 
@@ -50,7 +53,7 @@ def sample(logits: torch.Tensor, slots: Slots, rows: Ints) -> torch.Tensor:
     if len(drawn) == len(logits):
         return _draw(logits, slots, rows)
     tokens = _largest(logits)
-    lines = torch.from_numpy(drawn).to(logits.device, non_blocking=True)
+    lines = to_device(drawn, logits.device)
     tokens[lines] = _draw(logits[lines], slots, rows[drawn])
     return tokens
 
@@ -77,7 +80,7 @@ def _cut_off(logits: torch.Tensor, slots: Slots, rows: Ints, *, has_top: bool) -
     """Return a mask of the tokens that top-k, top-p and min-p exclude. Shape (n, vocab_size), boolean."""
 
     def column(values: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(values).to(logits.device, non_blocking=True).unsqueeze(1)
+        return to_device(values, logits.device).unsqueeze(1)
 
     # Subtracting the largest logit first avoids an overflow of the quotient at low temperatures.
     coldest = np.finfo(np.float32).tiny
@@ -86,7 +89,8 @@ def _cut_off(logits: torch.Tensor, slots: Slots, rows: Ints, *, has_top: bool) -
     cut = scaled < column(slots.min_p[rows]).log()
     if has_top:
         top_k = column(np.minimum(slots.top_k[rows], logits.shape[1]))
-        cut |= scaled < _least_kept(scaled, top_k, column(slots.top_p[rows]))
+        find = find_least_kept if logits.is_cuda else _least_kept
+        cut |= scaled < find(scaled, top_k, column(slots.top_p[rows]))
     return cut
 
 
@@ -97,6 +101,7 @@ def _least_kept(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) 
     independent of the device's sort order.
     """
     vocab_size = logits.shape[1]
+    # Sorting the whole vocabulary would dominate a step.
     probs = logits.softmax(dim=-1)
     has_top_k = top_k < vocab_size
     top = logits.topk(_num_candidates(probs, top_k, top_p), dim=-1)
@@ -110,14 +115,28 @@ def _least_kept(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) 
 
 
 def _num_candidates(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> int:
-    """Return an upper bound on the tokens kept: sorting all of them would dominate a step on the CPU."""
+    """Return an upper bound on the tokens kept."""
     vocab_size = probs.shape[1]
-    if probs.is_cuda:
-        return vocab_size  # counting would wait for the device
     # All tokens below the floor together weigh less than 1 - top_p, so the nucleus has none of them.
     floor = (1 - top_p) / vocab_size
     in_nucleus = (probs >= floor).sum(dim=-1, keepdim=True)
     return int(torch.where(top_k < vocab_size, top_k, in_nucleus).max().clamp(min=1))
+
+
+def find_least_kept(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Do what `_least_kept` does, on a GPU, without sorting, and without waiting for the device.
+
+    Args:
+        logits: The largest of each row is 0. Shape (n, vocab_size).
+    """
+    # Imported here: only CUDA builds of torch bring triton.
+    from tandem.engine.triton_kernels import least_kept
+
+    num_rows, vocab_size = logits.shape
+    least = torch.empty((num_rows, 1), dtype=torch.float32, device=logits.device)
+    block = _NUM_LANES
+    least_kept[(num_rows,)](logits, least, top_k, top_p.double(), vocab_size, block, num_warps=16)
+    return least
 
 
 # ── noise ────────────────────────────────────────────────────────────────────────────────────────
@@ -176,7 +195,7 @@ def with_noise(
     from tandem.engine.triton_kernels import add_noise
 
     def column(values: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(values).to(logits.device, non_blocking=True)
+        return to_device(values, logits.device)
 
     num_rows, vocab_size = logits.shape
     scores = torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -209,10 +228,13 @@ class _Cells:
         self.values += values
 
     def on(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        device = logits.device
-        rows = torch.tensor(self.rows, device=device, dtype=torch.long)
-        ids = torch.tensor(self.ids, device=device, dtype=torch.long)
-        return rows, ids, torch.tensor(self.values, device=device, dtype=logits.dtype)
+        rows, ids = np.array(self.rows, np.int64), np.array(self.ids, np.int64)
+        values = np.array(self.values, np.float32)
+        return (
+            to_device(rows, logits.device),
+            to_device(ids, logits.device),
+            to_device(values, logits.device),
+        )
 
 
 def adjust(

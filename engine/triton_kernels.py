@@ -1,4 +1,4 @@
-"""Triton kernels: write rows to pages, attend for prompts and decoding rows, add noise for draws.
+"""Triton kernels: write rows to pages, attend for prompts and decoding rows, cut off and add noise for draws.
 
 Both attention kernels read the pool in place, through a layer's view: [page][k, v][head][token][dim]. Scores
 are in base 2 and sums in float32, as in FlashAttention-2 (Dao 2023). A decoding row's keys are split over
@@ -19,6 +19,8 @@ from triton import language as tl
 _FAR_BELOW = tl.constexpr(-1.0e30)
 _E4M3_MAX = tl.constexpr(448.0)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+# The bits of infinity as float32.
+_FURTHEST = tl.constexpr(0x7F800000)
 # Triton's interpreter stores bfloat16 as integers, and would multiply those.
 _IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -420,6 +422,58 @@ def merge_splits(
     result = tl.sum(parts * weights[:, None], 0) / total
     target = out + sequence * out_row + head * head_dim + dims
     tl.store(target, result.to(out.dtype.element_ty), mask=dims < head_dim)
+
+
+@triton.jit
+def _nearer(logits, distance, vocab_size, block: tl.constexpr):
+    """Return how many logits are nearer to 0 than a distance, given as bits of float32, and the sum of their `exp`."""
+    count = tl.zeros([block], tl.int32)
+    mass = tl.zeros([block], tl.float64)
+    for first in range(0, vocab_size, block):
+        token = first + tl.arange(0, block)
+        logit = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))
+        # Bits of floats that are not negative have the order of the floats.
+        is_nearer = tl.abs(logit).to(tl.int32, bitcast=True) < distance
+        count += is_nearer.to(tl.int32)
+        mass += tl.where(is_nearer, tl.exp(logit), 0.0).to(tl.float64)
+    return tl.sum(count, 0), tl.sum(mass, 0)
+
+
+@triton.jit
+def least_kept(logits, least, top_k, top_p, vocab_size, block: tl.constexpr):
+    """Find the smallest logit of a row that top-k and top-p keep. Grid (num_rows,).
+
+    The largest logit is 0. Instead of sorting, all bits of the answer are found one by one: each takes one look at
+    the row, which stays in the cache.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * vocab_size
+    k = tl.load(top_k + row)
+    p = tl.load(top_p + row)
+    zero = tl.load(top_k + row).to(tl.int32) * 0
+    furthest = zero + _FURTHEST
+    count, whole = _nearer(logits, furthest, vocab_size, block)
+    if k < vocab_size:
+        near = zero  # the k-th logit lies between the two
+        for _ in range(31):
+            middle = near + (furthest - near) // 2
+            count, whole = _nearer(logits, middle + 1, vocab_size, block)
+            is_enough = count >= k
+            near = tl.where(is_enough, near, tl.minimum(middle + 1, furthest))
+            furthest = tl.where(is_enough, middle, furthest)
+        count, whole = _nearer(logits, furthest, vocab_size, block)
+        # Of logits equal to the k-th, some may be beyond k.
+        whole += (k - count) * tl.exp(-furthest.to(tl.float32, bitcast=True)).to(tl.float64)
+    if p < 1:
+        near = zero  # before it is less than the mass p
+        for _ in range(31):
+            middle = near + (furthest - near + 1) // 2
+            count, mass = _nearer(logits, middle, vocab_size, block)
+            is_kept = mass < p * whole
+            near = tl.where(is_kept, middle, near)
+            furthest = tl.where(is_kept, furthest, tl.maximum(middle - 1, near))
+        furthest = near
+    tl.store(least + row, -furthest.to(tl.float32, bitcast=True))
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.engine.attention import AttentionBackend
 from tandem.engine.attention_backends import choose_backend
 from tandem.engine.core import Engine
 from tandem.engine.cuda_graphs import is_recording, make_runner
@@ -58,7 +59,7 @@ def build_shard(config: NodeConfig, memory: MakeRegion) -> tuple[Runner, PoolPla
     model, shape = load_model(settings)
     num_pages = checked_pages(least(_num_pages(config, shape), settings))
     backend = choose_backend(settings, shape)
-    plan = PoolPlan(shape, num_pages, settings.page_size, is_recording(settings, backend))
+    plan = PoolPlan(shape, num_pages, settings.page_size, has_graphs(config, backend))
     region = memory(plan)
     pool = make_pool(
         shape,
@@ -77,6 +78,11 @@ def build_shard(config: NodeConfig, memory: MakeRegion) -> tuple[Runner, PoolPla
         pool_bytes=plan.layout.pool_bytes,
     )
     return make_runner(model, pool, backend, settings, shape, num_pages=plan.num_pages), plan
+
+
+def has_graphs(config: NodeConfig, backend: AttentionBackend) -> bool:
+    """Return whether the node records CUDA graphs. They are of decode steps, of which a prefill node has none."""
+    return config.role != "prefill" and is_recording(config.engine, backend)
 
 
 def _num_pages(config: NodeConfig, shape: ModelShape) -> int:

@@ -31,7 +31,9 @@ from tandem.engine.attention_backends import choose_backend, fastest
 from tandem.engine.config import AttentionName, EngineConfig
 from tandem.engine.cuda_graphs import make_runner
 from tandem.engine.forward import ForwardInputs
+from tandem.engine.fusion import fuse
 from tandem.engine.kv_pool import KVPool, make_pool
+from tandem.engine.observation import observe
 from tandem.engine.runner import Runner
 from tandem.engine.shape import ModelShape
 
@@ -72,15 +74,10 @@ class Rig:
     """A model on the device, with the pool that all runners share."""
 
     name: str
-    model: Any
+    model: PagedModel
     shape: ModelShape
     work: Work
     pool: KVPool
-
-    @property
-    def paged(self) -> PagedModel:
-        """The model with paged attention."""
-        return PagedModel(self.model)
 
     @property
     def num_pages(self) -> int:
@@ -179,7 +176,12 @@ def make_rig(name: str, config: Any, device: str, num_pages: int | None) -> Rig:
         attention_width=config.num_attention_heads * head_dim * config.num_hidden_layers,
         kv_bytes_per_token=shape.kv_bytes_per_token,
     )
+    # As a node loads it.
+    observed = observe(model, config)
+    fuse(model, observed.called)
+    gc.collect()
     if num_pages is None:
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         wanted = max(BATCHES) * max(CONTEXTS) // PAGE_SIZE
         page_bytes = shape.kv_bytes_per_token * PAGE_SIZE
@@ -187,7 +189,7 @@ def make_rig(name: str, config: Any, device: str, num_pages: int | None) -> Rig:
     pool = make_pool(shape, num_pages, PAGE_SIZE, device, has_scratch_page=True)
     # Not zeros: compute units draw less power on zeros, and run faster.
     pool.pages.normal_()
-    return Rig(name, model, shape, work, pool)
+    return Rig(name, observed.model, shape, work, pool)
 
 
 def our_lines(rig: Rig, device: Device) -> Iterator[Line]:
@@ -201,7 +203,7 @@ def our_lines(rig: Rig, device: Device) -> Iterator[Line]:
             config = _config(name, is_eager=is_eager)
             backend = choose_backend(config, rig.shape)
             runner = make_runner(
-                rig.paged, rig.pool, backend, config, rig.shape, num_pages=rig.num_pages
+                rig.model, rig.pool, backend, config, rig.shape, num_pages=rig.num_pages
             )
             label = f"{name}, {'eager' if is_eager else 'graphs'}"
             is_ours = name == auto and not is_eager

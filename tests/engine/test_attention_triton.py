@@ -14,7 +14,7 @@ import torch
 from tandem.engine.attention_torch import TorchAttention
 from tandem.engine.attention_triton import TritonAttention, prompt_tiles
 from tests.attention_cases import CASES, PROMPTS, Case, make, tolerance
-from tests.engine.triton_compiled import Geometry, compile_kernel
+from tests.engine.triton_compiled import SAMPLER, Geometry, compile_kernel, compile_of_sampler
 from tests.engine.triton_interpreted import KV_DTYPES, generate
 
 INTERPRETED = "tests.engine.triton_interpreted"
@@ -49,6 +49,10 @@ def test_the_noise_of_draws_is_that_of_a_cpu(interpreted):
     assert interpreted["noise_error"] < 1e-5
 
 
+def test_the_kernel_keeps_the_tokens_that_the_definition_keeps(interpreted):
+    assert interpreted["wrongly_cut"] == []
+
+
 @pytest.mark.parametrize("kv_cache_dtype", KV_DTYPES)
 def test_an_engine_generates_the_references_tokens(interpreted, tiny_model, kv_cache_dtype):
     expected = generate(str(tiny_model("llama")), kv_cache_dtype, TorchAttention())
@@ -74,6 +78,14 @@ def test_the_kernels_compile_and_fit_into_shared_memory(geometry, capability):
     for name in KERNELS:
         # 99 KiB: what a block may have on GPUs of 2020's consumer line and later; others have more.
         assert compile_kernel(name, geometry, capability).metadata.shared <= 99 << 10, name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", SAMPLER)
+def test_the_samplers_kernels_compile(name, capability):
+    assert compile_of_sampler(name, capability).metadata.shared <= 48 << 10
 
 
 def test_tiles_cover_every_row_of_every_prompt_once_and_the_longest_come_first():

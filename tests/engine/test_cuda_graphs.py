@@ -124,6 +124,12 @@ def test_a_small_batch_after_a_large_one_leaves_the_large_ones_pages_alone(rig):
     assert set(changed) <= {*small.page_table.flatten().tolist(), NUM_PAGES}
 
 
+def test_graphs_of_all_sizes_leave_their_logits_in_one_place(rig):
+    places = {rig.graphs.forward(decodes([3] * num)).data_ptr() for num in (1, 2, 3, 6)}
+    assert rig.recorder.replays == [1, 2, 4, 6]
+    assert len(places) == 1
+
+
 def test_only_the_logits_asked_for_come_back(rig):
     inputs = decodes([9, 3, 17], logit_rows=[0, 2])
     torch.testing.assert_close(rig.graphs.forward(inputs), rig.plain.forward(inputs))

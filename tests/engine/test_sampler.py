@@ -11,6 +11,7 @@ from tandem.engine.request import ActiveRequest, seen_by
 from tandem.engine.sampler import adjust, gumbels, gumbels_of
 from tandem.engine.sampler import sample as sample_slots
 from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
+from tests.engine.cut_off import kept_by_definition
 
 NO_EOS: frozenset[int] = frozenset()
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.5, 2.5])
@@ -163,17 +164,6 @@ def test_a_stop_id_that_the_vocabulary_does_not_have_stops_nothing_and_breaks_no
     assert sample(LOGITS.repeat(2, 1), [strange, active(temperature=0)], NO_EOS) == [4, 1]
 
 
-def _kept_by_definition(row: np.ndarray, top_k: int, top_p: float) -> set[int]:
-    """Sort, cut to the largest k, cut after the mass p; equal logits go together."""
-    order = np.argsort(-row, kind="stable")
-    size = len(row) if top_k <= 0 else min(top_k, len(row))
-    weights = np.exp(row[order] - row.max()).astype(np.float64)
-    weights = weights[:size] / weights[:size].sum()
-    before = np.cumsum(weights) - weights
-    count = max(1, int((before < top_p).sum()))
-    return set(np.flatnonzero(row >= row[order[count - 1]]).tolist())
-
-
 @pytest.mark.parametrize("top_k", [-1, 1, 3, 40])
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.93, 1.0])
 def test_what_can_be_drawn_is_what_the_definition_keeps(top_k, top_p):
@@ -181,7 +171,7 @@ def test_what_can_be_drawn_is_what_the_definition_keeps(top_k, top_p):
     logits[:4] = logits[:4].round()  # with ties
     for row in logits:
         seen = set(draws(400, row, top_k=top_k, top_p=top_p))
-        assert seen <= _kept_by_definition(row.numpy(), top_k, top_p)
+        assert seen <= kept_by_definition(row.numpy(), top_k, top_p)
     together = [active(seed=i, top_k=top_k, top_p=top_p) for i in range(8)]
     alone = [sample(logits[i : i + 1], [r])[0] for i, r in enumerate(together)]
     assert sample(logits, [active(seed=i, top_k=top_k, top_p=top_p) for i in range(8)]) == alone

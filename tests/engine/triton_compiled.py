@@ -21,6 +21,34 @@ INT64 = {"write_pages", "write_offsets"}
 FLOAT32 = {"partial", "sizes"}
 
 
+# Types of arguments, constants, and warps of each kernel.
+SAMPLER = {
+    "add_noise": (
+        {
+            "logits": "*fp32",
+            "scores": "*fp32",
+            "temperatures": "*fp32",
+            "seeds": "*i64",
+            "indexes": "*i64",
+            "vocab_size": "i32",
+        },
+        {"num_blocks": 128},
+        4,
+    ),
+    "least_kept": (
+        {
+            "logits": "*fp32",
+            "least": "*fp32",
+            "top_k": "*i64",
+            "top_p": "*fp64",
+            "vocab_size": "i32",
+        },
+        {"block": 4096},
+        16,
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Geometry:
     """Of a model, and which of the kernels' paths it takes."""
@@ -88,5 +116,17 @@ def compile_kernel(name: str, geometry: Geometry, capability: int):
     }
     source = ASTSource(kernel, signature, constants, aligned)
     num_warps = geometry.blocks.num_warps if name == "attend_prompts" else 4
+    return _compile(source, capability, num_warps)
+
+
+def compile_of_sampler(name: str, capability: int):
+    """Return one of the sampler's kernels as triton compiles it."""
+    types, constants, num_warps = SAMPLER[name]
+    signature = types | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(getattr(triton_kernels, name), signature, constants)
+    return _compile(source, capability, num_warps)
+
+
+def _compile(source: ASTSource, capability: int, num_warps: int):
     options = {"num_warps": num_warps, "num_stages": 2}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

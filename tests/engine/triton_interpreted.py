@@ -7,6 +7,7 @@ A process of its own: triton decides at import whether it interprets.
 
 import json
 import sys
+from itertools import product
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ from tandem.engine.kv_pool import make_pool
 from tandem.engine.launcher import ModelLauncher
 from tandem.engine.model import load_model
 from tandem.engine.runner import ModelRunner
-from tandem.engine.sampler import gumbels, with_noise
+from tandem.engine.sampler import find_least_kept, gumbels, with_noise
 from tandem.telemetry import log as logs
 from tests.attention_cases import CASES, PROMPTS, Case, error
+from tests.engine.cut_off import kept_by_definition
 from tests.engine.test_core import PAGE, prompts
 from tests.one_engine import ask, run
 
@@ -57,6 +59,24 @@ def noise_error() -> float:
     return float(np.abs(made / temperatures[:, None] - expected).max())
 
 
+def wrongly_cut() -> list[str]:
+    """Return where the kernel keeps other logits than the definition does."""
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(2)) * 3
+    logits[:2] = logits[:2].round()  # with ties
+    logits[0, 30:] = float("-inf")
+    logits -= logits.amax(dim=-1, keepdim=True)
+    wrong = []
+    for top_k, top_p in product((1, 40, 5000), (0.0, 0.5, 0.93, 1.0)):
+        k, p = torch.full((4, 1), top_k), torch.full((4, 1), top_p, dtype=torch.float64)
+        least = find_least_kept(logits, k, p)
+        for row, (own, cut) in enumerate(zip(logits.numpy(), least.numpy(), strict=True)):
+            # Nobody minds whether a token that cannot be drawn is kept.
+            kept = set(np.flatnonzero((own >= cut) & np.isfinite(own)))
+            if kept != kept_by_definition(own, top_k, top_p):
+                wrong.append(f"row {row}, k {top_k}, p {top_p}")
+    return wrong
+
+
 def main() -> None:
     """Run all cases and generations."""
     logs.configure("error")  # what is printed is the result
@@ -69,6 +89,7 @@ def main() -> None:
             behind=Case(PROMPTS, num_heads=8, num_kv_heads=4),
         ),
         "noise_error": noise_error(),
+        "wrongly_cut": wrongly_cut(),
         "tokens": {name: generate(sys.argv[1], name, backend) for name in KV_DTYPES},
     }
     sys.stdout.write(json.dumps(found))

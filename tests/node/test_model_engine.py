@@ -2,7 +2,10 @@
 
 import pytest
 
-from tandem.node.model_engine import pool_budget
+from tandem.engine.config import EngineConfig
+from tandem.node.config import NodeConfig
+from tandem.node.model_engine import has_graphs, pool_budget
+from tests.engine.test_cuda_graphs import RecordableTorch
 
 
 @pytest.mark.parametrize(
@@ -19,3 +22,9 @@ def test_a_node_counts_its_own_memory_and_leaves_other_processes_theirs(
     free, own, fraction, budget
 ):
     assert pool_budget(free, 100, own, fraction) == budget
+
+
+@pytest.mark.parametrize(("role", "is_recorded"), [("prefill", False), ("decode", True)])
+def test_a_node_that_never_decodes_records_no_graphs(role, is_recorded):
+    config = NodeConfig(role=role, port=1, engine=EngineConfig(model_dir="", device="cuda:0"))
+    assert has_graphs(config, RecordableTorch()) == is_recorded
