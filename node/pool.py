@@ -4,9 +4,11 @@ The engine computes in this memory, transfers read and write it, and tiers copy 
 The engine tracks the owners of pages (`tandem.engine.kv_cache`).
 """
 
+import mmap
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +22,8 @@ from tandem.wire.errors import ConfigInvalid
 
 if TYPE_CHECKING:  # a simulated engine uses this module without torch
     import torch
+
+_FOR_ALL_CONTEXTS = 1  # cudaHostRegisterPortable
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +176,24 @@ class _DevicePages:
         """Return pinned memory, so that copies need no intermediate buffer."""
         import torch
 
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
+        return pinned(num_bytes, torch.cuda.cudart())
+
+
+def pinned(num_bytes: int, cuda: Any) -> memoryview:
+    """Return so many bytes of pinned host memory. torch's own would be rounded up to a power of two.
+
+    Args:
+        cuda: `torch.cuda.cudart()`.
+
+    Raises:
+        MemoryError: CUDA does not pin as much.
+    """
+    memory = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+    address = memory.ctypes.data
+    if error := int(cuda.cudaHostRegister(address, num_bytes, _FOR_ALL_CONTEXTS)):
+        raise MemoryError(f"CUDA cannot pin {num_bytes} bytes: error {error}")
+    weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False
+    return memory.data
 
 
 def _as_tensor(view: memoryview) -> "torch.Tensor":

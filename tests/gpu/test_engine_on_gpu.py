@@ -56,11 +56,30 @@ def test_greedy_tokens_are_the_cpus(tiny_model, kind, backend):
     assert generate(on_gpu) == generate(make_engine(tiny_model(kind)))
 
 
-@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "cut", [{}, {"top_p": 0.9}, {"top_k": 7}, {"top_k": 30, "top_p": 0.8}], ids=str
+)
 def test_seeded_tokens_are_the_cpus(tiny_model, cut):
     sampling = {"temperature": 0.8, "seed": 2**63 - 5, **cut}
     on_cpu = generate(make_engine(tiny_model("llama")), **sampling)
     assert generate(gpu_engine(tiny_model("llama")), **sampling) == on_cpu
+
+
+def test_no_step_waits_for_the_device_until_it_is_read(tiny_model):
+    engine = gpu_engine(tiny_model("llama"), attention_backend="triton")
+    generate(engine)  # compiles the kernels
+    asked = [
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
+        {"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.2},
+        {"temperature": 0, "min_new_tokens": 3, "logit_bias": {5: 1.0}},
+    ]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number, sampling in enumerate(asked * 2):
+            engine.submit(ask(prompts(9)[number], f"w{number}", max_new_tokens=12, **sampling))
+        assert all(len(tokens) == 12 for tokens in run(engine).values())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])

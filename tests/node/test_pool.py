@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.kvtransfer.region import DeviceRegion, MemoryRegion
-from tandem.node.pool import bytes_of, make_region, pool_pages
+from tandem.node.pool import bytes_of, make_region, pinned, pool_pages
 from tests.node.test_flags import read
 
 PAGE_BYTES = 64
@@ -40,6 +40,33 @@ def test_a_page_of_another_length_is_not_written(region):
     pages = pool_pages(region, PAGE_BYTES)
     with pytest.raises(ValueError, match="broadcast"):
         pages.write([1], [memoryview(bytes(PAGE_BYTES - 1))])
+
+
+def fake_cuda(held: dict[int, int], error: int = 0) -> SimpleNamespace:
+    """Return the part of CUDA's runtime that pins memory; it notes bytes by address."""
+
+    def register(address, num_bytes, _flags):
+        held[address] = num_bytes
+        return error
+
+    return SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=held.pop)
+
+
+def test_exactly_as_much_memory_is_pinned_as_was_asked_for_until_nobody_has_it():
+    held = {}
+    memory = pinned(3 * PAGE_BYTES, fake_cuda(held))
+    page = memory[PAGE_BYTES : 2 * PAGE_BYTES]
+    assert list(held.values()) == [len(memory)] == [3 * PAGE_BYTES]
+    del memory
+    assert held
+    page[:] = bytes(range(PAGE_BYTES))
+    del page
+    assert not held
+
+
+def test_memory_that_cuda_does_not_pin_is_an_error():
+    with pytest.raises(MemoryError, match="cannot pin 64 bytes: error 2"):
+        pinned(PAGE_BYTES, fake_cuda({}, error=2))
 
 
 @pytest.mark.parametrize(
