@@ -22,6 +22,7 @@ from functools import cache
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from typing_extensions import override
 
 from tandem.kvtransfer.plan import CopyPlan
@@ -34,6 +35,9 @@ from tandem.wire.hand_off import TransportOffer
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the stream that torch calls default
+BATCH = "cuMemcpyBatchAsync"  # of drivers from 12.8 on: one call for all copies of a write
+IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+BESIDE_FORWARDS = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 EXPORTED = struct.Struct(f"<{HANDLE_BYTES}sQ")  # of the allocation, and where in it the pool begins
 
 
@@ -111,6 +115,21 @@ class _IpcHandle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]  # type: ignore[mutable-override]
 
 
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]  # type: ignore[mutable-override]
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes of CUDA 12.8. The places are hints, and left out."""
+
+    _fields_ = [  # type: ignore[mutable-override]
+        ("access_order", ctypes.c_uint),
+        ("source", _Location),
+        ("destination", _Location),
+        ("flags", ctypes.c_uint),
+    ]
+
+
 class CudaMemory:
     """Pools in the memory of NVIDIA GPUs."""
 
@@ -146,7 +165,12 @@ class CudaPool:
     """A peer's pool, mapped, and a stream to copy into it."""
 
     def __init__(
-        self, device: "_Device", source: MemoryRegion, handle: bytes, offset: int, size_bytes: int
+        self,
+        device: "CudaDevice",
+        source: MemoryRegion,
+        handle: bytes,
+        offset: int,
+        size_bytes: int,
     ) -> None:
         self._device, self._source = device, source
         self._mapped = device.open_handle(handle)
@@ -165,17 +189,40 @@ class CudaPool:
     def copy(self, plan: CopyPlan) -> None:
         """Start all copies, then wait for them."""
         try:
-            for begin, to, size in plan.copies():
-                self._device.call(
-                    "cuMemcpyAsync",
-                    ctypes.c_uint64(self._begin + to),
-                    ctypes.c_uint64(self._source.address + begin),
-                    ctypes.c_size_t(size),
-                    self._stream,
-                )
+            if len(plan) > 1 and self._device.has(BATCH):
+                self._start_together(plan)
+            else:
+                self._start_each(plan)
             self._device.call("cuStreamSynchronize", self._stream)
         except _CudaError as error:
             raise PeerLost(f"a copy between GPUs failed: {error}") from error
+
+    def _start_together(self, plan: CopyPlan) -> None:
+        to = (plan.destination_offset + self._begin).astype(np.uint64)
+        begin = (plan.source_offset + self._source.address).astype(np.uint64)
+        sizes = plan.size_bytes.astype(np.uint64)
+        attributes, first = _CopyAttributes(IN_STREAM_ORDER), ctypes.c_size_t(0)
+        attributes.flags = BESIDE_FORWARDS
+        self._device.call(
+            BATCH,
+            *(column.ctypes.data_as(ctypes.c_void_p) for column in (to, begin, sizes)),
+            ctypes.c_size_t(len(plan)),
+            ctypes.byref(attributes),
+            ctypes.byref(first),  # copy that has these attributes, as have all after it
+            ctypes.c_size_t(1),
+            ctypes.byref(ctypes.c_size_t()),  # which failed
+            self._stream,
+        )
+
+    def _start_each(self, plan: CopyPlan) -> None:
+        for begin, to, size in plan.copies():
+            self._device.call(
+                "cuMemcpyAsync",
+                ctypes.c_uint64(self._begin + to),
+                ctypes.c_uint64(self._source.address + begin),
+                ctypes.c_size_t(size),
+                self._stream,
+            )
 
     def close(self) -> None:
         """Give up stream and mapping."""
@@ -189,14 +236,11 @@ class _CudaError(Exception):
     """The driver refused a call."""
 
 
-class _Device:
+class CudaDevice:
     """The driver, with the primary context of one GPU."""
 
-    def __init__(self, ordinal: int) -> None:
-        try:
-            self._driver = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise ConfigInvalid(f"there is no NVIDIA driver here: {error}") from error
+    def __init__(self, ordinal: int, driver: Any) -> None:
+        self._driver = driver
         self._context: ctypes.c_void_p | None = None
         device, context = ctypes.c_int(), ctypes.c_void_p()
         try:
@@ -216,6 +260,10 @@ class _Device:
         if self._context is not None:  # each thread has a current context of its own
             self._check("cuCtxSetCurrent", self._driver.cuCtxSetCurrent(self._context))
         self._check(name, getattr(self._driver, name)(*arguments))
+
+    def has(self, name: str) -> bool:
+        """Tell whether the driver is new enough for a function."""
+        return hasattr(self._driver, name)
 
     def allocation(self, address: int) -> tuple[int, int]:
         """Return where the allocation around an address begins, and its bytes."""
@@ -243,6 +291,10 @@ class _Device:
 
 
 @cache
-def _device(name: str) -> _Device:
+def _device(name: str) -> CudaDevice:
     """Return the device that torch calls `cuda:N`."""
-    return _Device(int(name.partition(":")[2] or 0))
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise ConfigInvalid(f"there is no NVIDIA driver here: {error}") from error
+    return CudaDevice(int(name.partition(":")[2] or 0), driver)

@@ -11,12 +11,19 @@ import pytest
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import SHM_DIR, MemoryRegion
 from tandem.kvtransfer.transports.base import Pool, TransportConfig
-from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport, CudaMemory
+from tandem.kvtransfer.transports.cuda_ipc import (
+    HANDLE_BYTES,
+    CudaDevice,
+    CudaIpcTransport,
+    CudaMemory,
+    CudaPool,
+)
 from tandem.kvtransfer.transports.registry import transports
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
 from tests.kvtransfer.host_device import HostDevice
+from tests.kvtransfer.host_driver import Driver, OldDriver
 from tests.patience import PATIENCE_S
 
 PAGE_BYTES, NUM_PAGES = 4096, 8
@@ -151,3 +158,34 @@ def test_a_pool_of_the_cpu_is_refused_before_any_driver_is_asked():
             transport.listen(Pool.packed(region, PAGE_BYTES, 1))
         with pytest.raises(TransferRefused, match="not in GPU memory"):
             CudaMemory().open(bytes(72), PAGE_BYTES, region)
+
+
+@pytest.mark.parametrize(
+    ("driver", "num_copies", "calls"),
+    [
+        (Driver, 3, {"cuMemcpyBatchAsync": 1}),
+        (Driver, 1, {"cuMemcpyAsync": 1}),
+        (OldDriver, 3, {"cuMemcpyAsync": 3}),
+    ],
+)
+def test_the_copies_of_a_write_are_one_call_where_the_driver_has_it(driver, num_copies, calls):
+    offset, theirs = 16, np.zeros(PAGE_BYTES, np.uint8)
+    plan = CopyPlan(
+        np.array([0, 300, 100])[:num_copies],
+        np.array([500, 0, 1000])[:num_copies],
+        np.array([10, 200, 50])[:num_copies],
+    )
+    with MemoryRegion.private(PAGE_BYTES) as source:
+        own = source.array()
+        own[:] = np.random.default_rng(0).integers(1, 256, PAGE_BYTES)
+        made = driver(theirs)
+        pool = CudaPool(
+            CudaDevice(0, made), source, bytes(HANDLE_BYTES), offset, PAGE_BYTES - offset
+        )
+        pool.copy(plan)
+        pool.close()
+        expected = np.zeros(PAGE_BYTES, np.uint8)
+        for begin, to, size in plan.copies():
+            expected[offset + to : offset + to + size] = own[begin : begin + size]
+    assert made.num_calls == calls
+    assert np.array_equal(theirs, expected)
