@@ -176,7 +176,7 @@ class _DevicePages:
         """Return pinned memory, so that copies need no intermediate buffer."""
         import torch
 
-        return pinned(num_bytes, torch.cuda.cudart())
+        return pinned(num_bytes, torch.cuda.cudart())  # type: ignore[no-untyped-call]
 
 
 def pinned(num_bytes: int, cuda: Any) -> memoryview:
