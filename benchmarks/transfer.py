@@ -3,12 +3,15 @@
 The limits are measured in the same run: memcpy on one core, and one bare TCP socket (sendall and
 recv_into, without any framing).
 
-    python -m benchmarks.transfer [--size-mib 512] [--rounds 7] [--quick]
+    python -m benchmarks.transfer [--size-mib 512] [--rounds 7] [--tp] [--quick]
 
 Two processes. *contiguous* is one copy; *pages* are random pages of 2 MiB (Llama-3-8B in bf16, 16 tokens
 each: 512 MiB is a prompt of 4,096); *scattered* is random blocks of 64 KiB. Hashes verify the result. The
 rounds of all cases are interleaved, so that load of the host affects all alike; the table shows medians.
 CPU-s/GB counts both processes. A result's ratio is the lowest over the patterns.
+
+`--tp` adds what ranks of unequal `--tp` move: half of the heads of pages, which are 64 slices of 16 KiB in a page. The
+results then compare that with whole pages, for each transport.
 """
 
 import argparse
@@ -30,7 +33,8 @@ import msgspec
 import numpy as np
 
 from benchmarks.rig import parse, parser_of, result
-from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.plan import CopyPlan, HeadRange, PagedTokens, plan_copies
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool, TransportConfig
 from tandem.kvtransfer.transports.registry import transports
@@ -40,6 +44,7 @@ from tandem.wire.hand_off import TransportOffer
 ROOM = Room(1)
 BLOCK_BYTES, PAGE_BYTES = 64 << 10, 2 << 20
 PATTERNS = ("contiguous", "pages", "scattered")
+TP_PATTERNS = ("tp 2 to 1", "tp 1 to 2")
 # Transports that are measured only if their library is installed.
 LIBRARIES = {"nixl": "nixl_cu12", "mooncake": "mooncake"}
 NAMES = ("shm", "tcp", "nccl", *(name for name in LIBRARIES if find_spec(LIBRARIES[name])))
@@ -86,10 +91,11 @@ class FarEnd:
         """Continue the process."""
         self._child.send_signal(signal.SIGCONT)
 
-    def measure(self, plan: CopyPlan, size_bytes: int) -> Sample:
+    def measure(self, plan: CopyPlan) -> Sample:
         """Measure a write while all other far ends are halted."""
         self.go_on()
-        sample = measure(partial(self.connection.write, ROOM, plan), self.cpu_s, size_bytes)
+        write = partial(self.connection.write, ROOM, plan)
+        sample = measure(write, self.cpu_s, plan.total_bytes)
         self.halt()
         return sample
 
@@ -144,6 +150,25 @@ def _random_plan(size_bytes: int, pool_bytes: int, unit_bytes: int) -> CopyPlan:
     num_units, num_places = size_bytes // unit_bytes, pool_bytes // unit_bytes
     begin, to = (rng.permutation(num_places)[:num_units] * unit_bytes for _ in range(2))
     return CopyPlan(begin, to, np.full(num_units, unit_bytes, np.int64))
+
+
+def make_tp_plans(size_bytes: int, pool_bytes: int) -> dict[str, CopyPlan]:
+    """Return the plans of a rank of two that hands off to one of one, and the reverse: each of half as many bytes."""
+    rng = np.random.default_rng(0)
+    num_pages = size_bytes // PAGE_BYTES
+    whole, half = (
+        KVLayout(pool_bytes // PAGE_BYTES * tp, 16, 32, 8 // tp, 128, "bfloat16", 2)
+        for tp in (1, 2)
+    )
+    one, other = (
+        PagedTokens(layout, rng.permutation(layout.num_pages)[:num_pages].tolist())
+        for layout in (whole, half)
+    )
+    tokens = range(one.end_token)
+    return {
+        "tp 2 to 1": plan_copies(other, one, tokens, HeadRange(0, 4, 4)),
+        "tp 1 to 2": plan_copies(one, other, tokens, HeadRange(4, 0, 4)),
+    }
 
 
 def copy_here(plan: CopyPlan, source: MemoryRegion, destination: MemoryRegion) -> None:
@@ -204,9 +229,9 @@ def measure(write: Callable[[], None], far_cpu_s: Callable[[], float], size_byte
     return Sample(size_bytes / elapsed_s / 1e9, cpu_s / size_bytes * 1e9)
 
 
-def check(far: FarEnd, plan: CopyPlan, source: MemoryRegion, expected: MemoryRegion) -> None:
-    """Exit with an error unless the far end's pool equals the result of a plain copy."""
-    copy_here(plan, source, expected)
+def check(far: FarEnd, last: CopyPlan, source: MemoryRegion, expected: MemoryRegion) -> None:
+    """Exit with an error unless the far end's pool equals the result of plain copies, the `last` of them included."""
+    copy_here(last, source, expected)
     if far.ask("hash") != digest(expected):
         raise SystemExit("the bytes that arrived are not those that were sent")
 
@@ -214,11 +239,13 @@ def check(far: FarEnd, plan: CopyPlan, source: MemoryRegion, expected: MemoryReg
 Samples = dict[tuple[str, str], list[Sample]]
 
 
-def run(size_bytes: int, num_rounds: int) -> tuple[Samples, dict[str, float]]:
+def run(size_bytes: int, num_rounds: int, *, with_tp: bool) -> tuple[Samples, dict[str, float]]:
     """Return the samples of each (transport, pattern), and the µs that a page takes over shm and by memcpy."""
     pool_bytes = size_bytes + size_bytes // 2
     plans = make_plans(size_bytes, pool_bytes)
+    plans |= make_tp_plans(size_bytes, pool_bytes) if with_tp else {}
     samples: Samples = {}
+    last = [*plans.values()][-1]
     with MemoryRegion.shared(pool_bytes) as source, MemoryRegion.shared(pool_bytes) as here:
         rng = np.random.default_rng(1)
         source.array().view(np.uint64)[:] = rng.integers(0, 2**63, pool_bytes // 8, np.uint64)
@@ -230,23 +257,23 @@ def run(size_bytes: int, num_rounds: int) -> tuple[Samples, dict[str, float]]:
             for far in far_ends.values():
                 far.connection.write(ROOM, plan)
         for far in far_ends.values():
-            check(far, plans["scattered"], source, here)
+            check(far, last, source, here)
             far.halt()
         for index in range(num_rounds):
             for pattern, plan in plans.items():
                 copy = partial(copy_here, plan, source, here)
                 cases: dict[str, Callable[[], Sample]] = {
-                    "memcpy": partial(measure, copy, lambda: 0.0, size_bytes),
+                    "memcpy": partial(measure, copy, lambda: 0.0, plan.total_bytes),
                     "socket": partial(measure, partial(bare.write, source), bare.cpu_s, size_bytes),
                 }
                 for name, far in far_ends.items():
-                    cases[name] = partial(far.measure, plan, size_bytes)
+                    cases[name] = partial(far.measure, plan)
                 names = list(cases)  # rotate the order, because a case affects the next
                 for name in names[index % len(names) :] + names[: index % len(names)]:
                     samples.setdefault((name, pattern), []).append(cases[name]())
         for far in far_ends.values():
             far.go_on()
-            check(far, plans["scattered"], source, here)
+            check(far, last, source, here)
         page_us = one_page_us(
             {
                 "shm": partial(far_ends["shm"].connection.write, ROOM),
@@ -287,6 +314,10 @@ def report(samples: Samples, page_us: Mapping[str, float]) -> None:
     def worst(ours: str, theirs: str) -> float:
         return min(rates[ours, each] / rates[theirs, each] for each in PATTERNS)
 
+    if (NAMES[0], TP_PATTERNS[0]) in rates:
+        for name in NAMES:
+            ratio = min(rates[name, each] / rates[name, "pages"] for each in TP_PATTERNS)
+            print(result(f"{name}_tp_vs_pages", ratio, 0.9))
     print(result("tcp_vs_socket", worst("tcp", "socket"), 0.95))
     print(f"one page: {page_us['shm']:.0f} us over shm, {page_us['memcpy']:.0f} by memcpy")
     print(result("shm_page_latency_us", page_us["shm"], 200, "us", is_lower_better=True))
@@ -299,6 +330,7 @@ def main() -> None:
     add = parser.add_argument
     add("--size-mib", type=int, default=512, help="moved in each round")
     add("--rounds", type=int, default=7, help="rounds of every case")
+    add("--tp", action="store_true", help="also measure ranks of unequal --tp")
     add("--listen", nargs=2, metavar=("NAME", "BYTES"), help=argparse.SUPPRESS)
     add("--drain", nargs=2, metavar=("PORT", "BYTES"), help=argparse.SUPPRESS)
     args = parse(parser, {"size_mib": 64, "rounds": 2}, far_ends=("listen", "drain"))
@@ -308,7 +340,7 @@ def main() -> None:
         listen(args.listen[0], int(args.listen[1]))
     else:
         print(f"{args.size_mib} MiB, {args.rounds} rounds, {os.cpu_count()} cores, medians")
-        report(*run(args.size_mib << 20, args.rounds))
+        report(*run(args.size_mib << 20, args.rounds, with_tp=args.tp))
 
 
 if __name__ == "__main__":
