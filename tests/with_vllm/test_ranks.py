@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.with_vllm.models import prompts, tiny
-from tests.with_vllm.nodes import Cluster, alone
+from tests.with_vllm.nodes import Cluster, alone, check_answers
 
 NUM_TOKENS = 100
 FLAGS = ("--skip-tokenizer-init", "--max-num-seqs", "64", "--block-size", "32")
@@ -15,6 +15,16 @@ FLAGS += ("--max-num-batched-tokens", "128", "--max-model-len", "512")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny("experts", tmp_path_factory.mktemp("model"))
+
+
+def test_stages_of_a_pipeline_hand_off_the_layers_that_each_has(tmp_path, model):
+    asked = prompts(320, block=32, longest=400)
+    # The CPU build makes the buffers between stages only as it compiles.
+    pipeline = (*FLAGS, "--pipeline-parallel-size", "2", "--no-enforce-eager")
+    questions = [(ids, {}) for ids in asked * 2]
+    expected = alone(model, questions, tmp_path, "--dtype", "float32", *FLAGS)
+    with Cluster(tmp_path, model, flags=("--dtype", "float32"), vllm_flags=pipeline) as cluster:
+        check_answers(cluster, asked, expected, is_exact_at_once=True)
 
 
 def test_answers_are_those_of_one_process_also_when_a_worker_is_killed(tmp_path, model):

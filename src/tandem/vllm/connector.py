@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tandem.engine.weight_files import weight_samples
@@ -46,7 +46,7 @@ from tandem.vllm.halves import (
 )
 from tandem.vllm.kv_config import blocks_of, facts_of, groups_of
 from tandem.vllm.versions import check_version
-from tandem.vllm.worker import HandOffConfig, WorkerHalf, make_worker
+from tandem.vllm.worker import HandOffConfig, Rank, WorkerHalf, make_worker
 from tandem.wire.errors import ConfigInvalid, EngineFailed
 
 # With only transfers to wait for, vLLM steps without a pause, and would leave no time to the threads that move bytes.
@@ -91,16 +91,11 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         check_version()
         self._config = hand_off_config(vllm_config, kv_cache_config)
         parallel = vllm_config.parallel_config
-        if parallel.pipeline_parallel_size > 1:
-            raise ConfigInvalid(
-                "--pipeline-parallel-size: blocks are handed off whole, so every rank must hold all layers: leave it out, "
-                "and give --tensor-parallel-size"
-            )
         groups = groups_of(kv_cache_config)
         self._num_groups = len(groups)
         self.keeps_all = all(group.keeps_all for group in groups)
         self._hash_tokens = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
-        self._num_ranks = parallel.tensor_parallel_size
+        self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._is_prefill = self._config.role == "prefill"
         self.worker: WorkerHalf | None = None
         self._is_idle = False
@@ -222,8 +217,9 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         memory = next(iter(kv_caches.values()))
         memory = memory[0] if isinstance(memory, list) else memory
         blocks = blocks_of(self._kv_cache_config)
-        rank = get_tensor_model_parallel_rank()
-        self.worker = make_worker(self._config, memory, blocks, rank, self._num_ranks)
+        tensor = get_tp_group()
+        rank = Rank(tensor.rank_in_group, tensor.world_size, get_pp_group().rank_in_group)
+        self.worker = make_worker(self._config, memory, blocks, rank)
 
     @override
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -344,6 +340,7 @@ def hand_off_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 # How a model and its KV are divided among workers: a rank is linked to the same rank of the other half.
 _SIZES = (
     "tensor_parallel_size",
+    "pipeline_parallel_size",
     "prefill_context_parallel_size",
     "decode_context_parallel_size",
     "cp_kv_cache_interleave_size",

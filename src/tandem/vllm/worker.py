@@ -54,6 +54,30 @@ class HandOffConfig:
     is_insecure: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """The place of a worker in its node. It is linked to the workers of the same stage of the other half.
+
+    Attributes:
+        number, count: In its stage, whose ranks share the heads.
+        stage: Of the pipeline; each has layers of its own.
+    """
+
+    number: int
+    count: int
+    stage: int = 0
+
+    @property
+    def first_port(self) -> int:
+        """Number of ports that the stages before have."""
+        return self.stage * self.count
+
+    @property
+    def shard(self) -> Shard:
+        """The part of each block that the worker holds."""
+        return Shard(self.number, self.count, self.count)
+
+
 @dataclass(slots=True)
 class Results:
     """The requests whose transfers ended since the last step; a failed one is among the received as well."""
@@ -114,22 +138,23 @@ class PrefillWorker(WorkerHalf):
         agent: The rank's agent.
     """
 
-    def __init__(self, config: HandOffConfig, caches: Caches, rank: int, num_ranks: int) -> None:
+    def __init__(self, config: HandOffConfig, caches: Caches, rank: Rank) -> None:
         super().__init__()
         self._caches = caches
         layers = config.push_granularity == "layer" and caches.region.device == "cpu"
         self._pushes_layers = layers and bool(caches.indexes)
-        first = config.bootstrap_port
+        first = config.bootstrap_port and config.bootstrap_port + rank.first_port
+        others = tuple(range(first + 1, first + rank.count))
         self.agent = PrefillAgent(
-            tcp_address(config.host, first and first + rank),
+            tcp_address(config.host, first and first + rank.number),
             SenderEnd(
                 new_epoch(),
                 config.fingerprint,
                 caches.layout,
                 caches.region,
                 _transports(config, caches),
-                rank_ports=tuple(range(first + 1, first + num_ranks)) if rank == 0 else (),
-                shard=Shard(rank, num_ranks, num_ranks),
+                rank_ports=others if rank.number == 0 else (),
+                shard=rank.shard,
             ),
             waker=self.waker,
             key=cluster_key(config.host, is_insecure=config.is_insecure),
@@ -220,7 +245,7 @@ class DecodeWorker(WorkerHalf):
         agent: The rank's agent.
     """
 
-    def __init__(self, config: HandOffConfig, caches: Caches, rank: int, num_ranks: int) -> None:
+    def __init__(self, config: HandOffConfig, caches: Caches, rank: Rank) -> None:
         super().__init__()
         self._region = caches.region
         self.agent = DecodeAgent(
@@ -233,8 +258,9 @@ class DecodeWorker(WorkerHalf):
             key=cluster_key(config.host, is_insecure=config.is_insecure),
             timeouts=ReceiverTimeouts(landed_s=config.landed_timeout_s),
             verify=config.verify_kv,
-            shard=Shard(rank, num_ranks, num_ranks),
+            shard=rank.shard,
         )
+        self._first_port = rank.first_port
         self._page_bytes, self._page_size = caches.layout.page_bytes, caches.layout.page_size
         self._grants: dict[Room, Grant] = {}  # of rooms that are not over
         self._rooms: dict[str, Room] = {}
@@ -251,7 +277,8 @@ class DecodeWorker(WorkerHalf):
             if each.request_id:
                 self._rooms[each.request_id] = each.room
             held = each.num_held * self._page_size
-            self.agent.request(each.room, each.host, each.port, each.page_ids, held)
+            port = each.port + self._first_port
+            self.agent.request(each.room, each.host, port, each.page_ids, held)
         for request_id in orders.given_up:
             if (room := self._rooms.get(request_id)) is not None:
                 self.agent.withdraw(room)
@@ -297,7 +324,7 @@ class DecodeWorker(WorkerHalf):
 
 
 def make_worker(
-    config: HandOffConfig, memory: torch.Tensor, blocks: Blocks, rank: int, num_ranks: int
+    config: HandOffConfig, memory: torch.Tensor, blocks: Blocks, rank: Rank
 ) -> WorkerHalf:
     """Return the agent of one rank around vLLM's blocks, which lie in the storage of `memory`.
 
@@ -308,7 +335,7 @@ def make_worker(
     is_shared = config.role == "decode" and "shm" in names
     caches = Caches(memory, blocks, is_shared=is_shared)
     make = PrefillWorker if config.role == "prefill" else DecodeWorker
-    return make(config, caches, rank, num_ranks)
+    return make(config, caches, rank)
 
 
 def _transports(config: HandOffConfig, caches: Caches) -> list[Transport]:
