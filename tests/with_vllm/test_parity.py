@@ -10,7 +10,7 @@ from tests.with_vllm.nodes import Cluster, alone, check_answers
 @pytest.mark.parametrize(("dtype", "transport"), [("float32", "shm"), ("bfloat16", "tcp")])
 def test_the_embedded_model_answers_apart_as_vllm_alone(tmp_path, cache, dtype, transport):
     model = embedded(cache)
-    asked = prompts(40_000, block=128, longest=700)
+    asked = prompts(40_000, block=128, longest=700, count=40)
     flags = ("--max-num-batched-tokens", "256", "--max-model-len", "1024")
     expected = alone(model, [(ids, {}) for ids in asked * 2], tmp_path, "--dtype", dtype, *flags)
     own = ("--dtype", dtype, "--transfer-backend", transport)

@@ -290,9 +290,15 @@ def _vllm_config(config: NodeConfig, args: argparse.Namespace, adapters: str) ->
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         words = " ".join(str(error).split())
         raise ConfigInvalid(f"vLLM refuses these settings: {words}", topic="vllm") from error
-    if made.parallel_config.data_parallel_size > 1:
+    parallel = made.parallel_config
+    if parallel.data_parallel_size > 1:
         raise ConfigInvalid(
             "--data-parallel-size: a node is one engine: leave it out, and start more nodes",
+            topic="vllm",
+        )
+    if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
+        raise ConfigInvalid(
+            "--nnodes, --distributed-executor-backend ray: the workers of a node must be processes of this host",
             topic="vllm",
         )
     return made

@@ -35,7 +35,7 @@ class HandOffConfig:
         role: The half of this node.
         fingerprint: Equal at both ends exactly when their KV is interchangeable.
         adapters: A name of what the LoRA adapters contain, which becomes part of the fingerprint.
-        bootstrap_port: Of a prefill's first rank; the ranks after it have the ports after it.
+        bootstrap_port: Of a prefill's first rank; the ranks after it, stage by stage, have the ports after it.
         push_granularity: When prefill pushes: with each layer, or after each forward.
     """
 
