@@ -30,6 +30,7 @@ from tandem.engine.attention_torch import TorchAttention
 from tandem.engine.config import EngineConfig
 from tandem.engine.forward import ForwardInputs, Ints
 from tandem.engine.kv_pool import make_pool
+from tandem.engine.llama import speed_up
 from tandem.engine.observation import Observed, observe
 from tandem.engine.runner import ModelRunner
 from tandem.engine.shape import ModelShape, longest_context
@@ -222,7 +223,9 @@ class ModelCheck:
             page_size = self._config.page_size
             sequences = Sequences.of(vocab_size, page_size, copy.window, longest)
             expected = plain_logits(copy.module, sequences)
-            shape = _shape_of(observed, vocab_size)
+            shape = shape_of(observed, vocab_size)
+            if self._config.is_fused:
+                speed_up(observed)
             off = difference(observed.model, shape, TorchAttention(), sequences, expected)
             _judge("a small copy", float(off.max()), TOLERANCE[torch.float32], began_s)
         self._is_proved = True
@@ -276,7 +279,8 @@ def check_weights(
     _judge("its own weights", found, TOLERANCE.get(dtype, TOLERANCE[torch.float32]), began_s)
 
 
-def _shape_of(observed: Observed, vocab_size: int) -> ModelShape:
+def shape_of(observed: Observed, vocab_size: int) -> ModelShape:
+    """Return the shape of a float32 model whose layers may differ."""
     elements = sum(each.num_kv_heads * (each.key_dim + each.value_dim) for each in observed.layers)
     return ModelShape(
         num_layers=len(observed.layers),

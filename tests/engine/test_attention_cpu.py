@@ -8,7 +8,7 @@ import numba
 import pytest
 import torch
 
-from tandem.engine import attention_cpu
+from tandem.engine import cpu_kernels
 from tandem.engine.attention_cpu import CpuAttention, Geometry, kernel_for
 from tests.attention_cases import CASES, error, tolerance
 
@@ -33,8 +33,8 @@ def test_the_kernel_answers_as_the_reference_does(torch_threads, name, num_threa
 
 def test_without_torchs_library_one_thread_does_it_all(torch_threads, monkeypatch):
     torch_threads(4)
-    monkeypatch.setattr(attention_cpu, "_library", lambda: None)
-    assert attention_cpu.num_threads() == 1
+    monkeypatch.setattr(cpu_kernels, "_library", lambda: None)
+    assert cpu_kernels.num_threads() == 1
     assert error(CASES["decodes of group 3"], CpuAttention()) <= 2e-5
 
 
