@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -15,7 +15,6 @@ from tandem.engine.cpu_kernels import (
     compiled,
     exp,
     from_bfloat16,
-    inline,
     num_threads,
     pointer,
     run,
@@ -100,100 +99,91 @@ def _kernel_for(make: Callable[[bool], Callable[[Any], None]], *, is_bfloat16: b
     return address
 
 
-@inline  # type: ignore[untyped-decorator]
-def _get(elements: Any, index: Any, is_bfloat16: bool) -> Any:
-    element = elements[np.uint64(index)]
-    if is_bfloat16:
-        return from_bfloat16(element)
-    return element
+class _Element(NamedTuple):
+    """How a kernel reads and writes elements: as float32, whatever their type is."""
 
+    kind: Any
+    load: Any
+    store: Any
 
-@inline  # type: ignore[untyped-decorator]
-def _set(elements: Any, index: Any, value: Any, is_bfloat16: bool) -> None:
-    if is_bfloat16:
-        elements[np.uint64(index)] = to_bfloat16(value)
-    else:
-        elements[np.uint64(index)] = value
+    @classmethod
+    def of(cls, is_bfloat16: bool) -> "_Element":
+        if is_bfloat16:
+            return cls(np.uint16, from_bfloat16, to_bfloat16)
+        return cls(np.float32, np.float32, np.float32)
 
 
 def _add_norm(is_bfloat16: bool) -> Callable[[Any], None]:
-    element = np.uint16 if is_bfloat16 else np.float32
+    kind, load, store = _Element.of(is_bfloat16)
 
     def add_norm(address: Any) -> None:
         call = numba.carray(address, 1)[0]
         width = call.width
-        rows = numba.carray(pointer(call.rows), (MOST,), element)
-        delta = numba.carray(pointer(call.first), (MOST,), element)
-        weight = numba.carray(pointer(call.second), (MOST,), element)
-        out = numba.carray(pointer(call.out), (MOST,), element)
+        rows = numba.carray(pointer(call.rows), (MOST,), kind)
+        delta = numba.carray(pointer(call.first), (MOST,), kind)
+        weight = numba.carray(pointer(call.second), (MOST,), kind)
+        out = numba.carray(pointer(call.out), (MOST,), kind)
         sums = np.empty(width, np.float32)
         thread = call_int(call.thread_number) if call.num_threads > 1 else 0
         for n in range(thread, call.num_rows, call.num_threads):
             start = n * width
             if call.first:
                 for i in range(width):
-                    total = _get(rows, start + i, is_bfloat16) + _get(delta, start + i, is_bfloat16)
-                    _set(rows, start + i, total, is_bfloat16)
+                    at = np.uint64(start + i)
+                    rows[at] = store(load(rows[at]) + load(delta[at]))
             square = np.float32(0)
             for i in range(width):
-                value = _get(rows, start + i, is_bfloat16)
+                value = load(rows[np.uint64(start + i)])
                 sums[i] = value
                 square += value * value
             factor = np.float32(1) / np.sqrt(square / np.float32(width) + call.eps)
             for i in range(width):
-                scaled = sums[i] * factor * _get(weight, i, is_bfloat16)
-                _set(out, start + i, scaled, is_bfloat16)
+                out[np.uint64(start + i)] = store(sums[i] * factor * load(weight[np.uint64(i)]))
 
     return add_norm
 
 
 def _rotate(is_bfloat16: bool) -> Callable[[Any], None]:
-    element = np.uint16 if is_bfloat16 else np.float32
+    kind, load, store = _Element.of(is_bfloat16)
 
     def rotate(address: Any) -> None:
         call = numba.carray(address, 1)[0]
         width, half = call.width, call.width // 2
-        heads = numba.carray(pointer(call.rows), (MOST,), element)
-        cos = numba.carray(pointer(call.first), (MOST,), element)
-        sin = numba.carray(pointer(call.second), (MOST,), element)
-        turned = np.empty(width, np.float32)
+        heads = numba.carray(pointer(call.rows), (MOST,), kind)
+        cos = numba.carray(pointer(call.first), (MOST,), kind)
+        sin = numba.carray(pointer(call.second), (MOST,), kind)
         thread = call_int(call.thread_number) if call.num_threads > 1 else 0
         for n in range(thread, call.num_rows, call.num_threads):
-            angle = n * width
             for head in range(call.num_heads):
                 start = n * call.row_stride + head * width
                 for i in range(half):
-                    left = _get(heads, start + i, is_bfloat16)
-                    right = _get(heads, start + half + i, is_bfloat16)
-                    turned[i] = left * _get(cos, angle + i, is_bfloat16) - right * _get(
-                        sin, angle + i, is_bfloat16
+                    at, angle = np.uint64(start + i), np.uint64(n * width + i)
+                    at_right, angle_right = np.uint64(start + half + i), np.uint64(angle + half)
+                    left, right = load(heads[at]), load(heads[at_right])
+                    heads[at] = store(left * load(cos[angle]) - right * load(sin[angle]))
+                    heads[at_right] = store(
+                        right * load(cos[angle_right]) + left * load(sin[angle_right])
                     )
-                    turned[half + i] = right * _get(
-                        cos, angle + half + i, is_bfloat16
-                    ) + left * _get(sin, angle + half + i, is_bfloat16)
-                for i in range(width):
-                    _set(heads, start + i, turned[i], is_bfloat16)
 
     return rotate
 
 
 def _gated(is_bfloat16: bool) -> Callable[[Any], None]:
-    element = np.uint16 if is_bfloat16 else np.float32
+    kind, load, store = _Element.of(is_bfloat16)
 
     def gated(address: Any) -> None:
         call = numba.carray(address, 1)[0]
         width = call.width
-        rows = numba.carray(pointer(call.rows), (MOST,), element)
-        out = numba.carray(pointer(call.out), (MOST,), element)
+        gate_up = numba.carray(pointer(call.rows), (MOST,), kind)
+        out = numba.carray(pointer(call.out), (MOST,), kind)
         thread = call_int(call.thread_number) if call.num_threads > 1 else 0
         for n in range(thread, call.num_rows, call.num_threads):
-            start = 2 * n * width
             for i in range(width):
-                gate = _get(rows, start + i, is_bfloat16)
+                at = np.uint64(2 * n * width + i)
+                gate, up = load(gate_up[at]), load(gate_up[np.uint64(at + width)])
                 # `exp` takes no positive number.
                 small = exp(-abs(gate))
                 sigmoid = (np.float32(1) if gate >= 0 else small) / (np.float32(1) + small)
-                value = gate * sigmoid * _get(rows, start + width + i, is_bfloat16)
-                _set(out, n * width + i, value, is_bfloat16)
+                out[np.uint64(n * width + i)] = store(gate * sigmoid * up)
 
     return gated
