@@ -1,7 +1,7 @@
 """Checks at every start that the engine computes the same logits as transformers.
 
 Two seeded sequences go through plain transformers, one at a time, and through the engine's forwards: first
-one whole prompt, then both sequences in chunks, with a decoding row, over shuffled pages. All logits are
+one whole prompt, then both sequences in chunks, with decoding rows, over shuffled pages. All logits are
 compared. A model that is small enough is checked with its own weights. If that is too expensive or proves
 too little, as in 16 bits, a small copy is checked: few layers of each kind, small windows, random float32
 weights.
@@ -148,12 +148,16 @@ def difference(
     cut = num // 2 + 1
     one, other = sequences.ids
     found = [
-        # First the whole first sequence. Then a part of it, with all but the last token of the second.
-        # Then that last token as a decoding row, with the rest of the first.
+        # First the whole first sequence. Then a part of it, with all but two tokens of the second.
+        # Then these as decoding rows, one alone, the other with the rest of the first.
         (runner.forward(_rows([(one, 0, num, whole)])), expected[0]),
         (
-            runner.forward(_rows([(one, 0, cut, first), (other, 0, num - 1, second)])),
-            torch.cat([expected[0, :cut], expected[1, : num - 1]]),
+            runner.forward(_rows([(one, 0, cut, first), (other, 0, num - 2, second)])),
+            torch.cat([expected[0, :cut], expected[1, : num - 2]]),
+        ),
+        (
+            runner.forward(_rows([(other, num - 2, num - 1, second)])),
+            expected[1, num - 2 : num - 1],
         ),
         (
             runner.forward(_rows([(other, num - 1, num, second), (one, cut, num, first)])),

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numba
 import pytest
-import torch
 
 from tandem.engine import cpu_kernels
 from tandem.engine.attention_cpu import CpuAttention, Geometry, kernel_for
@@ -15,13 +14,6 @@ from tests.attention_cases import CASES, error, tolerance
 READABLE = [
     name for name, case in CASES.items() if CpuAttention.supports(case.kv_dtype or case.dtype)
 ]
-
-
-@pytest.fixture
-def torch_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

@@ -18,13 +18,11 @@ def dtype(request):
 
 
 @pytest.fixture(params=[1, 3])
-def operators(dtype, request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+def operators(dtype, request, torch_threads):
+    torch_threads(request.param)
     found = operators_for(CPU, dtype)
     assert isinstance(found, CpuOperators)
-    yield found
-    torch.set_num_threads(before)
+    return found
 
 
 def check(found: torch.Tensor, expected: torch.Tensor) -> None:
