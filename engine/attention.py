@@ -286,6 +286,19 @@ class GraphBackend(AttentionBackend, Protocol):
         """
 
 
+class DirectForward(Protocol):
+    """A forward of its own for models of one shape."""
+
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        attend: Callable[[LayerInputs], torch.Tensor],
+    ) -> torch.Tensor:
+        """Compute what `PagedModel.logits` returns."""
+
+
 class PagedModel:
     """A transformers model that attends through pages.
 
@@ -295,6 +308,9 @@ class PagedModel:
         chunks: Chunk size of layers that attend within chunks, by layer number.
         windows: Window of layers that do not pass it themselves, by layer number.
         has_past: Whether to pass `PagedPast` to the model as its cache, or None.
+
+    Attributes:
+        direct: Computes the logits in place of the modelling code, if the model has a shape for which there is one.
     """
 
     def __init__(
@@ -310,6 +326,7 @@ class PagedModel:
         self.has_past = has_past
         self.chunks, self.windows = chunks or {}, windows or {}
         self._latents = latents or {}
+        self.direct: DirectForward | None = None
         self._forward: _Forward | None = None
         for each in module.modules():
             if isinstance(getattr(each, "layer_idx", None), int):
@@ -336,6 +353,15 @@ class PagedModel:
         Returns:
             Shape (num_logits, vocab_size).
         """
+        if self.direct is not None:
+
+            def attend_layer(layer: LayerInputs) -> torch.Tensor:
+                attended = attend(layer)
+                if wrote is not None:
+                    wrote(layer.index)
+                return attended
+
+            return self.direct.logits(token_ids, positions, logit_rows, attend_layer)
         past = past or PagedPast(positions, self._latents)
         self._forward = _Forward(attend, past, wrote)
         try:

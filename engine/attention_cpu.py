@@ -9,34 +9,33 @@ Rows of prompts go through torch: they compute so much per key that copying the 
 So do layers that the kernel does not support: sinks, chunks, latents, or K and V of different sizes.
 """
 
-import ctypes
-import hashlib
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
-import llvmlite.binding as llvm
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from tandem.engine.attention import LayerInputs, PagedBatch
 from tandem.engine.attention_torch import TorchAttention, attend_prompts, empty_output
-from tandem.telemetry.log import get_logger
-
-log = get_logger(__name__)
+from tandem.engine.cpu_kernels import (
+    MOST,
+    call_int,
+    compiled,
+    exp,
+    from_bfloat16,
+    inline,
+    num_threads,
+    pointer,
+    run,
+    thread_number,
+    to_bfloat16,
+)
 
 _NO_WINDOW = 1 << 62
-# Nominal size of arrays known only by their address.
-_MOST = 1 << 62
 # Below any score. Finite, because infinities are undefined with fast-math.
 _FAR_BELOW = np.float32(-1e30)
-_LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 
 CALL = np.dtype(
     [
@@ -118,7 +117,7 @@ def _attend_decodes(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) ->
             is_bfloat16=batch.dtype is torch.bfloat16,
         )
     )
-    run(kernel.address, call.ctypes.data)
+    run(kernel.address, call.ctypes.data, int(call["num_threads"]))
 
 
 def _call(batch: PagedBatch) -> np.ndarray:
@@ -156,84 +155,27 @@ class Geometry:
     is_bfloat16: bool
 
 
-# Offsets into arrays known only by their address are unsigned: numba must assume that a signed one may be
-# negative, and then cannot vectorize. Slices would work too, but take twice as long to compile.
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _pointer(_typing: Any, _address: Any) -> Any:
-    """Convert an address to a pointer."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _call_int(_typing: Any, _address: Any) -> Any:
-    """Call the C function `int (*)(void)` at an address. A constant address would prevent caching on disk."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(32), [])
-        return builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), [])
-
-    return types.int32(types.int64), generate
-
-
-# Inlined, so that the sizes of the `Geometry` are compile-time constants.
-_inline = numba.njit(inline="always", fastmath=True, error_model="numpy")
-
-
-@_inline  # type: ignore[untyped-decorator]
-def _from_bfloat16(bits: Any) -> Any:
-    """Convert bits of bfloat16 to float32, whose upper half they are."""
-    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
-
-
-@_inline  # type: ignore[untyped-decorator]
-def _to_bfloat16(value: Any) -> Any:
-    """Round float32 to the nearest bfloat16, ties to even; return its bits."""
-    bits = np.float32(value).view(np.uint32)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    return np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
-
-
-@_inline  # type: ignore[untyped-decorator]
-def _exp(x: Any) -> Any:
-    """Return e^x for x <= 0, accurate to one or two units in the last place. Unlike libm's, it vectorizes."""
-    x = max(x, np.float32(-87.0)) * _LOG2_E
-    whole = np.floor(x + np.float32(0.5))
-    f = (x - whole) * _LN_2
-    # Taylor to the sixth power: |f| is at most ln(2) / 2.
-    series = np.float32(1 / 120) + f * np.float32(1 / 720)
-    series = np.float32(1 / 6) + f * (np.float32(1 / 24) + f * series)
-    series = np.float32(1) + f * (np.float32(1) + f * (np.float32(0.5) + f * series))
-    exponent = np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23)
-    return series * np.uint32(exponent).view(np.float32)
-
-
-@_inline  # type: ignore[untyped-decorator]
+@inline  # type: ignore[untyped-decorator]
 def _widen(elements: Any, start: int, is_bfloat16: bool, out: Any) -> None:
     for i in range(len(out)):
         element = elements[np.uint64(start + i)]
         if is_bfloat16:
-            out[i] = _from_bfloat16(element)
+            out[i] = from_bfloat16(element)
         else:
             out[i] = element
 
 
-@_inline  # type: ignore[untyped-decorator]
+@inline  # type: ignore[untyped-decorator]
 def _narrow(values: Any, total: Any, is_bfloat16: bool, out: Any, start: int) -> None:
     for i in range(len(values)):
         value = values[i] / total
         if is_bfloat16:
-            out[np.uint64(start + i)] = _to_bfloat16(value)
+            out[np.uint64(start + i)] = to_bfloat16(value)
         else:
             out[np.uint64(start + i)] = value
 
 
-@_inline  # type: ignore[untyped-decorator]
+@inline  # type: ignore[untyped-decorator]
 def _score(q: Any, keys: Any, softcap: Any, scores: Any) -> None:
     for t in range(len(scores)):
         product = np.float32(0)
@@ -245,14 +187,14 @@ def _score(q: Any, keys: Any, softcap: Any, scores: Any) -> None:
             scores[t] = softcap * np.tanh(scores[t] / softcap)
 
 
-@_inline  # type: ignore[untyped-decorator]
+@inline  # type: ignore[untyped-decorator]
 def _weigh(scores: Any, begin: int, end: int, highest: Any) -> Any:
     """Replace scores by weights, 0 outside begin ... end-1; return the new maximum and the sum."""
     top = highest
     for t in range(begin, end):
         top = max(top, scores[t])
     for t in range(len(scores)):
-        scores[t] = _exp(scores[t] - top)
+        scores[t] = exp(scores[t] - top)
     total = np.float32(0)
     for t in range(len(scores)):
         scores[t] = scores[t] if begin <= t < end else np.float32(0)
@@ -260,7 +202,7 @@ def _weigh(scores: Any, begin: int, end: int, highest: Any) -> Any:
     return top, total
 
 
-@_inline  # type: ignore[untyped-decorator]
+@inline  # type: ignore[untyped-decorator]
 def _add(weights: Any, values: Any, shrink: Any, sums: Any) -> None:
     for d in range(len(sums)):
         weighted = sums[d] * shrink
@@ -282,22 +224,22 @@ def kernel_for(geometry: Geometry) -> Any:
 
     # One long function, because the arrays are allocated once for all units, and any extracted part would
     # need most of them as arguments.
-    def kernel(pointer: Any) -> None:
-        call = numba.carray(pointer, 1)[0]
-        query = numba.carray(_pointer(call.query), (_MOST,), element)
-        key = numba.carray(_pointer(call.key), (_MOST,), element)
-        value = numba.carray(_pointer(call.value), (_MOST,), element)
-        pool = numba.carray(_pointer(call.pool), (_MOST,), element)
-        page_table = numba.carray(_pointer(call.page_table), (_MOST,), np.int32)
-        kv_lens = numba.carray(_pointer(call.kv_lens), (_MOST,), np.int32)
-        out = numba.carray(_pointer(call.out), (_MOST,), element)
+    def kernel(address: Any) -> None:
+        call = numba.carray(address, 1)[0]
+        query = numba.carray(pointer(call.query), (MOST,), element)
+        key = numba.carray(pointer(call.key), (MOST,), element)
+        value = numba.carray(pointer(call.value), (MOST,), element)
+        pool = numba.carray(pointer(call.pool), (MOST,), element)
+        page_table = numba.carray(pointer(call.page_table), (MOST,), np.int32)
+        kv_lens = numba.carray(pointer(call.kv_lens), (MOST,), np.int32)
+        out = numba.carray(pointer(call.out), (MOST,), element)
         q, sums = np.empty((2, group, head_dim), np.float32)
         highest, totals = np.empty((2, group), np.float32)
         flat_keys, flat_values = np.empty(plane, np.float32), np.empty(plane, np.float32)
         keys = flat_keys.reshape((page_size, head_dim))
         values = flat_values.reshape((page_size, head_dim))
         scores = np.empty(page_size, np.float32)
-        thread = _call_int(call.thread_number) if call.num_threads > 1 else 0
+        thread = call_int(call.thread_number) if call.num_threads > 1 else 0
         for unit in range(thread, call.num_seqs * num_kv_heads, call.num_threads):
             n, kv_head = unit // num_kv_heads, unit % num_kv_heads
             kv_len, pages = int(kv_lens[n]), n * call.max_pages
@@ -334,7 +276,7 @@ def kernel_for(geometry: Geometry) -> Any:
                 for g in range(group):
                     _score(q[g], keys, call.softcap, scores)
                     top, total = _weigh(scores, begin, end, highest[g])
-                    shrink = _exp(highest[g] - top)
+                    shrink = exp(highest[g] - top)
                     highest[g], totals[g] = top, totals[g] * shrink + total
                     _add(scores, values, shrink, sums[g])
 
@@ -342,78 +284,4 @@ def kernel_for(geometry: Geometry) -> Any:
                 start = (n * num_kv_heads * group + kv_head * group + g) * head_dim
                 _narrow(sums[g], totals[g], is_bfloat16, out, start)
 
-    return _compiled(kernel, geometry)
-
-
-def _compiled(kernel: Callable[[Any], None], geometry: Geometry) -> Any:
-    # Numba numbers the cache files of a function, and two processes may use one number for two kernels.
-    # So each geometry, processor and numba version gets its own files.
-    host = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), numba.__version__
-    digest = hashlib.sha256(repr((geometry, host)).encode()).hexdigest()[:16]
-    kernel.__qualname__ = f"kernel_{digest}"
-    signature = types.void(types.CPointer(numba.from_dtype(CALL)))
-    compiled = partial(numba.cfunc, signature, nopython=True, fastmath=True, error_model="numpy")
-    try:
-        return compiled(cache=True)(kernel)
-    except Exception as error:  # noqa: BLE001 - no cache directory, or a corrupted file in it
-        log.warning("attention.kernel_not_kept", reason=str(error), effect="each start compiles it")
-        return compiled()(kernel)
-
-
-# ── torch's own threads ──────────────────────────────────────────────────────────────────────────
-#
-# On Linux these are GNU OpenMP's threads, which spin for a while after each operator. A separate thread pool
-# would find the cores busy, while a parallel region of the same library reuses the spinning threads.
-
-
-@lru_cache
-def _library() -> ctypes.CDLL | None:
-    """Return the GNU OpenMP library that torch loaded; None if torch uses another library."""
-    try:
-        library = ctypes.CDLL("libgomp.so.1", mode=getattr(os, "RTLD_NOLOAD", 0))
-        library.GOMP_parallel.argtypes = (
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_uint,
-            ctypes.c_uint,
-        )
-        library.GOMP_parallel.restype = None
-    except (OSError, AttributeError):
-        return None
-    return library
-
-
-def thread_number() -> int:
-    """Return the address of a C function that returns the number of the calling thread in `run`, or 0."""
-    library = _library()
-    return (
-        0
-        if library is None
-        else ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p).value or 0
-    )
-
-
-def num_threads() -> int:
-    """Return the number of threads that `run` uses: torch's, or 1 if its threads cannot be shared."""
-    return torch.get_num_threads() if _library() is not None else 1
-
-
-def run(function: int, argument: int) -> None:
-    """Call `function(argument)` on every thread in parallel; return when all have returned.
-
-    Args:
-        function: Address of a C function `void (*)(void *)`, which must not acquire the GIL.
-        argument: Address that is passed to the function.
-    """
-    count = num_threads()
-    library = _library()
-    if count == 1 or library is None:
-        _one_argument(function)(argument)
-    else:
-        # Always all threads, because a changed number makes the library terminate and start threads.
-        library.GOMP_parallel(function, argument, count, 0)
-
-
-@lru_cache
-def _one_argument(function: int) -> Callable[[int], None]:
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+    return compiled(kernel, CALL, geometry)

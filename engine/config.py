@@ -185,6 +185,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_tiers: bool = False
     simulation: Simulation | None = None
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether this engine fuses the layers of its model: neither ranks share them nor a compiler reads them."""
+        return self.tp_size == 1 and (self.is_eager or not self.is_compiled)
+
 
 def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
     """Return the config of one rank, with its rank number and its own device."""

@@ -1,8 +1,9 @@
 """A pass over a loaded model of any architecture that makes its layers faster.
 
 Linear layers with the same input (q, k and v; gate and up) become one product. On CPUs, weights are packed
-once into the layout of oneDNN's kernels, which halves the time of a small batch. Plain RMSNorm modules become
-torch's fused one. Modules keep their names and places, so modelling code runs unchanged.
+once into the layout of oneDNN's kernels, which halves the time of a small batch. Float32 weights that bfloat16 holds
+exactly are kept in it as well, for batches of a few rows. Plain RMSNorm modules become torch's fused one. Modules keep
+their names and places, so modelling code runs unchanged.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 from typing_extensions import override
+
+from tandem.engine.narrow_product import MOST_ROWS, NarrowProduct, is_narrow
 
 # Children of one module that its forward calls with the same tensor, in this order. Other uses give
 # correct results too, but are slower: see `_Shared`.
@@ -35,7 +38,7 @@ def fuse(model: nn.Module, called: Collection[str]) -> int:
             their weights directly, and packed weights are opaque.
     """
     # Tied weights are packed once, for all layers that share them.
-    packed: dict[int, _Product] = {}
+    packed: dict[int, Product] = {}
     num_products = 0
     # The list holds only parents, so that the weights of replaced layers are freed.
     parents = [each for each in model.named_modules() if type(each[1]) is not nn.Linear]
@@ -57,7 +60,7 @@ def fuse(model: nn.Module, called: Collection[str]) -> int:
             if type(child) is nn.Linear:
                 key = child.weight.data_ptr()
                 if key not in packed:
-                    packed[key] = _Product(child.weight, child.bias)
+                    packed[key] = Product(child.weight, child.bias)
                 setattr(parent, name, packed[key])
                 num_products += 1
     return num_products
@@ -97,7 +100,7 @@ def _can_pack(weight: torch.Tensor) -> bool:
     return weight.dtype is torch.float32 or (is_bfloat16 and has_bfloat16)
 
 
-class _Product(nn.Module):
+class Product(nn.Module):
     """x W^T + b. Not an `nn.Linear`: on CPUs its weight is opaque.
 
     Attributes:
@@ -113,10 +116,13 @@ class _Product(nn.Module):
         self._is_packed = _can_pack(weight)
         # Not a parameter, because only this forward can read packed weights.
         self._weight = _PACK(weight.contiguous(), _PACKED_FOR_ROWS) if self._is_packed else weight
+        self._narrow = NarrowProduct(weight, bias) if is_narrow(weight) else None
 
     @override
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the product. Shape (..., out_features)."""
+        if self._narrow is not None and rows.numel() <= MOST_ROWS * self.in_features:
+            return self._narrow(rows)
         if not self._is_packed:
             return functional.linear(rows, self._weight, self.bias)
         out: torch.Tensor = _LINEAR(rows, self._weight, self.bias, "none", [], "")
@@ -130,7 +136,7 @@ class _Shared:
         self.sizes = [linear.out_features for linear in linears]
         weights: list[torch.Tensor] = [linear.weight for linear in linears]
         biases: list[torch.Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-        self.product = _Product(torch.cat(weights), torch.cat(biases) if biases else None)
+        self.product = Product(torch.cat(weights), torch.cat(biases) if biases else None)
         self._rows: torch.Tensor | None = None
         self._outs: tuple[torch.Tensor, ...] = ()
 
@@ -145,15 +151,25 @@ class _Shared:
 
 
 class _Part(nn.Module):
-    """One of the layers that a `_Shared` product replaces."""
+    """One of the layers that a `_Shared` product replaces.
+
+    Attributes:
+        shared: The product.
+    """
 
     def __init__(self, shared: _Shared, index: int) -> None:
         super().__init__()
-        self._shared = shared
-        self._index = index
+        self.shared, self._index = shared, index
         self.weight = shared.product.weight
 
     @override
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the layer's output. Shape (..., out_features of the layer)."""
-        return self._shared.take(rows, self._index)
+        return self.shared.take(rows, self._index)
+
+
+def shared_product(layers: Sequence[nn.Module]) -> Product | None:
+    """Return the product that replaces exactly these layers, in this order; None if there is none."""
+    shared = [each.shared for each in layers if isinstance(each, _Part)]
+    is_one = len(shared) == len(layers) == len(shared[0].sizes) and len({*map(id, shared)}) == 1
+    return shared[0].product if is_one else None

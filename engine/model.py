@@ -17,7 +17,7 @@ from tandem.engine.checkpoint import (
     read_config,
 )
 from tandem.engine.config import EngineConfig
-from tandem.engine.fusion import fuse
+from tandem.engine.llama import speed_up
 from tandem.engine.model_check import ModelCheck
 from tandem.engine.observation import Observed, observe
 from tandem.engine.shape import KV_DTYPES, ModelShape, context_length, eos_token_ids, kv_heads
@@ -60,9 +60,9 @@ def load_model(config: EngineConfig) -> tuple[PagedModel, ModelShape]:
         shape = _shape(config, module, text, observed)
         check.before(module)
         if config.is_compiled and not config.is_eager:
-            compile_layers(module, config.device)  # it cannot compile the packed weights of `fuse`
-        elif config.tp_size == 1:
-            fuse(module, observed.called)
+            compile_layers(module, config.device)  # it cannot compile packed weights
+        elif config.is_fused:
+            speed_up(observed)
         check.after(observed.model, shape)
     if config.device != "cpu":
         torch.cuda.empty_cache()  # frees replaced weights, because the pool takes all free memory

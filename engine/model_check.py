@@ -1,7 +1,7 @@
 """Checks at every start that the engine computes the same logits as transformers.
 
 Two seeded sequences go through plain transformers, one at a time, and through the engine's forwards: first
-one whole prompt, then both sequences in chunks, with a decoding row, over shuffled pages. All logits are
+one whole prompt, then both sequences in chunks, with decoding rows, over shuffled pages. All logits are
 compared. A model that is small enough is checked with its own weights. If that is too expensive or proves
 too little, as in 16 bits, a small copy is checked: few layers of each kind, small windows, random float32
 weights.
@@ -30,6 +30,7 @@ from tandem.engine.attention_torch import TorchAttention
 from tandem.engine.config import EngineConfig
 from tandem.engine.forward import ForwardInputs, Ints
 from tandem.engine.kv_pool import make_pool
+from tandem.engine.llama import speed_up
 from tandem.engine.observation import Observed, observe
 from tandem.engine.runner import ModelRunner
 from tandem.engine.shape import ModelShape, longest_context
@@ -147,12 +148,16 @@ def difference(
     cut = num // 2 + 1
     one, other = sequences.ids
     found = [
-        # First the whole first sequence. Then a part of it, with all but the last token of the second.
-        # Then that last token as a decoding row, with the rest of the first.
+        # First the whole first sequence. Then a part of it, with all but two tokens of the second.
+        # Then these as decoding rows, one alone, the other with the rest of the first.
         (runner.forward(_rows([(one, 0, num, whole)])), expected[0]),
         (
-            runner.forward(_rows([(one, 0, cut, first), (other, 0, num - 1, second)])),
-            torch.cat([expected[0, :cut], expected[1, : num - 1]]),
+            runner.forward(_rows([(one, 0, cut, first), (other, 0, num - 2, second)])),
+            torch.cat([expected[0, :cut], expected[1, : num - 2]]),
+        ),
+        (
+            runner.forward(_rows([(other, num - 2, num - 1, second)])),
+            expected[1, num - 2 : num - 1],
         ),
         (
             runner.forward(_rows([(other, num - 1, num, second), (one, cut, num, first)])),
@@ -222,7 +227,9 @@ class ModelCheck:
             page_size = self._config.page_size
             sequences = Sequences.of(vocab_size, page_size, copy.window, longest)
             expected = plain_logits(copy.module, sequences)
-            shape = _shape_of(observed, vocab_size)
+            shape = shape_of(observed, vocab_size)
+            if self._config.is_fused:
+                speed_up(observed)
             off = difference(observed.model, shape, TorchAttention(), sequences, expected)
             _judge("a small copy", float(off.max()), TOLERANCE[torch.float32], began_s)
         self._is_proved = True
@@ -276,7 +283,8 @@ def check_weights(
     _judge("its own weights", found, TOLERANCE.get(dtype, TOLERANCE[torch.float32]), began_s)
 
 
-def _shape_of(observed: Observed, vocab_size: int) -> ModelShape:
+def shape_of(observed: Observed, vocab_size: int) -> ModelShape:
+    """Return the shape of a float32 model whose layers may differ."""
     elements = sum(each.num_kv_heads * (each.key_dim + each.value_dim) for each in observed.layers)
     return ModelShape(
         num_layers=len(observed.layers),

@@ -19,6 +19,7 @@ from tandem.engine.attention import (
     LayerInputs,
     PagedModel,
     PagedPast,
+    Scoring,
 )
 from tandem.engine.attention_torch import empty_output, visible
 from tandem.engine.shape import AttentionFeature
@@ -39,6 +40,7 @@ class Observed:
         model: The model, set up with the latents, chunks and windows of its layers.
         called: Names of the modules that the forward called, except `kv_b_proj`, whose weights are also
             read directly.
+        scorings: How each layer scores.
     """
 
     layers: tuple[LayerKV, ...]
@@ -46,6 +48,7 @@ class Observed:
     features: frozenset[AttentionFeature]
     model: PagedModel
     called: frozenset[str]
+    scorings: tuple[Scoring, ...]
 
     def repeated(self, of_kind: Sequence[int]) -> "Observed":
         """Return the observation of a larger model, given for each of its layers a similar layer of this one."""
@@ -104,7 +107,8 @@ def observe(module: nn.Module, text_config: Any) -> Observed:
         name for name, each in module.named_modules() if each in observer.called - read
     )
     paged = model(latents, has_past=has_past)
-    return Observed(layers, sources, frozenset(features), paged, called)
+    scorings = tuple(layer.scoring for _, layer in sorted(observer.inputs.items()))
+    return Observed(layers, sources, frozenset(features), paged, called, scorings)
 
 
 @dataclass(slots=True)

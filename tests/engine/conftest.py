@@ -1,9 +1,10 @@
-"""Modules that stand for libraries of machines with a GPU."""
+"""Modules that stand for libraries of machines with a GPU, and torch's number of threads."""
 
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -16,3 +17,11 @@ def fake_flashinfer(monkeypatch):
     for name in names:
         sys.modules.pop(name, None)
     sys.modules.update(real)
+
+
+@pytest.fixture
+def torch_threads():
+    """Set torch's number of threads, during the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

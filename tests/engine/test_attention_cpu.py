@@ -6,22 +6,14 @@ from pathlib import Path
 
 import numba
 import pytest
-import torch
 
-from tandem.engine import attention_cpu
+from tandem.engine import cpu_kernels
 from tandem.engine.attention_cpu import CpuAttention, Geometry, kernel_for
 from tests.attention_cases import CASES, error, tolerance
 
 READABLE = [
     name for name, case in CASES.items() if CpuAttention.supports(case.kv_dtype or case.dtype)
 ]
-
-
-@pytest.fixture
-def torch_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -33,8 +25,8 @@ def test_the_kernel_answers_as_the_reference_does(torch_threads, name, num_threa
 
 def test_without_torchs_library_one_thread_does_it_all(torch_threads, monkeypatch):
     torch_threads(4)
-    monkeypatch.setattr(attention_cpu, "_library", lambda: None)
-    assert attention_cpu.num_threads() == 1
+    monkeypatch.setattr(cpu_kernels, "_library", lambda: None)
+    assert cpu_kernels.num_threads() == 1
     assert error(CASES["decodes of group 3"], CpuAttention()) <= 2e-5
 
 

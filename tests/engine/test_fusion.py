@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from tandem.engine.fusion import fuse
+from tandem.engine.fusion import Product, fuse
+from tandem.engine.narrow_product import MOST_ROWS, NarrowProduct, is_narrow
 from tests.tiny_models import CONFIGS, VOCAB_SIZE
 
 
@@ -62,3 +64,34 @@ def test_a_layer_whose_weights_are_read_is_left_alone():
     before = reader(x)
     assert fuse(reader, {"called"}) == 1
     torch.testing.assert_close(reader(x), before)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, MOST_ROWS, MOST_ROWS + 1])
+def test_weights_that_bfloat16_holds_give_the_same_products(
+    num_rows, has_bias, num_threads, torch_threads
+):
+    torch_threads(num_threads)
+    torch.manual_seed(0)
+    weight = torch.randn(101, 67).bfloat16().float()
+    bias = torch.randn(101) if has_bias else None
+    rows = torch.randn(num_rows, 67)
+    assert is_narrow(weight)
+    expected = functional.linear(
+        rows.double(), weight.double(), None if bias is None else bias.double()
+    )
+    torch.testing.assert_close(Product(weight, bias)(rows).double(), expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        NarrowProduct(weight, bias)(rows).double(), expected, atol=1e-4, rtol=1e-5
+    )
+
+
+def test_only_float32_weights_that_bfloat16_holds_are_narrow():
+    weight = torch.randn(8, 8).bfloat16()
+    assert is_narrow(weight.float())
+    assert not is_narrow(weight)
+    odd = weight.float()
+    odd[7, 7] += 2.0**-20
+    assert not is_narrow(odd)

@@ -79,10 +79,10 @@ def test_logits_that_differ_refuse_the_model_with_the_figure(tiny_model, change)
 
 
 def test_one_weight_that_fusing_gets_wrong_refuses_the_model(tiny_model, monkeypatch):
-    def spoil(module, _called):
-        module.get_decoder().layers[1].self_attn.o_proj.weight[0] += 1
+    def spoil(observed):
+        observed.model.module.get_decoder().layers[1].self_attn.o_proj.weight[0] += 1
 
-    monkeypatch.setattr(loading, "fuse", spoil)
+    monkeypatch.setattr(loading, "speed_up", spoil)
     with pytest.raises(ConfigInvalid, match="'llama' are not served: with its own weights"):
         load_model(config(tiny_model("llama")))
 

@@ -1,0 +1,160 @@
+"""The forward of Llama-shaped models in a dozen operators a layer, in place of modelling code of forty.
+
+    rows ─ add_norm ─ qkv ─ rotate ─ attend ─ out ─ add_norm ─ gate_up ─ gated ─ down ─▶ delta of the next add_norm
+
+On CPUs the small operators of the modelling code take as long as reading the weights once. Weights, rope and attention are
+those of the loaded model. Which models have this shape is a list of classes; that the result is right is what the check at
+each start proves (`model_check.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tandem.engine.attention import LayerInputs, Scoring
+from tandem.engine.fusion import Product, fuse, shared_product
+from tandem.engine.observation import Observed
+from tandem.engine.operators import Operators, operators_for
+
+# By the names of their classes in transformers: others have multipliers, norms or caps of their own.
+_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One decoder layer.
+
+    Attributes:
+        head_norms: Of queries and keys before the rope, as in Qwen 3; empty without.
+    """
+
+    scoring: Scoring
+    input_norm: _Norm
+    qkv: Product
+    head_norms: tuple[_Norm, ...]
+    out: Product
+    post_norm: _Norm
+    gate_up: Product
+    down: Product
+
+
+def speed_up(observed: Observed) -> None:
+    """Fuse a model's layers in place, and replace its forward if it is Llama-shaped."""
+    module = observed.model.module
+    fuse(module, observed.called)
+    observed.model.direct = llama_forward(module, observed.scorings)
+
+
+class LlamaForward:
+    """Computes a model's logits; see `llama_forward`."""
+
+    def __init__(self, module: Any, scorings: Sequence[Scoring], operators: Operators) -> None:
+        config = module.config
+        self._operators = operators
+        self._num_heads, self._num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._embed, self._rotary = module.model.embed_tokens, module.model.rotary_emb
+        self._layers = [
+            _layer(layer, scoring)
+            for layer, scoring in zip(module.model.layers, scorings, strict=True)
+        ]
+        self._norm, self._head = _norm(module.model.norm), module.lm_head
+
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        attend: Callable[[LayerInputs], torch.Tensor],
+    ) -> torch.Tensor:
+        """Run the model; see `PagedModel.logits`."""
+        operators, num_rows = self._operators, len(token_ids)
+        sizes = [self._num_heads, self._num_kv_heads, self._num_kv_heads]
+        rows: torch.Tensor = self._embed(token_ids)
+        cos, sin = (part[0] for part in self._rotary(rows, positions.unsqueeze(0)))
+        delta = None
+        for index, layer in enumerate(self._layers):
+            normed = operators.add_norm(rows, delta, layer.input_norm.weight, layer.input_norm.eps)
+            heads = layer.qkv(normed).view(num_rows, sum(sizes), -1)
+            query, key, value = heads.split(sizes, dim=1)
+            if layer.head_norms:
+                query, key = (
+                    self._normed(part, norm)
+                    for part, norm in zip((query, key), layer.head_norms, strict=True)
+                )
+                operators.rotate(query, cos, sin)
+                operators.rotate(key, cos, sin)
+            else:
+                operators.rotate(heads[:, : sizes[0] + sizes[1]], cos, sin)
+            attended = attend(LayerInputs(index, query, key, value, layer.scoring))
+            delta = layer.out(attended.reshape(num_rows, -1))
+            normed = operators.add_norm(rows, delta, layer.post_norm.weight, layer.post_norm.eps)
+            delta = layer.down(operators.gated(layer.gate_up(normed)))
+        assert delta is not None
+        rows, delta = rows[logit_rows], delta[logit_rows]
+        normed = operators.add_norm(rows, delta, self._norm.weight, self._norm.eps)
+        logits: torch.Tensor = self._head(normed)
+        return logits
+
+    def _normed(self, heads: torch.Tensor, norm: _Norm) -> torch.Tensor:
+        flat = heads.reshape(-1, heads.shape[-1])
+        return self._operators.add_norm(flat, None, norm.weight, norm.eps).view(heads.shape)
+
+
+def llama_forward(module: Any, scorings: Sequence[Scoring]) -> LlamaForward | None:
+    """Return the forward of a fused model, or None if the model has another shape or weights that were not fused.
+
+    Args:
+        module: A causal language model after `fuse`.
+        scorings: Of each layer, as observed.
+    """
+    kind, config = type(module), module.config
+    is_known = kind.__name__ in _CLASSES and kind.__module__.startswith("transformers.")
+    if not is_known or config.hidden_act != "silu":
+        return None
+    if not all(_is_fused(layer) for layer in module.model.layers):
+        return None
+    weight = module.model.norm.weight
+    return LlamaForward(module, scorings, operators_for(weight.device, weight.dtype))
+
+
+def _is_fused(layer: Any) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
+    singles = attention.o_proj, mlp.down_proj
+    groups = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+    return all(isinstance(each, Product) for each in singles) and all(
+        shared_product(group) is not None for group in groups
+    )
+
+
+def _layer(layer: Any, scoring: Scoring) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv = shared_product((attention.q_proj, attention.k_proj, attention.v_proj))
+    gate_up = shared_product((mlp.gate_proj, mlp.up_proj))
+    assert qkv is not None
+    assert gate_up is not None
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    return _Layer(
+        scoring=scoring,
+        input_norm=_norm(layer.input_layernorm),
+        qkv=qkv,
+        head_norms=tuple(_norm(norm) for norm in norms if norm is not None),
+        out=attention.o_proj,
+        post_norm=_norm(layer.post_attention_layernorm),
+        gate_up=gate_up,
+        down=mlp.down_proj,
+    )
+
+
+def _norm(norm: Any) -> _Norm:
+    # torch's, after `fuse`, or transformers'.
+    eps: float = norm.eps if isinstance(norm, nn.RMSNorm) else norm.variance_epsilon
+    return _Norm(norm.weight, eps)
