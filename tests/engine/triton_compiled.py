@@ -16,7 +16,7 @@ from tandem.engine.attention_triton import Blocks
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 FLOATS = {"scale", "softcap"}
-INT32 = {"tiles", "page_table", "kv_lens"}
+INT32 = {"tiles", "splits", "page_table"}
 INT64 = {"write_pages", "write_offsets"}
 FLOAT32 = {"partial", "sizes"}
 
@@ -61,24 +61,22 @@ class Geometry:
     has_softcap: bool = False
     has_chunk: bool = False
     has_sinks: bool = False
-    num_splits: int = 4
     num_kv_heads: int = 8
     page_size: int = 16
 
-    @property
-    def blocks(self) -> Blocks:
-        return Blocks.of(self.head_dim, self.dtype, self.group, is_fp8=self.is_fp8)
+    def blocks(self, kernel: str) -> Blocks:
+        if kernel == "attend_prompts":
+            return Blocks.of_prompts(self.head_dim, self.dtype, self.group, is_fp8=self.is_fp8)
+        return Blocks.of_decodes(self.head_dim, self.dtype, self.group)
 
-    def constants(self) -> dict[str, object]:
-        blocks = self.blocks
+    def constants(self, blocks: Blocks) -> dict[str, object]:
         return {
             "num_heads": self.group * self.num_kv_heads,
             "block_rows": blocks.rows,
-            "block_group": max(16, triton.next_power_of_2(self.group)),
             "block_dim": blocks.dim,
             "block_keys": blocks.keys,
             "block_heads": triton.next_power_of_2(self.num_kv_heads),
-            "block_splits": triton.next_power_of_2(self.num_splits),
+            "block_splits": 32,
             **asdict(self),
         }
 
@@ -98,7 +96,8 @@ POINTERS = {"query", "key", "value", "pool", "sinks", "out", *INT32, *INT64, *FL
 def compile_kernel(name: str, geometry: Geometry, capability: int):
     """Return one of our kernels as triton compiles it."""
     kernel = getattr(triton_kernels, name)
-    known = geometry.constants()
+    blocks = geometry.blocks(name)
+    known = geometry.constants(blocks)
     constants, signature = {}, {}
     for argument, parameter in inspect.signature(kernel.fn).parameters.items():
         if parameter.annotation is triton.language.constexpr:
@@ -115,8 +114,7 @@ def compile_kernel(name: str, geometry: Geometry, capability: int):
         or argument.startswith(("query_", "out_", "pool_", "key_", "value_"))
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    num_warps = geometry.blocks.num_warps if name == "attend_prompts" else 4
-    return _compile(source, capability, num_warps)
+    return _compile(source, capability, blocks.num_warps, blocks.num_stages)
 
 
 def compile_of_sampler(name: str, capability: int):
@@ -124,9 +122,9 @@ def compile_of_sampler(name: str, capability: int):
     types, constants, num_warps = SAMPLER[name]
     signature = types | dict.fromkeys(constants, "constexpr")
     source = ASTSource(getattr(triton_kernels, name), signature, constants)
-    return _compile(source, capability, num_warps)
+    return _compile(source, capability, num_warps, num_stages=3)
 
 
-def _compile(source: ASTSource, capability: int, num_warps: int):
-    options = {"num_warps": num_warps, "num_stages": 2}
+def _compile(source: ASTSource, capability: int, num_warps: int, num_stages: int):
+    options = {"num_warps": num_warps, "num_stages": num_stages}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
