@@ -1,4 +1,4 @@
-"""Triton kernels: write rows to pages, attend for prompts and decoding rows, cut off and add noise for draws.
+"""Triton kernels: write rows to pages, attend, normalize, rotate, gate, cut off and add noise for draws.
 
 Both attention kernels read the pool in place, through a layer's view: [page][k, v][head][token][dim]. Scores
 are in base 2 and sums in float32, as in FlashAttention-2 (Dao 2023). A decoding row's keys are split over
@@ -426,6 +426,78 @@ def merge_splits(
             total += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2_E - highest)
         target = out + sequence * out_row + head * head_dim + dims
         tl.store(target, (sums / total).to(out.dtype.element_ty), mask=dims < head_dim)
+
+
+@triton.jit
+def add_norm(
+    rows,
+    delta,
+    weight,
+    out,
+    eps,
+    width: tl.constexpr,
+    has_delta: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Add one row of `delta` to `rows`, and write the RMS norm times `weight` to `out`. Grid (num_rows,)."""
+    begin = tl.program_id(0).to(tl.int64) * width
+    columns = tl.arange(0, block)
+    is_real = columns < width
+    row = tl.load(rows + begin + columns, mask=is_real, other=0.0).to(tl.float32)
+    if has_delta:
+        row += tl.load(delta + begin + columns, mask=is_real, other=0.0).to(tl.float32)
+        rounded = row.to(rows.dtype.element_ty)
+        tl.store(rows + begin + columns, rounded, mask=is_real)
+        row = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(row * row, 0) / width + eps)
+    result = row * scale * tl.load(weight + columns, mask=is_real, other=0.0).to(tl.float32)
+    tl.store(out + begin + columns, result.to(out.dtype.element_ty), mask=is_real)
+
+
+@triton.jit
+def rotate(
+    heads,
+    cos,
+    sin,
+    heads_row,
+    heads_head,
+    num_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_heads: tl.constexpr,
+    block_half: tl.constexpr,
+):
+    """Rotate some heads of one row in place. Grid (num_rows, num_heads / block_heads)."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)
+    half: tl.constexpr = head_dim // 2
+    dims = tl.arange(0, block_half)
+    is_half = dims < half
+    angles = row * head_dim + dims
+    cos_left = tl.load(cos + angles, mask=is_half, other=0.0).to(tl.float32)
+    cos_right = tl.load(cos + angles + half, mask=is_half, other=0.0).to(tl.float32)
+    sin_left = tl.load(sin + angles, mask=is_half, other=0.0).to(tl.float32)
+    sin_right = tl.load(sin + angles + half, mask=is_half, other=0.0).to(tl.float32)
+    is_real = (head < num_heads)[:, None] & is_half[None, :]
+    at = heads + row * heads_row + head[:, None] * heads_head + dims[None, :]
+    left = tl.load(at, mask=is_real, other=0.0).to(tl.float32)
+    right = tl.load(at + half, mask=is_real, other=0.0).to(tl.float32)
+    new_left = left * cos_left[None, :] - right * sin_left[None, :]
+    new_right = right * cos_right[None, :] + left * sin_right[None, :]
+    tl.store(at, new_left.to(heads.dtype.element_ty), mask=is_real)
+    tl.store(at + half, new_right.to(heads.dtype.element_ty), mask=is_real)
+
+
+@triton.jit
+def gated(gate_up, out, width: tl.constexpr, block: tl.constexpr):
+    """Write silu(gate) * up for some columns of one row. Grid (num_rows, width / block)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    is_real = columns < width
+    at = gate_up + row * (2 * width) + columns
+    gate = tl.load(at, mask=is_real, other=0.0).to(tl.float32)
+    up = tl.load(at + width, mask=is_real, other=0.0).to(tl.float32)
+    result = gate * tl.sigmoid(gate) * up
+    tl.store(out + row * width + columns, result.to(out.dtype.element_ty), mask=is_real)
 
 
 @triton.jit

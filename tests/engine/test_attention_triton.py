@@ -16,7 +16,7 @@ from tandem.engine.attention import Scoring
 from tandem.engine.attention_torch import TorchAttention
 from tandem.engine.attention_triton import TritonAttention, prompt_tiles
 from tests.attention_cases import CASES, PROMPTS, Case, make, tolerance
-from tests.engine.triton_compiled import SAMPLER, Geometry, compile_kernel, compile_of_sampler
+from tests.engine.triton_compiled import SAMPLER, Geometry, compile_kernel, compile_typed
 from tests.engine.triton_interpreted import KV_DTYPES, generate
 
 INTERPRETED = "tests.engine.triton_interpreted"
@@ -109,7 +109,7 @@ def test_four_decoding_programs_share_a_multiprocessor_and_load_ahead(head_dim, 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", SAMPLER)
 def test_the_samplers_kernels_compile(name, capability):
-    assert compile_of_sampler(name, capability).metadata.shared <= 48 << 10
+    assert compile_typed(name, SAMPLER[name], capability).metadata.shared <= 48 << 10
 
 
 def test_tiles_cover_every_row_of_every_prompt_once_and_the_longest_come_first():

@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 from tandem.engine import triton_kernels
 from tandem.engine.attention_triton import Blocks
+from tandem.engine.operators_triton import norm_warps
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 FLOATS = {"scale", "softcap"}
@@ -22,7 +23,8 @@ FLOAT32 = {"partial", "sizes"}
 
 
 # Types of arguments, constants, and warps of each kernel.
-SAMPLER = {
+Typed = tuple[dict[str, str], dict[str, int], int]
+SAMPLER: dict[str, Typed] = {
     "add_noise": (
         {
             "logits": "*fp32",
@@ -117,11 +119,32 @@ def compile_kernel(name: str, geometry: Geometry, capability: int):
     return _compile(source, capability, blocks.num_warps, blocks.num_stages)
 
 
-def compile_of_sampler(name: str, capability: int):
-    """Return one of the sampler's kernels as triton compiles it."""
-    types, constants, num_warps = SAMPLER[name]
+def operators(dtype: torch.dtype) -> dict[str, Typed]:
+    """Return the kernels of operators with the sizes of Llama-3-8B."""
+    pointer = f"*{NAMES[dtype]}"
+    of_norm = {**dict.fromkeys(("rows", "delta", "weight", "out"), pointer), "eps": "fp32"}
+    of_heads = dict.fromkeys(("heads", "cos", "sin"), pointer)
+    return {
+        "add_norm": (of_norm, {"width": 4096, "has_delta": 1, "block": 4096}, norm_warps(4096)),
+        "rotate": (
+            {**of_heads, "heads_row": "i32", "heads_head": "i32"},
+            {"num_heads": 40, "head_dim": 128, "block_heads": 16, "block_half": 64},
+            4,
+        ),
+        "gated": (dict.fromkeys(("gate_up", "out"), pointer), {"width": 14336, "block": 1024}, 4),
+    }
+
+
+def compile_typed(name: str, typed: Typed, capability: int):
+    """Return a kernel as triton compiles it for pointers and strides that are multiples of 16."""
+    types, constants, num_warps = typed
     signature = types | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(getattr(triton_kernels, name), signature, constants)
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (argument, kind) in enumerate(types.items())
+        if kind.startswith("*") or argument.startswith("heads_")
+    }
+    source = ASTSource(getattr(triton_kernels, name), signature, constants, aligned)
     return _compile(source, capability, num_warps, num_stages=3)
 
 
