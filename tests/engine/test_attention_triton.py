@@ -1,11 +1,6 @@
 """The Triton kernels: their answers, in Triton's interpreter, and that they compile for GPUs."""
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,51 +13,42 @@ from tandem.engine.attention_triton import TritonAttention, prompt_tiles
 from tests.attention_cases import CASES, PROMPTS, Case, make, tolerance
 from tests.engine.triton_compiled import SAMPLER, Geometry, compile_kernel, compile_typed
 from tests.engine.triton_interpreted import KV_DTYPES, generate
+from tests.interpreter import interpreted
 
-INTERPRETED = "tests.engine.triton_interpreted"
 KERNELS = ("write_rows", "attend_prompts", "attend_decodes", "merge_splits")
 
 
 @pytest.fixture(scope="module")
-def interpreted(tiny_model) -> dict[str, Any]:
+def found(tiny_model) -> dict[str, Any]:
     """What a process that interprets the kernels found."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", INTERPRETED, str(tiny_model("llama"))],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return interpreted("tests.engine.triton_interpreted", str(tiny_model("llama")))
 
 
-def test_a_layer_may_have_other_sizes_than_the_layer_before_it(interpreted):
-    assert interpreted["behind"] <= tolerance(CASES["one row"])
+def test_a_layer_may_have_other_sizes_than_the_layer_before_it(found):
+    assert found["behind"] <= tolerance(CASES["one row"])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernels_answer_as_the_reference_does(interpreted, name):
-    assert interpreted["errors"][name] <= tolerance(CASES[name])
+def test_the_kernels_answer_as_the_reference_does(found, name):
+    assert found["errors"][name] <= tolerance(CASES[name])
 
 
-def test_a_recorded_forward_follows_the_lengths_of_each_replay(interpreted):
-    assert interpreted["replayed"] <= tolerance(CASES["one row"])
+def test_a_recorded_forward_follows_the_lengths_of_each_replay(found):
+    assert found["replayed"] <= tolerance(CASES["one row"])
 
 
-def test_the_noise_of_draws_is_that_of_a_cpu(interpreted):
-    assert interpreted["noise_error"] < 1e-5
+def test_the_noise_of_draws_is_that_of_a_cpu(found):
+    assert found["noise_error"] < 1e-5
 
 
-def test_the_kernel_keeps_the_tokens_that_the_definition_keeps(interpreted):
-    assert interpreted["wrongly_cut"] == []
+def test_the_kernel_keeps_the_tokens_that_the_definition_keeps(found):
+    assert found["wrongly_cut"] == []
 
 
 @pytest.mark.parametrize("kv_cache_dtype", KV_DTYPES)
-def test_an_engine_generates_the_references_tokens(interpreted, tiny_model, kv_cache_dtype):
+def test_an_engine_generates_the_references_tokens(found, tiny_model, kv_cache_dtype):
     expected = generate(str(tiny_model("llama")), kv_cache_dtype, TorchAttention())
-    assert interpreted["tokens"][kv_cache_dtype] == expected
+    assert found["tokens"][kv_cache_dtype] == expected
 
 
 @pytest.mark.slow

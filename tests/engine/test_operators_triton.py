@@ -1,30 +1,16 @@
 """The Triton operators: their answers, in Triton's interpreter, and that they compile for GPUs."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.engine.operators_interpreted import DTYPES
 from tests.engine.triton_compiled import compile_typed, operators
+from tests.interpreter import interpreted
 
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, dict[str, float]]:
     """What a process that interprets the kernels found: errors by type and case."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.engine.operators_interpreted"],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return interpreted("tests.engine.operators_interpreted")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
