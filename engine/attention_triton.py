@@ -1,72 +1,142 @@
 """Paged attention for GPUs with our own Triton kernels, in `triton_kernels.py`.
 
-Block sizes and the number of splits depend only on shapes, not on values of one forward. So a decode-only
-forward can be recorded into a CUDA graph.
+Grids and block sizes depend only on shapes, so a decode-only forward can be recorded into a CUDA graph. Which
+keys a program reads follows the lengths: the host writes a table before each forward and each replay.
+
+In this form the kernels have not run on a GPU: tests interpret them, and compile them for GPUs.
 
 Importing this module needs triton, which torch's CUDA wheels include.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import triton
 
 from tandem.engine import triton_kernels
-from tandem.engine.attention import LayerInputs, PagedBatch
+from tandem.engine.attention import LayerInputs, PagedBatch, Scoring
 from tandem.engine.attention_torch import TorchAttention, empty_output
 from tandem.engine.device import to_device
 from tandem.engine.forward import Ints32
 
-# A smaller split is too little work to be worth the merge.
-_MIN_KEYS_PER_SPLIT = 256
-# The merge kernel holds all splits of a head at once.
-_MAX_SPLITS = 64
+# A smaller split is not worth the merge. FlashInfer's scheduler has the same limit.
+_MIN_KEYS_PER_SPLIT = 128
+# Programs for each multiprocessor: while some wait for memory or have ended, others compute.
+_PROGRAMS_PER_PROCESSOR = 4
+# Splits that a program merges at a time: with a head dim of 128, 16 KiB of registers.
+_MERGED_TOGETHER = 32
 # The smallest number of rows that a tensor core multiplies.
 _MIN_GROUP = 16
+# Four programs with five stages of tiles of this size fit into an A100's shared memory.
+_DECODE_TILE_BYTES = 8 << 10
+# The fewest with which triton loads the next K and V during the products of a block. The load of page ids takes
+# stages, too: with two to four, a program waits for all that it has begun to load.
+_STAGES_AHEAD = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Block sizes of one program, chosen so that two stages of K and V fit into 96 KiB of shared memory.
+    """Block sizes of one program, chosen such that the assembler spills few registers or none.
 
     Attributes:
-        rows: Rows times heads in a tile of a prompt.
+        rows: Rows times heads.
         keys: Keys loaded at a time.
         dim: Head dim, padded.
-        num_warps: Warps of a program for prompts.
     """
 
     rows: int
     keys: int
     dim: int
     num_warps: int
+    num_stages: int
 
     @classmethod
-    def of(cls, head_dim: int, dtype: torch.dtype, group: int, *, is_fp8: bool) -> "Blocks":
-        """Choose block sizes for a geometry, such that the assembler spills few registers or none.
+    def of_prompts(cls, head_dim: int, dtype: torch.dtype, group: int, *, is_fp8: bool) -> "Blocks":
+        """Choose block sizes for tiles of prompts.
 
         Args:
             dtype: Type of the queries.
         """
-        dim = max(16, triton.next_power_of_2(head_dim))
+        dim = _padded(head_dim)
         row_bytes = dim * dtype.itemsize
+        # Several programs fit on a multiprocessor: one loads while others compute.
+        num_warps, num_stages = 4, 2
         if dtype is torch.float32:  # no tensor cores, so operands are in registers
-            rows, keys, num_warps = (32, 32, 4) if row_bytes <= 512 else (16, 16, 4)
+            rows, keys = (32, 32) if row_bytes <= 512 else (16, 16)
         elif row_bytes <= 256:
-            rows, keys, num_warps = 128, 32 if is_fp8 else 64, 8
+            # Registers hold one such program, with a small head dim two, so each must load ahead.
+            rows, keys, num_warps, num_stages = 128, 32 if is_fp8 else 64, 8, _STAGES_AHEAD
         elif row_bytes <= 512:
-            rows, keys, num_warps = 64, 32, 4
+            rows, keys = 64, 32
         else:
-            rows, keys, num_warps = 32, 16, 4
-        return cls(max(rows, triton.next_power_of_2(group)), keys, dim, num_warps)
+            rows, keys = 32, 16
+        return cls(max(rows, triton.next_power_of_2(group)), keys, dim, num_warps, num_stages)
+
+    @classmethod
+    def of_decodes(cls, head_dim: int, dtype: torch.dtype, group: int) -> "Blocks":
+        """Choose block sizes for one row and the heads of one group."""
+        dim = _padded(head_dim)
+        rows = max(_MIN_GROUP, triton.next_power_of_2(group))
+        keys = min(64, max(16, _DECODE_TILE_BYTES // (dim * dtype.itemsize)))
+        return cls(rows, keys, dim, num_warps=4, num_stages=_STAGES_AHEAD)
+
+
+def _padded(head_dim: int) -> int:
+    size: int = triton.next_power_of_2(head_dim)
+    return max(16, size)
+
+
+class Splits(NamedTuple):
+    """What the table of a layer's decoding rows depends on, beside lengths; layers alike share a table.
+
+    Attributes:
+        num_programs: For each KV head.
+        window, chunk: See `Scoring`.
+    """
+
+    num_programs: int
+    window: int | None
+    chunk: int | None
+
+    def table(self, kv_lens: Ints32) -> Ints32:
+        """Share keys among programs, such that none has much more than the average.
+
+        Args:
+            kv_lens: Lengths of the decoding rows. Shape (num_decodes,), with num_decodes < num_programs.
+
+        Returns:
+            Shape (num_programs, 4). The first columns are the work of each program: row, first key, and end of
+            its keys. Programs of a row are neighbours, and those left over have no keys. The last column is an
+            index by row: its first program, and in the line after the last row the number of programs at work.
+        """
+        first = np.zeros_like(kv_lens)
+        if self.window is not None:
+            first = np.maximum(first, kv_lens - self.window)
+        if self.chunk is not None:
+            first = np.maximum(first, (kv_lens - 1) // self.chunk * self.chunk)
+        num_keys = kv_lens - first
+        # Rounding up costs each row less than one program, hence the subtraction.
+        average = -(-int(num_keys.sum()) // (self.num_programs - len(kv_lens)))
+        counts = -(-num_keys // max(_MIN_KEYS_PER_SPLIT, average))
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        rows = np.repeat(np.arange(len(kv_lens)), counts)
+        sizes = -(-num_keys // counts)[rows]
+        begins = first[rows] + (np.arange(len(rows)) - starts[rows]) * sizes
+        table = np.zeros((self.num_programs, 4), np.int32)
+        table[: len(rows), :3] = np.stack(
+            [rows, begins, np.minimum(begins + sizes, kv_lens[rows])], 1
+        )
+        table[: len(starts), 3] = starts
+        return table
 
 
 class TritonAttention:
     """The backend of our own kernels.
 
     Args:
-        num_processors: Multiprocessors of the GPU. Decoding rows are split until each has two programs.
+        num_processors: Multiprocessors of the GPU.
     """
 
     name = "triton"
@@ -76,7 +146,9 @@ class TritonAttention:
         self._reference = TorchAttention()
 
     def prepare(self, batch: PagedBatch) -> None:
-        """Do nothing: decodes need no host work."""
+        """Share the keys of decoding rows again, in the tables that the recorded kernels read."""
+        for splits, table in batch.scratch.items():
+            table.copy_(_on_device(splits, batch))
 
     def attend(self, layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:
         """Write K and V, then attend."""
@@ -92,61 +164,60 @@ class TritonAttention:
             _attend_prompts(layer, batch, out)
         return out
 
-    def num_splits(self, num_decodes: int, num_kv_heads: int, max_keys: int) -> int:
-        """Return the number of parts that the keys of each row are split into: a power of two.
+    def splits(
+        self, num_decodes: int, num_kv_heads: int, max_keys: int, scoring: Scoring
+    ) -> Splits:
+        """Return how decoding rows are split: beside one program for each row, enough to fill the GPU.
 
-        Each new number compiles the kernels again, for seconds, while requests wait.
+        Args:
+            max_keys: Limit of every row's keys.
         """
-        wanted = 2 * self._num_processors // (num_decodes * num_kv_heads)
-        most = min(wanted, -(-max_keys // _MIN_KEYS_PER_SPLIT), _MAX_SPLITS)
-        return 1 << (max(1, most).bit_length() - 1)
+        wanted = -(-_PROGRAMS_PER_PROCESSOR * self._num_processors // num_kv_heads)
+        useful = num_decodes * ((max_keys - 1) // _MIN_KEYS_PER_SPLIT)
+        more = max(1, min(wanted, useful))
+        return Splits(num_decodes + more, scoring.window, scoring.chunk)
 
     def _attend_decodes(self, layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) -> None:
-        pages = _pages(batch, layer)
-        num_kv_heads, page_size, head_dim = pages.shape[2:]
-        num_decodes, num_heads = batch.num_decodes, layer.query.shape[1]
-        group = num_heads // num_kv_heads
-        blocks = Blocks.of(head_dim, layer.query.dtype, group, is_fp8=_is_fp8(batch))
-        max_keys = batch.page_table.shape[1] * page_size
-        num_splits = self.num_splits(num_decodes, num_kv_heads, max_keys)
-        partial = torch.empty(
-            (num_decodes, num_heads, num_splits, blocks.dim if num_splits > 1 else 0),
-            dtype=torch.float32,
-            device=out.device,
-        )
-        sizes = torch.empty(partial.shape[:3], dtype=torch.float32, device=out.device)
-        triton_kernels.attend_decodes[num_decodes, num_kv_heads, num_splits](
+        pages, num_heads = _pages(batch, layer), layer.query.shape[1]
+        num_kv_heads, _, head_dim = pages.shape[2:]
+        blocks = Blocks.of_decodes(head_dim, layer.query.dtype, num_heads // num_kv_heads)
+        max_keys = batch.page_table.shape[1] * batch.page_size
+        splits = self.splits(batch.num_decodes, num_kv_heads, max_keys, layer.scoring)
+        table = batch.once(splits, lambda: _on_device(splits, batch))
+        num_parts = splits.num_programs, num_heads
+        partial = out.new_empty((*num_parts, blocks.dim), dtype=torch.float32)
+        sizes = out.new_empty(num_parts, dtype=torch.float32)
+        triton_kernels.attend_decodes[splits.num_programs, num_kv_heads](
             layer.query,
             pages,
+            table,
             batch.page_table,
-            batch.kv_lens,
             _sinks(layer),
             out,
             partial,
             sizes,
-            *_strides(batch, layer, out),
-            num_splits=num_splits,
+            *_numbers(batch, layer, out),
             num_heads=num_heads,
-            group=group,
-            block_group=max(_MIN_GROUP, triton.next_power_of_2(group)),
             **_constants(batch, layer, blocks),
-            num_warps=4,
-            num_stages=2,
         )
-        if num_splits > 1:
-            triton_kernels.merge_splits[num_decodes, num_heads](
-                partial,
-                sizes,
-                _sinks(layer),
-                out,
-                out.stride(0),
-                num_splits=num_splits,
-                num_heads=num_heads,
-                head_dim=head_dim,
-                block_splits=triton.next_power_of_2(num_splits),
-                block_dim=blocks.dim,
-                has_sinks=layer.sinks is not None,
-            )
+        triton_kernels.merge_splits[batch.num_decodes, num_heads](
+            partial,
+            sizes,
+            table,
+            _sinks(layer),
+            out,
+            out.stride(0),
+            num_heads=num_heads,
+            head_dim=head_dim,
+            block_splits=_MERGED_TOGETHER,
+            block_dim=blocks.dim,
+            has_sinks=layer.sinks is not None,
+        )
+
+
+def _on_device(splits: Splits, batch: PagedBatch) -> torch.Tensor:
+    table = splits.table(batch.host_kv_lens[: batch.num_decodes])
+    return to_device(table, batch.page_table.device)
 
 
 def write(batch: PagedBatch, layer: LayerInputs) -> None:
@@ -182,10 +253,10 @@ def write(batch: PagedBatch, layer: LayerInputs) -> None:
 
 
 def _attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) -> None:
-    pages = _pages(batch, layer)
+    pages, scoring = _pages(batch, layer), layer.scoring
     num_kv_heads, _, head_dim = pages.shape[2:]
     group = layer.query.shape[1] // num_kv_heads
-    blocks = Blocks.of(head_dim, layer.query.dtype, group, is_fp8=_is_fp8(batch))
+    blocks = Blocks.of_prompts(head_dim, layer.query.dtype, group, is_fp8=_is_fp8(batch))
     num_rows = blocks.rows // group  # rows per tile; layers of the same size share tiles
     tiles = batch.once(
         ("tiles", num_rows), lambda: to_device(prompt_tiles(batch, num_rows), out.device)
@@ -197,43 +268,42 @@ def _attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) ->
         batch.page_table,
         _sinks(layer),
         out,
-        *_strides(batch, layer, out),
-        group=group,
-        block_rows=blocks.rows,
+        *_numbers(batch, layer, out),
+        scoring.window or 0,
+        scoring.chunk or 0,
+        has_window=scoring.window is not None,
+        has_chunk=scoring.chunk is not None,
         **_constants(batch, layer, blocks),
-        num_warps=blocks.num_warps,
-        num_stages=2,
     )
 
 
-def _strides(batch: PagedBatch, layer: LayerInputs, out: torch.Tensor) -> tuple[int | float, ...]:
-    """Return the kernels' arguments after the tensors: strides, then scoring parameters."""
-    pages, scoring = _pages(batch, layer), layer.scoring
+def _numbers(batch: PagedBatch, layer: LayerInputs, out: torch.Tensor) -> tuple[int | float, ...]:
+    """Return what follows the tensors in both kernels: strides, scale and softcap."""
     return (
         *layer.query.stride()[:2],
         out.stride(0),
         batch.page_table.stride(0),
-        *pages.stride()[:2],
-        scoring.scale,
-        scoring.softcap or 0.0,
-        scoring.window or 0,
-        scoring.chunk or 0,
+        *_pages(batch, layer).stride()[:2],
+        layer.scoring.scale,
+        layer.scoring.softcap or 0.0,
     )
 
 
 def _constants(batch: PagedBatch, layer: LayerInputs, blocks: Blocks) -> dict[str, int]:
-    """Return the compile-time constants of both kernels."""
-    page_size, head_dim = _pages(batch, layer).shape[3:]
+    """Return the compile-time constants and launch options of both kernels."""
+    num_kv_heads, page_size, head_dim = _pages(batch, layer).shape[2:]
     return {
+        "group": layer.query.shape[1] // num_kv_heads,
         "page_size": page_size,
         "head_dim": head_dim,
+        "block_rows": blocks.rows,
         "block_dim": blocks.dim,
         "block_keys": blocks.keys,
-        "has_window": layer.scoring.window is not None,
-        "has_chunk": layer.scoring.chunk is not None,
         "has_softcap": layer.scoring.softcap is not None,
         "has_sinks": layer.sinks is not None,
         "is_fp8": _is_fp8(batch),
+        "num_warps": blocks.num_warps,
+        "num_stages": blocks.num_stages,
     }
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels: write rows to pages, attend for prompts and decoding rows, cut off and add noise for draws.
+"""Triton kernels: write rows to pages, attend, normalize, rotate, gate, cut off and add noise for draws.
 
 Both attention kernels read the pool in place, through a layer's view: [page][k, v][head][token][dim]. Scores
 are in base 2 and sums in float32, as in FlashAttention-2 (Dao 2023). A decoding row's keys are split over
@@ -294,8 +294,8 @@ def attend_prompts(
 def attend_decodes(
     query,
     pool,
+    splits,
     page_table,
-    kv_lens,
     sinks,
     out,
     partial,
@@ -308,50 +308,44 @@ def attend_decodes(
     pool_value,
     scale,
     softcap,
-    window,
-    chunk,
-    num_splits: tl.constexpr,
     num_heads: tl.constexpr,
     group: tl.constexpr,
     page_size: tl.constexpr,
     head_dim: tl.constexpr,
-    block_group: tl.constexpr,
+    block_rows: tl.constexpr,
     block_dim: tl.constexpr,
     block_keys: tl.constexpr,
-    has_window: tl.constexpr,
-    has_chunk: tl.constexpr,
     has_softcap: tl.constexpr,
     has_sinks: tl.constexpr,
     is_fp8: tl.constexpr,
 ):
-    """Attend with one row over one split of its keys. Grid (num_decodes, num_kv_heads, num_splits).
+    """Attend with one row over one split of its keys, all heads of a group. Grid (num_programs, num_kv_heads).
 
-    With one split the result goes to `out`; otherwise to `partial` (num_decodes, num_heads, num_splits,
-    block_dim), float32, with the base-2 log-sum-exp in `sizes` (num_decodes, num_heads, num_splits).
+    The result of a row with one split goes to `out`; otherwise to `partial` (num_programs, num_heads, block_dim),
+    float32, with the base-2 log-sum-exp in `sizes` (num_programs, num_heads).
+
+    Args:
+        splits: The table of `Splits`.
     """
-    sequence = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    kv_len = tl.load(kv_lens + sequence)
-    first = _lowest(kv_len - 1, window, chunk, has_window, has_chunk)
-    num_blocks = tl.cdiv(kv_len - first, block_keys)
-    per_split = tl.cdiv(num_blocks, num_splits) * block_keys
-    begin = first + split * per_split
-    end = tl.minimum(begin + per_split, kv_len)
-    lines = tl.arange(0, block_group)
+    sequence = tl.load(splits + program * 4).to(tl.int64)
+    begin = tl.load(splits + program * 4 + 1)
+    end = tl.load(splits + program * 4 + 2)
+    num_splits = tl.load(splits + sequence * 4 + 7) - tl.load(splits + sequence * 4 + 3)
+    lines = tl.arange(0, block_rows)
     heads = kv_head * group + lines
     dims = tl.arange(0, block_dim)
-    is_head = lines < group
+    is_head = lines < tl.where(begin < end, group, 0)  # a program without keys stores nothing
     is_real = is_head[:, None] & (dims < head_dim)[None, :]
     from_row = query + sequence * query_row
     rows = tl.load(
         from_row + (heads * query_head)[:, None] + dims[None, :], mask=is_real, other=0.0
     )
-    sums = tl.zeros([block_group, block_dim], tl.float32)
-    highest = tl.full([block_group], _FAR_BELOW, tl.float32)
-    totals = tl.zeros([block_group], tl.float32)
-    positions = lines * 0 + kv_len - 1
-    lowest = lines * 0 + first
+    sums = tl.zeros([block_rows, block_dim], tl.float32)
+    highest = tl.full([block_rows], _FAR_BELOW, tl.float32)
+    totals = tl.zeros([block_rows], tl.float32)
+    positions = lines * 0 + end - 1
     sums, highest, totals = _attend(
         sums,
         highest,
@@ -366,62 +360,144 @@ def attend_decodes(
         pool_value,
         scale,
         softcap,
-        lowest,
+        positions,  # unused: a split has no key that the row does not see
         page_size,
         head_dim,
         block_dim,
         block_keys,
-        has_window or has_chunk,
+        False,
         has_softcap,
         True,
         is_fp8,
     )
-    if has_sinks and num_splits == 1:  # otherwise `merge_splits` adds it
+    if has_sinks:
         sink = tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32)
-        totals += tl.exp2(sink * _LOG2_E - highest)
-    result = sums / tl.where(totals == 0.0, 1.0, totals)[:, None]
+        # If there are more splits, the merge adds it.
+        totals += tl.where(num_splits == 1, tl.exp2(sink * _LOG2_E - highest), 0.0)
+    result = sums / totals[:, None]
     if num_splits == 1:
         target = out + sequence * out_row + (heads * head_dim)[:, None] + dims[None, :]
         tl.store(target, result.to(out.dtype.element_ty), mask=is_real)
     else:
-        line = (sequence * num_heads + heads) * num_splits + split
-        tl.store(partial + line[:, None] * block_dim + dims[None, :], result, mask=is_real)
-        # For an empty split this is -inf, as the merge expects.
-        tl.store(sizes + line, highest + tl.log2(totals), mask=is_head)
+        part = program * num_heads + heads
+        tl.store(partial + part[:, None] * block_dim + dims[None, :], result, mask=is_real)
+        tl.store(sizes + part, highest + tl.log2(totals), mask=is_head)
 
 
 @triton.jit
 def merge_splits(
     partial,
     sizes,
+    splits,
     sinks,
     out,
     out_row,
-    num_splits: tl.constexpr,
     num_heads: tl.constexpr,
     head_dim: tl.constexpr,
     block_splits: tl.constexpr,
     block_dim: tl.constexpr,
     has_sinks: tl.constexpr,
 ):
-    """Merge the splits of `attend_decodes` for one row and head. Grid (num_decodes, num_heads)."""
+    """Merge what `attend_decodes` left in parts, for one row and head. Grid (num_decodes, num_heads)."""
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    splits = tl.arange(0, block_splits)
-    dims = tl.arange(0, block_dim)
-    line = (sequence * num_heads + head) * num_splits + splits
-    is_split = splits < num_splits
-    size = tl.load(sizes + line, mask=is_split, other=float("-inf"))
-    highest = tl.max(size, 0)
-    weights = tl.exp2(size - highest)
-    total = tl.sum(weights, 0)
-    if has_sinks:
-        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2_E - highest)
-    is_real = is_split[:, None] & (dims < head_dim)[None, :]
-    parts = tl.load(partial + line[:, None] * block_dim + dims[None, :], mask=is_real, other=0.0)
-    result = tl.sum(parts * weights[:, None], 0) / total
-    target = out + sequence * out_row + head * head_dim + dims
-    tl.store(target, result.to(out.dtype.element_ty), mask=dims < head_dim)
+    begin = tl.load(splits + sequence * 4 + 3)
+    end = tl.load(splits + sequence * 4 + 7)
+    if end - begin > 1:
+        dims = tl.arange(0, block_dim)
+        sums = tl.zeros([block_dim], tl.float32)
+        highest = _FAR_BELOW
+        total = 0.0
+        for first in range(begin, end, block_splits):
+            programs = first + tl.arange(0, block_splits)
+            parts = programs.to(tl.int64) * num_heads + head
+            is_split = programs < end
+            size = tl.load(sizes + parts, mask=is_split, other=float("-inf"))
+            is_real = is_split[:, None] & (dims < head_dim)[None, :]
+            results = partial + parts[:, None] * block_dim + dims[None, :]
+            result = tl.load(results, mask=is_real, other=0.0)
+            top = tl.maximum(highest, tl.max(size, 0))
+            weights = tl.exp2(size - top)
+            shrink = tl.exp2(highest - top)
+            total = total * shrink + tl.sum(weights, 0)
+            sums = sums * shrink + tl.sum(result * weights[:, None], 0)
+            highest = top
+        if has_sinks:
+            total += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2_E - highest)
+        target = out + sequence * out_row + head * head_dim + dims
+        tl.store(target, (sums / total).to(out.dtype.element_ty), mask=dims < head_dim)
+
+
+@triton.jit
+def add_norm(
+    rows,
+    delta,
+    weight,
+    out,
+    eps,
+    width: tl.constexpr,
+    has_delta: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Add one row of `delta` to `rows`, and write the RMS norm times `weight` to `out`. Grid (num_rows,)."""
+    begin = tl.program_id(0).to(tl.int64) * width
+    columns = tl.arange(0, block)
+    is_real = columns < width
+    row = tl.load(rows + begin + columns, mask=is_real, other=0.0).to(tl.float32)
+    if has_delta:
+        row += tl.load(delta + begin + columns, mask=is_real, other=0.0).to(tl.float32)
+        rounded = row.to(rows.dtype.element_ty)
+        tl.store(rows + begin + columns, rounded, mask=is_real)
+        row = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(row * row, 0) / width + eps)
+    result = row * scale * tl.load(weight + columns, mask=is_real, other=0.0).to(tl.float32)
+    tl.store(out + begin + columns, result.to(out.dtype.element_ty), mask=is_real)
+
+
+@triton.jit
+def rotate(
+    heads,
+    cos,
+    sin,
+    heads_row,
+    heads_head,
+    num_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_heads: tl.constexpr,
+    block_half: tl.constexpr,
+):
+    """Rotate some heads of one row in place. Grid (num_rows, num_heads / block_heads)."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)
+    half: tl.constexpr = head_dim // 2
+    dims = tl.arange(0, block_half)
+    is_half = dims < half
+    angles = row * head_dim + dims
+    cos_left = tl.load(cos + angles, mask=is_half, other=0.0).to(tl.float32)
+    cos_right = tl.load(cos + angles + half, mask=is_half, other=0.0).to(tl.float32)
+    sin_left = tl.load(sin + angles, mask=is_half, other=0.0).to(tl.float32)
+    sin_right = tl.load(sin + angles + half, mask=is_half, other=0.0).to(tl.float32)
+    is_real = (head < num_heads)[:, None] & is_half[None, :]
+    at = heads + row * heads_row + head[:, None] * heads_head + dims[None, :]
+    left = tl.load(at, mask=is_real, other=0.0).to(tl.float32)
+    right = tl.load(at + half, mask=is_real, other=0.0).to(tl.float32)
+    new_left = left * cos_left[None, :] - right * sin_left[None, :]
+    new_right = right * cos_right[None, :] + left * sin_right[None, :]
+    tl.store(at, new_left.to(heads.dtype.element_ty), mask=is_real)
+    tl.store(at + half, new_right.to(heads.dtype.element_ty), mask=is_real)
+
+
+@triton.jit
+def gated(gate_up, out, width: tl.constexpr, block: tl.constexpr):
+    """Write silu(gate) * up for some columns of one row. Grid (num_rows, width / block)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    is_real = columns < width
+    at = gate_up + row * (2 * width) + columns
+    gate = tl.load(at, mask=is_real, other=0.0).to(tl.float32)
+    up = tl.load(at + width, mask=is_real, other=0.0).to(tl.float32)
+    result = gate * tl.sigmoid(gate) * up
+    tl.store(out + row * width + columns, result.to(out.dtype.element_ty), mask=is_real)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tandem.engine.attention import AttentionBackend, LayerInputs, PagedBatch, Scoring
+from tandem.engine.attention import AttentionBackend, GraphBackend, LayerInputs, PagedBatch, Scoring
 from tandem.engine.attention_torch import TorchAttention
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.shape import ModelShape
@@ -73,6 +73,9 @@ CASES = {
     "decodes and prompts": Case(MIXED),
     "sinks": Case(MIXED, has_sinks=True),
     "sinks with a window": Case(MIXED, has_sinks=True, window=5),
+    "a long decode among short ones": Case(
+        ((5, 1), (5000, 1), (130, 1), (1, 1)), num_heads=2, num_kv_heads=1, page_size=16
+    ),
     "sinks of long decodes in splits": Case(
         ((1200, 1), (2, 1)), num_heads=2, num_kv_heads=1, page_size=16, has_sinks=True
     ),
@@ -179,20 +182,29 @@ def clear_nan(batch: PagedBatch) -> None:
 
 
 def error(
-    case: Case, backend: AttentionBackend, device: str = "cpu", behind: Case | None = None
+    case: Case,
+    backend: AttentionBackend,
+    device: str = "cpu",
+    *,
+    behind: Case | None = None,
+    recorded: Case | None = None,
 ) -> float:
     """Return the largest difference of the output to the reference; infinity if the pools differ.
 
     Args:
         behind: Case of a layer that precedes this one in the same forward.
+        recorded: Case of decoding rows at which a graph was recorded, of the same shapes. This forward replays it.
     """
     scratch = {}
-    if behind is not None:
-        layer, batch = make(behind, backend, device)
+    for earlier in filter(None, (behind, recorded)):
+        layer, batch = make(earlier, backend, device)
         backend.attend(layer, batch)
         scratch = batch.scratch
     layer, batch = make(case, backend, device)
     batch.scratch = scratch
+    if recorded is not None:
+        assert isinstance(backend, GraphBackend)
+        backend.prepare(batch)
     got = backend.attend(layer, batch)
     layer, reference = make(case, TorchAttention(), "cpu")
     # The reference also multiplies masked values.

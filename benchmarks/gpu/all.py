@@ -51,7 +51,11 @@ class Part:
 
 
 PARTS = (
-    Part("attention", (*PYTEST, "tests/gpu/test_attention_on_gpu.py"), 120),
+    Part(
+        "attention",
+        (*PYTEST, "tests/gpu/test_attention_on_gpu.py", "tests/gpu/test_operators_on_gpu.py"),
+        120,
+    ),
     Part("engine", (*PYTEST, "tests/gpu/test_engine_on_gpu.py"), 150),
     Part(
         "transfers",

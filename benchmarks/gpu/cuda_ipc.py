@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu.cuda_ipc [--size-mib 1024] [--rounds 15]
 
-Two processes have pools of twice the size, on two GPUs if the host has them. *Contiguous* is one copy;
-*scattered* copies random blocks of 64 KiB to random places. The limit is torch's copy of as many bytes
-between the same devices in one process, measured in interleaved rounds. The result line is for the
-contiguous case. The benchmark verifies that the received bytes equal the sent ones.
+Two processes have pools of twice the size, on two GPUs if the host has them. *Contiguous* is one copy; *pages* and
+*scattered* copy random pages of 2 MiB and blocks of 64 KiB to random places; *tp* copies half of the heads of pages, in
+runs of 16 KiB. The limit is torch's copy of as many bytes between the same devices in one process, measured in
+interleaved rounds. The result line is for the contiguous case. The benchmark verifies that the received bytes equal
+the sent ones.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import msgspec
 import torch
 
 from benchmarks.rig import parse, parser_of, result
-from benchmarks.transfer import BLOCK_BYTES, ROOM, make_plans
+from benchmarks.transfer import BLOCK_BYTES, ROOM, make_plans, make_tp_plans
 from tandem.kvtransfer.region import DeviceRegion
 from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport
@@ -75,7 +76,7 @@ def run(size_bytes: int, num_rounds: int) -> dict[str, float]:
         assert child.stdout is not None
         offer = msgspec.json.decode(child.stdout.readline(), type=TransportOffer)
         connection = CudaIpcTransport().connect(offer, DeviceRegion(source))
-        plans = make_plans(size_bytes, pool_bytes)
+        plans = make_plans(size_bytes, pool_bytes) | make_tp_plans(size_bytes, pool_bytes)
         cases: dict[str, Callable[[], object]] = {
             name: partial(connection.write, ROOM, plan) for name, plan in plans.items()
         }
@@ -92,7 +93,8 @@ def run(size_bytes: int, num_rounds: int) -> dict[str, float]:
         assert child.stdout.readline().strip() == digest(expected), "other bytes arrived"
         connection.close()
     # The first round warms up.
-    return {name: size_bytes / statistics.median(times[1:]) / 1e9 for name, times in took.items()}
+    moved = {name: plan.total_bytes for name, plan in plans.items()} | {"device copy": size_bytes}
+    return {name: moved[name] / statistics.median(took[name][1:]) / 1e9 for name in cases}
 
 
 def main() -> int:

@@ -11,18 +11,22 @@ their own.
 
 Memory is exported, mapped and copied through the driver's C interface. Its library is wherever a GPU works
 and its interface does not change, so neither torch's private storage calls nor a CUDA toolkit are needed.
-torch uses the same primary context. Tests run all but the driver's calls on a CPU.
+torch uses the same primary context. Many short runs, as between ranks of unequal `--tp`, are copied by one kernel
+where triton is installed (`cuda_runs.py`). Tests run all but the driver's calls on a CPU.
 """
 
 import ctypes
 import os
 import struct
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import cache
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from tandem.kvtransfer.plan import CopyPlan
@@ -38,7 +42,19 @@ NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the stream that tor
 BATCH = "cuMemcpyBatchAsync"  # of drivers from 12.8 on: one call for all copies of a write
 IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 BESIDE_FORWARDS = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+# Runs are for the kernel if there are this many, and shorter on average. Not measured: assume that a launch costs as
+# much as 32 copies by the driver, and each of these as much as moving 64 KiB.
+LEAST_RUNS = 32
+SHORT_BYTES = 64 << 10
+WORD_BYTES = 16  # what a thread of the kernel moves at a time
 EXPORTED = struct.Struct(f"<{HANDLE_BYTES}sQ")  # of the allocation, and where in it the pool begins
+
+
+Runs = NDArray[np.int64]
+"""Addresses of sources, addresses of destinations, and sizes in bytes. Shape (3, num_runs)."""
+
+StartRuns = Callable[[Runs, int, str], None]
+"""Queues runs on a stream of a device; see `cuda_runs.start`."""
 
 
 class _Offer(ControlOffer, frozen=True, kw_only=True):
@@ -156,7 +172,8 @@ class CudaMemory:
             raise TransferRefused("the own pool is not in GPU memory")
         try:
             reserved, offset = EXPORTED.unpack(handle)
-            return CudaPool(_device(source.device), source, reserved, offset, size_bytes)
+            device = _device(source.device)
+            return CudaPool(device, source, reserved, offset, size_bytes, start_runs=_kernel())
         except (struct.error, ConfigInvalid, _CudaError) as error:
             raise TransferRefused(f"cannot map the peer's GPU memory: {error}") from error
 
@@ -171,8 +188,10 @@ class CudaPool:
         handle: bytes,
         offset: int,
         size_bytes: int,
+        *,
+        start_runs: StartRuns | None = None,
     ) -> None:
-        self._device, self._source = device, source
+        self._device, self._source, self._start_runs = device, source, start_runs
         self._mapped = device.open_handle(handle)
         self._begin = self._mapped + offset
         self._stream = ctypes.c_void_p()
@@ -188,25 +207,27 @@ class CudaPool:
 
     def copy(self, plan: CopyPlan) -> None:
         """Start all copies, then wait for them."""
+        source, destination = self._source.address, self._begin
+        runs = np.stack(plan.shifted(source, destination).columns())
         try:
-            if len(plan) > 1 and self._device.has(BATCH):
-                self._start_together(plan)
+            if self._start_runs is not None and are_short(runs):
+                self._start_runs(runs, self._stream.value or 0, self._source.device)
+            elif len(plan) > 1 and self._device.has(BATCH):
+                self._start_together(runs)
             else:
-                self._start_each(plan)
+                self._start_each(runs)
             self._device.call("cuStreamSynchronize", self._stream)
-        except _CudaError as error:
+        except (_CudaError, RuntimeError) as error:  # what torch and triton raise
             raise PeerLost(f"a copy between GPUs failed: {error}") from error
 
-    def _start_together(self, plan: CopyPlan) -> None:
-        to = (plan.destination_offset + self._begin).astype(np.uint64)
-        begin = (plan.source_offset + self._source.address).astype(np.uint64)
-        sizes = plan.size_bytes.astype(np.uint64)
+    def _start_together(self, runs: Runs) -> None:
+        begin, to, sizes = runs
         attributes, first = _CopyAttributes(IN_STREAM_ORDER), ctypes.c_size_t(0)
         attributes.flags = BESIDE_FORWARDS
         self._device.call(
             BATCH,
             *(column.ctypes.data_as(ctypes.c_void_p) for column in (to, begin, sizes)),
-            ctypes.c_size_t(len(plan)),
+            ctypes.c_size_t(len(sizes)),
             ctypes.byref(attributes),
             ctypes.byref(first),  # copy that has these attributes, as have all after it
             ctypes.c_size_t(1),
@@ -214,12 +235,12 @@ class CudaPool:
             self._stream,
         )
 
-    def _start_each(self, plan: CopyPlan) -> None:
-        for begin, to, size in plan.copies():
+    def _start_each(self, runs: Runs) -> None:
+        for begin, to, size in runs.T.tolist():
             self._device.call(
                 "cuMemcpyAsync",
-                ctypes.c_uint64(self._begin + to),
-                ctypes.c_uint64(self._source.address + begin),
+                ctypes.c_uint64(to),
+                ctypes.c_uint64(begin),
                 ctypes.c_size_t(size),
                 self._stream,
             )
@@ -230,6 +251,21 @@ class CudaPool:
             if self._stream.value:
                 self._device.call("cuStreamDestroy_v2", self._stream)
             self._device.call("cuIpcCloseMemHandle", ctypes.c_uint64(self._mapped))
+
+
+def are_short(runs: Runs) -> bool:
+    """Return whether one kernel is to copy the runs: they are many, short and aligned."""
+    is_aligned = not (runs % WORD_BYTES).any()
+    return runs.shape[1] >= LEAST_RUNS and runs[2].mean() < SHORT_BYTES and is_aligned
+
+
+def _kernel() -> StartRuns | None:
+    """Return what starts the kernel, or None without triton."""
+    if find_spec("triton") is None:
+        return None
+    from tandem.kvtransfer.transports.cuda_runs import start
+
+    return start
 
 
 class _CudaError(Exception):

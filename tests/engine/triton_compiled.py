@@ -13,16 +13,18 @@ from triton.compiler import ASTSource
 
 from tandem.engine import triton_kernels
 from tandem.engine.attention_triton import Blocks
+from tandem.engine.operators_triton import norm_warps
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 FLOATS = {"scale", "softcap"}
-INT32 = {"tiles", "page_table", "kv_lens"}
+INT32 = {"tiles", "splits", "page_table"}
 INT64 = {"write_pages", "write_offsets"}
 FLOAT32 = {"partial", "sizes"}
 
 
 # Types of arguments, constants, and warps of each kernel.
-SAMPLER = {
+Typed = tuple[dict[str, str], dict[str, int], int]
+SAMPLER: dict[str, Typed] = {
     "add_noise": (
         {
             "logits": "*fp32",
@@ -61,24 +63,22 @@ class Geometry:
     has_softcap: bool = False
     has_chunk: bool = False
     has_sinks: bool = False
-    num_splits: int = 4
     num_kv_heads: int = 8
     page_size: int = 16
 
-    @property
-    def blocks(self) -> Blocks:
-        return Blocks.of(self.head_dim, self.dtype, self.group, is_fp8=self.is_fp8)
+    def blocks(self, kernel: str) -> Blocks:
+        if kernel == "attend_prompts":
+            return Blocks.of_prompts(self.head_dim, self.dtype, self.group, is_fp8=self.is_fp8)
+        return Blocks.of_decodes(self.head_dim, self.dtype, self.group)
 
-    def constants(self) -> dict[str, object]:
-        blocks = self.blocks
+    def constants(self, blocks: Blocks) -> dict[str, object]:
         return {
             "num_heads": self.group * self.num_kv_heads,
             "block_rows": blocks.rows,
-            "block_group": max(16, triton.next_power_of_2(self.group)),
             "block_dim": blocks.dim,
             "block_keys": blocks.keys,
             "block_heads": triton.next_power_of_2(self.num_kv_heads),
-            "block_splits": triton.next_power_of_2(self.num_splits),
+            "block_splits": 32,
             **asdict(self),
         }
 
@@ -98,7 +98,8 @@ POINTERS = {"query", "key", "value", "pool", "sinks", "out", *INT32, *INT64, *FL
 def compile_kernel(name: str, geometry: Geometry, capability: int):
     """Return one of our kernels as triton compiles it."""
     kernel = getattr(triton_kernels, name)
-    known = geometry.constants()
+    blocks = geometry.blocks(name)
+    known = geometry.constants(blocks)
     constants, signature = {}, {}
     for argument, parameter in inspect.signature(kernel.fn).parameters.items():
         if parameter.annotation is triton.language.constexpr:
@@ -115,18 +116,38 @@ def compile_kernel(name: str, geometry: Geometry, capability: int):
         or argument.startswith(("query_", "out_", "pool_", "key_", "value_"))
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    num_warps = geometry.blocks.num_warps if name == "attend_prompts" else 4
-    return _compile(source, capability, num_warps)
+    return _compile(source, capability, blocks.num_warps, blocks.num_stages)
 
 
-def compile_of_sampler(name: str, capability: int):
-    """Return one of the sampler's kernels as triton compiles it."""
-    types, constants, num_warps = SAMPLER[name]
+def operators(dtype: torch.dtype) -> dict[str, Typed]:
+    """Return the kernels of operators with the sizes of Llama-3-8B."""
+    pointer = f"*{NAMES[dtype]}"
+    of_norm = {**dict.fromkeys(("rows", "delta", "weight", "out"), pointer), "eps": "fp32"}
+    of_heads = dict.fromkeys(("heads", "cos", "sin"), pointer)
+    return {
+        "add_norm": (of_norm, {"width": 4096, "has_delta": 1, "block": 4096}, norm_warps(4096)),
+        "rotate": (
+            {**of_heads, "heads_row": "i32", "heads_head": "i32"},
+            {"num_heads": 40, "head_dim": 128, "block_heads": 16, "block_half": 64},
+            4,
+        ),
+        "gated": (dict.fromkeys(("gate_up", "out"), pointer), {"width": 14336, "block": 1024}, 4),
+    }
+
+
+def compile_typed(name: str, typed: Typed, capability: int):
+    """Return a kernel as triton compiles it for pointers and strides that are multiples of 16."""
+    types, constants, num_warps = typed
     signature = types | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(getattr(triton_kernels, name), signature, constants)
-    return _compile(source, capability, num_warps)
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (argument, kind) in enumerate(types.items())
+        if kind.startswith("*") or argument.startswith("heads_")
+    }
+    source = ASTSource(getattr(triton_kernels, name), signature, constants, aligned)
+    return _compile(source, capability, num_warps, num_stages=3)
 
 
-def _compile(source: ASTSource, capability: int, num_warps: int):
-    options = {"num_warps": num_warps, "num_stages": 2}
+def _compile(source: ASTSource, capability: int, num_warps: int, num_stages: int):
+    options = {"num_warps": num_warps, "num_stages": num_stages}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

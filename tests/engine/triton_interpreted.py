@@ -27,8 +27,8 @@ from tests.engine.cut_off import kept_by_definition
 from tests.engine.test_core import PAGE, prompts
 from tests.one_engine import ask, run
 
-# So few that short contexts are split too.
-NUM_PROCESSORS = 8
+# Few programs, but more splits of the longest row than are merged together.
+NUM_PROCESSORS = 10
 KV_DTYPES = ("auto", "fp8_e4m3")
 NUM_PAGES = 40
 
@@ -87,6 +87,11 @@ def main() -> None:
             Case(PROMPTS, num_heads=8, num_kv_heads=1, head_dim=64),
             backend,
             behind=Case(PROMPTS, num_heads=8, num_kv_heads=4),
+        ),
+        "replayed": error(
+            Case(((7, 1), (1200, 1)), page_size=16, window=900),
+            backend,
+            recorded=Case(((1200, 1), (7, 1)), page_size=16, window=900),
         ),
         "noise_error": noise_error(),
         "wrongly_cut": wrongly_cut(),

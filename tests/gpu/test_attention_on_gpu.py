@@ -19,6 +19,14 @@ LARGE = {
     "large decodes": Case(
         tuple((1 + 977 * i, 1) for i in range(9)), 32, 8, 128, page_size=16, dtype=torch.bfloat16
     ),
+    "a large decode among small ones": Case(
+        ((30_000, 1), *((100 + i, 1) for i in range(15))),
+        32,
+        8,
+        128,
+        page_size=16,
+        dtype=torch.bfloat16,
+    ),
     "large prompts": Case(
         ((5000, 1), (1111, 1), (900, 900), (3000, 1500)),
         28,

@@ -70,6 +70,14 @@ def test_pages_land_where_the_plan_says_and_nowhere_else(rig):
     assert not landed[[page for page in range(NUM_PAGES) if page not in {1, 7, 4}]].any()
 
 
+def test_many_short_runs_land_in_their_places(rig):
+    begin = np.arange(0, 4 * PAGE_BYTES, 64)
+    rig.connection.write(ROOM, CopyPlan(begin, begin[::-1], np.full_like(begin, 64)))
+    landed, sent = rig.pages(), rig.source.cpu().numpy()
+    assert (landed[:4].reshape(-1, 64) == sent[:4].reshape(-1, 64)[::-1]).all()
+    assert not landed[4:].any()
+
+
 def test_a_write_outside_the_grant_is_refused(rig):
     with pytest.raises(TransferRefused):
         rig.connection.write(ROOM, pages([0], [NUM_PAGES - 1]))

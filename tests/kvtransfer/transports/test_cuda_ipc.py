@@ -1,5 +1,6 @@
 """What `cuda_ipc` does beyond the checks of every transport, over memory files instead of a GPU."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tandem.kvtransfer.transports.cuda_ipc import (
     CudaIpcTransport,
     CudaMemory,
     CudaPool,
+    are_short,
 )
 from tandem.kvtransfer.transports.registry import transports
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
@@ -189,3 +191,56 @@ def test_the_copies_of_a_write_are_one_call_where_the_driver_has_it(driver, num_
             expected[offset + to : offset + to + size] = own[begin : begin + size]
     assert made.num_calls == calls
     assert np.array_equal(theirs, expected)
+
+
+def copy_short_runs(start_runs):
+    """Copy runs of 64 bytes in reverse order; return what was copied, what arrived, and the driver's calls."""
+    theirs, begin = np.zeros(PAGE_BYTES, np.uint8), np.arange(0, PAGE_BYTES, 64)
+    driver, handle = Driver(theirs), bytes(HANDLE_BYTES)
+    with MemoryRegion.private(PAGE_BYTES) as source:
+        own = source.array()
+        own[:] = np.random.default_rng(0).integers(1, 256, PAGE_BYTES)
+        pool = CudaPool(CudaDevice(0, driver), source, handle, 0, PAGE_BYTES, start_runs=start_runs)
+        pool.copy(CopyPlan(begin, begin[::-1], np.full_like(begin, 64)))
+        pool.close()
+        return own.reshape(-1, 64)[::-1].flatten(), theirs, driver.num_calls
+
+
+def test_many_short_runs_are_left_to_the_kernel():
+    def start_runs(runs, stream, device):
+        assert (stream, device) == (7, "cpu")
+        for begin, to, size in runs.T.tolist():
+            ctypes.memmove(to, begin, size)
+
+    sent, landed, calls = copy_short_runs(start_runs)
+    assert np.array_equal(landed, sent)
+    assert calls == {}
+
+
+def test_without_a_kernel_the_driver_copies_short_runs():
+    sent, landed, calls = copy_short_runs(None)
+    assert np.array_equal(landed, sent)
+    assert calls == {"cuMemcpyBatchAsync": 1}
+
+
+def test_a_launch_that_fails_is_a_lost_peer():
+    def fail(*_arguments):
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(PeerLost, match="out of memory"):
+        copy_short_runs(fail)
+
+
+@pytest.mark.parametrize(
+    ("num_runs", "first", "size_bytes", "expected"),
+    [
+        (32, 0, 4096, True),
+        (31, 0, 4096, False),  # few
+        (32, 0, 64 << 10, False),  # long
+        (32, 8, 4096, False),  # between words of a thread
+        (32, 0, 4088, False),
+    ],
+)
+def test_the_kernel_is_for_many_short_aligned_runs(num_runs, first, size_bytes, expected):
+    begin = first + np.arange(num_runs) * (1 << 20)
+    assert are_short(np.stack([begin, begin, np.full(num_runs, size_bytes)])) == expected

@@ -1,0 +1,91 @@
+"""What a Llama-shaped model computes beside products and attention, as Triton kernels in `triton_kernels.py`.
+
+Each operator is one pass over memory. Grids depend only on shapes, so CUDA graphs can record them. The kernels have
+not run on a GPU: tests interpret them, and compile them for GPUs.
+
+Importing this module needs triton, which torch's CUDA wheels include.
+"""
+
+import torch
+import triton
+
+from tandem.engine import triton_kernels
+
+# Heads, and columns of a gate, of one program: two loads of 16 bytes for each thread of four warps.
+_BLOCK_HEADS = 16
+_BLOCK_COLUMNS = 1024
+
+
+class TritonOperators:
+    """Norm, rotation and gate on a GPU. Rows are 16-bit or float32; everything is computed in float32."""
+
+    def add_norm(
+        self, rows: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Add `delta` to `rows` in place, if given, and return the RMS norm of the sum times `weight`.
+
+        The sum is rounded to the type of `rows` before it is normalized.
+
+        Args:
+            rows, delta: Shape (num_rows, width), contiguous.
+            weight: Shape (width,).
+
+        Returns:
+            Shape and type of `rows`.
+        """
+        num_rows, width = rows.shape
+        out = torch.empty_like(rows)
+        block = triton.next_power_of_2(width)
+        triton_kernels.add_norm[num_rows,](
+            rows,
+            rows if delta is None else delta,
+            weight,
+            out,
+            eps,
+            width=width,
+            has_delta=delta is not None,
+            block=block,
+            num_warps=norm_warps(block),
+        )
+        return out
+
+    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Apply rotary position embedding in place, rounding once. Halves rotate as in `rotate_half` of transformers.
+
+        Args:
+            heads: Shape (num_rows, num_heads, head_dim); the last stride is 1.
+            cos, sin: Shape (num_rows, head_dim), contiguous, in the type of `heads`.
+        """
+        num_rows, num_heads, head_dim = heads.shape
+        triton_kernels.rotate[num_rows, triton.cdiv(num_heads, _BLOCK_HEADS)](
+            heads,
+            cos,
+            sin,
+            heads.stride(0),
+            heads.stride(1),
+            num_heads=num_heads,
+            head_dim=head_dim,
+            block_heads=_BLOCK_HEADS,
+            block_half=triton.next_power_of_2(head_dim // 2),
+        )
+
+    def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * up, rounded once.
+
+        Args:
+            gate_up: Shape (num_rows, 2 * width), contiguous; the gate first.
+
+        Returns:
+            Shape (num_rows, width).
+        """
+        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty((num_rows, width))
+        triton_kernels.gated[num_rows, triton.cdiv(width, _BLOCK_COLUMNS)](
+            gate_up, out, width=width, block=_BLOCK_COLUMNS
+        )
+        return out
+
+
+def norm_warps(block: int) -> int:
+    """Return how many warps normalize a row of `block` elements: 16 elements for each thread, where possible."""
+    return min(16, max(1, block // 512))

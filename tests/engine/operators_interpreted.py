@@ -1,0 +1,87 @@
+"""Runs the Triton operators on CPU tensors; writes a JSON object of errors.
+
+A process of its own: triton decides at import whether it interprets.
+
+    TRITON_INTERPRET=1 python -m tests.engine.operators_interpreted
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch.nn import functional
+from transformers.models.llama.modeling_llama import rotate_half
+
+from tandem.engine.operators_triton import TritonOperators
+
+# How far two results may be apart: one unit in the last place, because the interpreter cuts bfloat16 off where a GPU
+# rounds it; in float32, what a sum in another order makes.
+DTYPES = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
+# Rows and width of norms and gates.
+SIZES = ((1, 1), (3, 7), (2, 64), (5, 300), (2, 2050), (0, 8))
+# Rows, heads and head dim.
+HEADS = ((1, 1, 2), (3, 5, 6), (2, 17, 80), (4, 40, 64), (0, 2, 8))
+EPS = 1e-3
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest relative error; infinity if shape or type differ, or a result is NaN."""
+    if got.shape != expected.shape or got.dtype is not expected.dtype:
+        return float("inf")
+    difference = (got.double() - expected.double()).abs() / expected.double().abs().clamp(min=0.1)
+    return max(difference.nan_to_num(torch.inf).flatten().tolist(), default=0.0)
+
+
+def norm_errors(dtype: torch.dtype, num_rows: int, width: int) -> Iterator[tuple[str, float]]:
+    """Yield the errors of sums and norms, with a delta and without."""
+    rows, delta = torch.randn(2, num_rows, width).to(dtype)
+    weight = torch.randn(width).to(dtype)
+    for added in (None, delta):
+        sums = rows if added is None else (rows.float() + added.float()).to(dtype)
+        own = rows.clone()
+        got = TritonOperators().add_norm(own, added, weight, EPS)
+        expected = functional.rms_norm(own.float(), (width,), weight.float(), EPS).to(dtype)
+        name = "norm" if added is None else "norm of a sum"
+        yield name, error(got, expected)
+        yield f"{name}, in place", error(own, sums)
+
+
+def rotation_error(dtype: torch.dtype, num_rows: int, num_heads: int, head_dim: int) -> float:
+    """Return the error of heads that lie between other columns, which must not change."""
+    rows = torch.randn(num_rows, 3 + num_heads * head_dim + 2).to(dtype)
+    cos, sin = torch.randn(2, num_rows, head_dim).to(dtype)  # as if halves had angles of their own
+    expected, inner = rows.clone(), slice(3, -2)
+    heads = rows[:, inner].float().view(num_rows, num_heads, head_dim)
+    rotated = heads * cos[:, None].float() + rotate_half(heads) * sin[:, None].float()
+    expected[:, inner] = rotated.flatten(1).to(dtype)
+    own = rows[:, inner].unflatten(1, (num_heads, head_dim))
+    TritonOperators().rotate(own, cos, sin)
+    return error(rows, expected)
+
+
+def gate_error(dtype: torch.dtype, num_rows: int, width: int) -> float:
+    """Return the error of gates, extreme ones included."""
+    rows = (torch.randn(num_rows, 2 * width) * 4).to(dtype)
+    rows[:1, :1] = -1000.0
+    gate, up = rows.float().chunk(2, dim=1)
+    return error(TritonOperators().gated(rows), (functional.silu(gate) * up).to(dtype))
+
+
+def errors_of(dtype: torch.dtype) -> dict[str, float]:
+    """Return the errors of all operators and sizes, on torch's default device."""
+    torch.manual_seed(0)
+    found: dict[str, float] = {}
+    for size in SIZES:
+        found |= {f"{name} {size}": value for name, value in norm_errors(dtype, *size)}
+        found[f"gate {size}"] = gate_error(dtype, *size)
+    return found | {f"rotation {size}": rotation_error(dtype, *size) for size in HEADS}
+
+
+def main() -> None:
+    """Run all types."""
+    sys.stdout.write(json.dumps({str(dtype): errors_of(dtype) for dtype in DTYPES}))
+
+
+if __name__ == "__main__":
+    main()
