@@ -33,8 +33,11 @@ from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool, TransportConfig, read_offer
 from tandem.kvtransfer.transports.shm import ControlConnection, ControlListener, ControlOffer
+from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tandem.wire.hand_off import TransportOffer
+
+log = get_logger(__name__)
 
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
@@ -210,15 +213,28 @@ class CudaPool:
         source, destination = self._source.address, self._begin
         runs = np.stack(plan.shifted(source, destination).columns())
         try:
-            if self._start_runs is not None and are_short(runs):
-                self._start_runs(runs, self._stream.value or 0, self._source.device)
-            elif len(plan) > 1 and self._device.has(BATCH):
-                self._start_together(runs)
-            else:
-                self._start_each(runs)
+            if not self._has_launched(runs):
+                if len(plan) > 1 and self._device.has(BATCH):
+                    self._start_together(runs)
+                else:
+                    self._start_each(runs)
             self._device.call("cuStreamSynchronize", self._stream)
-        except (_CudaError, RuntimeError) as error:  # what torch and triton raise
+        except _CudaError as error:
             raise PeerLost(f"a copy between GPUs failed: {error}") from error
+
+    def _has_launched(self, runs: Runs) -> bool:
+        """Start the kernel if the runs are for it; where it cannot be compiled or launched, do not try again."""
+        if self._start_runs is None or not are_short(runs):
+            return False
+        try:
+            self._start_runs(runs, self._stream.value or 0, self._source.device)
+        except Exception as error:  # noqa: BLE001 - triton raises what its compiler and its driver do
+            log.warning(
+                "cuda_ipc.no_kernel", reason=str(error), effect="the driver copies each run"
+            )
+            self._start_runs = None
+            return False
+        return True
 
     def _start_together(self, runs: Runs) -> None:
         begin, to, sizes = runs

@@ -153,7 +153,7 @@ def prompts(vocab_size: int, block: int, longest: int, count: int = 19) -> list[
     own = [[rng.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
     mixed = [shared[0] + own[2][:50], shared[1] + own[3][:50]]
     more = [
-        base[: rng.randrange(longest // 3)] + [rng.randrange(3, vocab_size)]
+        [*base[: rng.randrange(longest // 3)], rng.randrange(3, vocab_size)]
         for _ in range(count - 19)
     ]
     return [*shared, *own, *mixed, *more]
