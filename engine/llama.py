@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from tandem.engine.attention import LayerInputs, Scoring
 from tandem.engine.fusion import Product, fuse, shared_product
@@ -156,5 +155,5 @@ def _layer(layer: Any, scoring: Scoring) -> _Layer:
 
 def _norm(norm: Any) -> _Norm:
     # torch's, after `fuse`, or transformers'.
-    eps: float = norm.eps if isinstance(norm, nn.RMSNorm) else norm.variance_epsilon
-    return _Norm(norm.weight, eps)
+    eps = getattr(norm, "variance_epsilon", None) or norm.eps
+    return _Norm(norm.weight, float(eps))

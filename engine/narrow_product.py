@@ -27,10 +27,13 @@ MOST_ROWS = 4
 """With more rows oneDNN's kernels are faster: they read a weight once for all rows, this one once for each."""
 
 
+_PART = 1 << 20
+
+
 class Call(ctypes.Structure):
     """What the kernel is told: addresses, sizes, and the threads as in `operators_cpu.Call`. `bias` 0 is none."""
 
-    _fields_ = [
+    _fields_ = [  # type: ignore[mutable-override]
         (name, ctypes.c_int64)
         for name in (
             *("rows", "weight", "bias", "out", "num_rows", "num_in", "num_out"),
@@ -72,8 +75,9 @@ def is_narrow(weight: torch.Tensor) -> bool:
     """Return whether a weight is on the CPU, in float32, and held exactly by bfloat16."""
     if weight.device.type != "cpu" or weight.dtype is not torch.float32:
         return False
-    # Part by part: most weights that are not show it at once.
-    parts = weight.contiguous().view(torch.int32).flatten().split(1 << 20)
+    # Part by part: in most weights that are not narrow, the first one shows it.
+    bits = weight.contiguous().view(torch.int32).flatten()
+    parts = (bits[start : start + _PART] for start in range(0, len(bits), _PART))
     return not any(bool((part & 0xFFFF).any()) for part in parts)
 
 

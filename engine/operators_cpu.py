@@ -32,7 +32,7 @@ class Call(ctypes.Structure):
     `thread_number` is a C function's that tells which of `num_threads` it is called on; 0 where there is one.
     """
 
-    _fields_ = [
+    _fields_ = [  # type: ignore[mutable-override]
         *((name, ctypes.c_int64) for name in ("rows", "first", "second", "out")),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_heads", "width", "row_stride")),
         *((name, ctypes.c_int64) for name in ("num_threads", "thread_number")),
