@@ -35,46 +35,57 @@ def empty_output(layer: LayerInputs, dtype: torch.dtype | None = None) -> torch.
 
 def attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) -> None:
     """Attend with the rows of every chunk of a prompt, and write their output to `out`."""
-    starts = batch.host_query_starts
-    for sequence in range(batch.num_decodes, len(batch.host_kv_lens)):
-        rows = slice(int(starts[sequence]), int(starts[sequence + 1]))
+    for sequence in attend_fresh(layer, batch, out):
+        rows = rows_of(batch, sequence)
         query = layer.query[rows].transpose(0, 1)[None]  # (1, heads, rows, dim)
-        result = _attend_whole(layer, rows, query, batch, sequence)
-        out[rows] = result[0].transpose(0, 1)
+        out[rows] = _attend_chunk(layer, query, batch, sequence)[0].transpose(0, 1)
 
 
-def _attend_whole(
-    layer: LayerInputs, rows: slice, query: torch.Tensor, batch: PagedBatch, sequence: int
-) -> torch.Tensor:
-    """Attend with the rows of one chunk. Shape (1, num_heads, num_rows, dim) in and out."""
-    scoring, kv_len = layer.scoring, int(batch.host_kv_lens[sequence])
-    num_rows = rows.stop - rows.start
-    is_latent = not batch.pool.layers[layer.index].value.shape[-1]
-    is_plain = scoring == Scoring(scoring.scale) and layer.sinks is None and not is_latent
-    if num_rows == kv_len and is_plain and batch.dtype == layer.key.dtype:
-        # A whole prompt: all keys are in `layer`, so they need not be read from the pages.
-        return functional.scaled_dot_product_attention(
-            query,
-            layer.key[rows].transpose(0, 1)[None],
-            layer.value[rows].transpose(0, 1)[None],
-            is_causal=True,
-            scale=scoring.scale,
-            enable_gqa=layer.key.shape[1] != layer.query.shape[1],
+def attend_fresh(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) -> list[int]:
+    """Attend with chunks that are whole prompts, whose keys need not be read from pages; return the other chunks.
+
+    Chunks are named by the numbers of their sequences.
+    """
+    scoring, chunks = layer.scoring, range(batch.num_decodes, len(batch.host_kv_lens))
+    has_values = bool(batch.pool.layers[layer.index].value.shape[-1])  # latents have none
+    is_plain = scoring == Scoring(scoring.scale) and layer.sinks is None and has_values
+    if not is_plain or batch.dtype != layer.key.dtype:
+        return list(chunks)
+    others = []
+    for sequence in chunks:
+        rows = rows_of(batch, sequence)
+        if rows.stop - rows.start < batch.host_kv_lens[sequence]:
+            others.append(sequence)
+            continue
+        query, key, value = (
+            part[rows].transpose(0, 1)[None] for part in (layer.query, layer.key, layer.value)
         )
+        is_grouped = layer.key.shape[1] != layer.query.shape[1]
+        out[rows] = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scoring.scale, enable_gqa=is_grouped
+        )[0].transpose(0, 1)
+    return others
+
+
+def rows_of(batch: PagedBatch, sequence: int) -> slice:
+    """Return the rows of a sequence."""
+    first, end = batch.host_query_starts[sequence : sequence + 2].tolist()
+    return slice(first, end)
+
+
+def _attend_chunk(
+    layer: LayerInputs, query: torch.Tensor, batch: PagedBatch, sequence: int
+) -> torch.Tensor:
+    """Attend with the rows of one chunk over its pages. Shape (1, num_heads, num_rows, dim) in and out."""
+    scoring, kv_len = layer.scoring, int(batch.host_kv_lens[sequence])
     pages = batch.page_table[sequence, : -(-kv_len // batch.page_size)]
     key, value = _gather(batch, sequence, pages, layer)
-    mask = _prompt_mask(batch, sequence, num_rows, scoring)
-    if is_latent:
-        return _attend_latents(query, key[None, :, :kv_len], value[None, :, :kv_len], mask, scoring)
+    key, value = key[None, :, :kv_len], value[None, :, :kv_len]
+    mask = _prompt_mask(batch, sequence, query.shape[2], scoring)
+    if not batch.pool.layers[layer.index].value.shape[-1]:
+        return _attend_latents(query, key, value, mask, scoring)
     sinks = None if layer.sinks is None else layer.sinks.view(1, -1, 1, 1)
-    return _attend(
-        query,
-        key[None, :, :kv_len],
-        value[None, :, :kv_len],
-        mask=mask,
-        scoring=scoring,
-        sinks=sinks,
-    )
+    return _attend(query, key, value, mask=mask, scoring=scoring, sinks=sinks)
 
 
 def _attend_decodes(layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:

@@ -8,6 +8,7 @@ In this form the kernels have not run on a GPU: tests interpret them, and compil
 Importing this module needs triton, which torch's CUDA wheels include.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import triton
 
 from tandem.engine import triton_kernels
 from tandem.engine.attention import LayerInputs, PagedBatch, Scoring
-from tandem.engine.attention_torch import TorchAttention, empty_output
+from tandem.engine.attention_torch import TorchAttention, attend_fresh, empty_output, rows_of
 from tandem.engine.device import to_device
 from tandem.engine.forward import Ints32
 
@@ -253,13 +254,20 @@ def write(batch: PagedBatch, layer: LayerInputs) -> None:
 
 
 def _attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) -> None:
+    chunks = list(range(batch.num_decodes, len(batch.host_kv_lens)))
+    # In 16 bits torch has FlashAttention and cuDNN, which have no pages to look up. In float32 it would keep all scores.
+    if layer.query.dtype.itemsize == 2:
+        chunks = attend_fresh(layer, batch, out)
+    if not chunks:
+        return
     pages, scoring = _pages(batch, layer), layer.scoring
     num_kv_heads, _, head_dim = pages.shape[2:]
     group = layer.query.shape[1] // num_kv_heads
     blocks = Blocks.of_prompts(head_dim, layer.query.dtype, group, is_fp8=_is_fp8(batch))
     num_rows = blocks.rows // group  # rows per tile; layers of the same size share tiles
     tiles = batch.once(
-        ("tiles", num_rows), lambda: to_device(prompt_tiles(batch, num_rows), out.device)
+        ("tiles", num_rows, len(chunks)),
+        lambda: to_device(prompt_tiles(batch, chunks, num_rows), out.device),
     )
     triton_kernels.attend_prompts[len(tiles), num_kv_heads](
         layer.query,
@@ -307,22 +315,22 @@ def _constants(batch: PagedBatch, layer: LayerInputs, blocks: Blocks) -> dict[st
     }
 
 
-def prompt_tiles(batch: PagedBatch, num_rows: int) -> Ints32:
-    """Cut the chunks of prompts into tiles.
+def prompt_tiles(batch: PagedBatch, chunks: Sequence[int], num_rows: int) -> Ints32:
+    """Cut chunks of prompts into tiles.
 
     Args:
+        chunks: Numbers of their sequences.
         num_rows: Limit of rows in a tile.
 
     Returns:
         For each tile: sequence, first row, number of rows, position of the first row. Tiles of the latest
         positions are first, because they have the most keys and take longest. Shape (num_tiles, 4).
     """
-    starts, kv_lens = batch.host_query_starts, batch.host_kv_lens
     tiles = [
-        (sequence, row, min(num_rows, end - row), int(kv_lens[sequence]) - (end - row))
-        for sequence in range(batch.num_decodes, len(kv_lens))
-        for end in [int(starts[sequence + 1])]
-        for row in range(int(starts[sequence]), end, num_rows)
+        (sequence, row, min(num_rows, rows.stop - row), int(kv_len) - (rows.stop - row))
+        for sequence in chunks
+        for rows, kv_len in [(rows_of(batch, sequence), batch.host_kv_lens[sequence])]
+        for row in range(rows.start, rows.stop, num_rows)
     ]
     table = np.array(tiles, np.int32)
     return table[np.argsort(-table[:, 3], kind="stable")]

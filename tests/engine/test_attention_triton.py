@@ -101,7 +101,7 @@ def test_the_samplers_kernels_compile(name, capability):
 def test_tiles_cover_every_row_of_every_prompt_once_and_the_longest_come_first():
     case = Case(((9, 1), *PROMPTS))
     _, batch = make(case, TritonAttention(1), "cpu")
-    tiles = prompt_tiles(batch, 5)
+    tiles = prompt_tiles(batch, range(batch.num_decodes, len(batch.host_kv_lens)), 5)
     rows = np.concatenate([np.arange(first, first + num) for _, first, num, _ in tiles])
     assert sorted(rows) == list(range(1, 1 + sum(rows for _, rows in PROMPTS)))
     assert list(tiles[:, 3]) == sorted(tiles[:, 3], reverse=True)
