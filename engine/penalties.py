@@ -27,8 +27,9 @@ _BANNED, _IN_PROMPT, _ONCE = 1, 2, 1 << _SHIFT
 class Penalties:
     """The rows of all requests.
 
-    A row takes four bytes for each token of the vocabulary, and eight once any request had a bias. There are
-    at most twice as many rows as requests that ever owned one at the same time.
+    A row takes four bytes for each token of the vocabulary, eight once any request had a bias, and four for
+    each id of the longest list. Rows are reused: their number is at most twice the largest number of requests
+    that owned one at the same time.
 
     Args:
         eos_token_ids: Banned before `min_new_tokens`, besides the stop ids of the request.
@@ -140,7 +141,7 @@ def _penalized(scores: torch.Tensor, marks: torch.Tensor, penalties: torch.Tenso
     Args:
         penalties: Repetition, frequency and presence penalties. Shape (3, len(scores)), float64.
     """
-    repetition, frequency, presence = penalties.unsqueeze(2)
+    repetition, frequency, presence = penalties.unsqueeze(2).unbind()
     factors = repetition.float()
     scaled = torch.where(scores > 0, scores / factors, scores * factors)
     lowered = torch.where(marks >= _IN_PROMPT, scaled, scores)
@@ -150,7 +151,7 @@ def _penalized(scores: torch.Tensor, marks: torch.Tensor, penalties: torch.Tenso
 
 def _taken(table: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
     """Return the values at indexes into the flat table, in the shape of the indexes."""
-    # On a CPU, an index of two dimensions takes five to ten times as long.
+    # On a CPU, an index of two dimensions takes several times as long.
     return table.view(-1).index_select(0, cells.view(-1)).view(cells.shape)
 
 
