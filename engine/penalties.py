@@ -55,7 +55,8 @@ class Penalties:
     ) -> Callable[[torch.Tensor], None]:
         """Change the logits of the requests that own a row, in place.
 
-        Biases are added after the penalties, and bans come last.
+        The repetition penalty scales all tokens that occur in prompt or answer, as in Keskar et al. 2019.
+        Frequency and presence penalties count the answer alone. Biases are added to them; bans come last.
 
         Args:
             logits: Shape (n, vocab_size), float32.
@@ -79,14 +80,26 @@ class Penalties:
         self._num_ids[own_rows] += is_penalized
         self._ids = _grown(self._ids, 0, width + 1)
 
-        numbers = to_device(np.array((lines, own_rows, ends, is_early)), self._device)
-        line, row, end, early = numbers.unsqueeze(2).unbind()  # (len(lines), 1) each
-        ids = self._ids[numbers[1], :width]  # (len(lines), width), like all that follow
-        cells, own_cells = line * self._vocab_size + ids, row * self._vocab_size + ids
+        # The first cells of the lines in `logits` and in the tables, which are indexed flat.
+        starts, own_starts = lines * self._vocab_size, own_rows * self._vocab_size
+        numbers = np.array((starts, own_starts, lines, own_rows, ends, is_early))
+        columns = to_device(numbers, self._device).unsqueeze(2)  # (6, len(lines), 1)
+        start, own_start, line, row, end, early = columns.unbind()
+        ids = self._ids[row.squeeze(1), :width]  # (len(lines), width), like all that follow
+        cells, own_cells = start + ids, own_start + ids
         scores, marks = _taken(logits, cells), _taken(self._marks, own_cells)
         if is_penalized.any():
-            penalties = to_device(slots.penalties[:, own_slots], self._device)
-            scores = _penalized(scores, marks, penalties)
+            penalties = slots.penalties[:, own_slots]
+            repetition, frequency, presence = (
+                to_device(penalties, self._device).unsqueeze(2).unbind()
+            )
+            if (penalties[0] != 1.0).any():
+                factors = repetition.float()
+                scaled = torch.where(scores > 0, scores / factors, scores * factors)
+                scores = torch.where(marks >= _IN_PROMPT, scaled, scores)
+            if penalties[1:].any():
+                lower = (-frequency * (marks >> _SHIFT) - presence).float()
+                scores += lower.masked_fill(marks < _ONCE, 0.0)
         if len(self._biases):
             scores += _taken(self._biases, own_cells)
         if is_early.any():
@@ -130,23 +143,6 @@ class Penalties:
 
 def _count_nothing(_sampled: torch.Tensor) -> None:
     pass
-
-
-def _penalized(scores: torch.Tensor, marks: torch.Tensor, penalties: torch.Tensor) -> torch.Tensor:
-    """Return scores less the penalties of their marks.
-
-    The repetition penalty scales all tokens that occur in prompt or answer, as in Keskar et al. 2019.
-    Frequency and presence penalties count the answer alone.
-
-    Args:
-        penalties: Repetition, frequency and presence penalties. Shape (3, len(scores)), float64.
-    """
-    repetition, frequency, presence = penalties.unsqueeze(2).unbind()
-    factors = repetition.float()
-    scaled = torch.where(scores > 0, scores / factors, scores * factors)
-    lowered = torch.where(marks >= _IN_PROMPT, scaled, scores)
-    offsets = (-frequency * (marks >> _SHIFT) - presence).float()
-    return lowered + offsets.masked_fill(marks < _ONCE, 0.0)
 
 
 def _taken(table: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
