@@ -20,7 +20,7 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.errors import GrammarViolated
 from tandem.engine.forward import Chunk, Wrote
 from tandem.engine.kv_cache import KVCache, PageCounts
-from tandem.engine.request import ActiveRequest, Stage, check_request, seen_by
+from tandem.engine.request import ActiveRequest, Stage, check_request
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.shape import ModelShape
 from tandem.engine.step import (
@@ -134,7 +134,6 @@ class Engine:
             is_prompt_only=is_prompt_only,
             is_remote=is_remote,
             token_ids=list(request.prompt_ids),
-            seen=seen_by(request),
         )
         if request.sampling.grammar is not None:
             if self._compiler is None:
@@ -326,8 +325,8 @@ class Engine:
         """Return whether the next batch depends on the tokens of the forward in flight."""
         if self._launched is None:
             return False
-        is_special = self._scheduler.slots.is_special[self._launched.rows].any()
-        return bool(is_special) or self._scheduler.is_short_of_pages
+        has_grammar = self._scheduler.slots.has_grammar[self._launched.rows].any()
+        return bool(has_grammar) or self._scheduler.is_short_of_pages
 
     def _launch(self) -> Launched | None:
         self.admit()

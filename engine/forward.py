@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.engine.request import ActiveRequest
-from tandem.wire.generation import SamplingParams
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
@@ -96,8 +95,12 @@ class Slots:
         source: Row in the newest forward's sampled ids; valid if `num_pending` is not 0.
         next_index: Index of the token that the next forward samples.
         stops_at_eos: Whether an end-of-sequence token ends the request.
-        is_special: Whether its logits are changed before sampling, which needs the previous token on
-            the host.
+        penalties: Of repetition, frequency and presence. Shape (3, num_slots).
+        is_penalized: Whether any of the penalties has an effect.
+        min_new_tokens: 0 for a request with a grammar, which decides by itself where the text ends.
+        penalty_row: Row in `Penalties`; -1 for a request that has no use for one.
+        is_fresh: Whether no forward has sampled a token for the request since it took the slot.
+        has_grammar: Whether a grammar masks its logits, which needs the previous token on the host.
         ends_specially: Whether the request has stop token ids.
     """
 
@@ -116,9 +119,16 @@ class Slots:
         self.top_p = np.zeros(num_slots, np.float64)
         self.min_p = np.zeros(num_slots, np.float32)
         self.stops_at_eos = np.zeros(num_slots, np.bool_)
-        self.is_special = np.zeros(num_slots, np.bool_)
+        self.penalties = np.zeros((3, num_slots))
+        self.is_penalized = np.zeros(num_slots, np.bool_)
+        self.min_new_tokens = np.zeros(num_slots, np.int64)
+        self.penalty_row = np.full(num_slots, -1)
+        self.is_fresh = np.zeros(num_slots, np.bool_)
+        self.has_grammar = np.zeros(num_slots, np.bool_)
         self.ends_specially = np.zeros(num_slots, np.bool_)
         self._free = list(range(num_slots - 1, -1, -1))
+        # The row given back last is taken first, so that few are ever used.
+        self._free_penalty_rows = self._free.copy()
 
     @property
     def num_used(self) -> int:
@@ -147,13 +157,28 @@ class Slots:
         self.top_p[slot] = sampling.top_p
         self.min_p[slot] = sampling.min_p
         self.stops_at_eos[slot] = not sampling.ignore_eos
-        self.is_special[slot] = _is_special(sampling)
+        penalties = (
+            sampling.repetition_penalty,
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
+        )
+        self.penalties[:, slot] = penalties
+        self.is_penalized[slot] = penalties != (1.0, 0.0, 0.0)
+        self.min_new_tokens[slot] = sampling.min_new_tokens if sampling.grammar is None else 0
+        needs_row = bool(
+            self.is_penalized[slot] or sampling.logit_bias or self.min_new_tokens[slot] > 0
+        )
+        self.penalty_row[slot] = self._free_penalty_rows.pop() if needs_row else -1
+        self.is_fresh[slot] = True
+        self.has_grammar[slot] = sampling.grammar is not None
         self.ends_specially[slot] = bool(sampling.stop_token_ids)
 
     def give_back(self, active: ActiveRequest) -> None:
         """Free the slot of a request."""
         self.max_tokens[active.slot] = self.num_tokens[active.slot] = 0
         self._free.append(active.slot)
+        if (row := int(self.penalty_row[active.slot])) >= 0:
+            self._free_penalty_rows.append(row)
         active.slot = -1
 
     def add_pages(self, active: ActiveRequest, page_ids: list[int]) -> None:
@@ -168,6 +193,7 @@ class Slots:
         self.next_index[rows] += 1
         self.num_pending[rows] += 1
         self.source[rows] = np.arange(len(rows))
+        self.is_fresh[rows] = False
 
     def landed(self, active: ActiveRequest, first_token: int) -> None:
         """Record the first token and the seed that another node chose."""
@@ -176,17 +202,6 @@ class Slots:
         self.num_tokens[slot] += 1
         self.next_index[slot] += 1
         self.last_token[slot] = first_token
-
-
-def _is_special(sampling: SamplingParams) -> bool:
-    return bool(
-        sampling.logit_bias
-        or sampling.frequency_penalty
-        or sampling.presence_penalty
-        or sampling.repetition_penalty != 1.0
-        or sampling.min_new_tokens
-        or sampling.grammar is not None
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,10 @@ from tandem.engine.forward import (
     forward_inputs,
 )
 from tandem.engine.grammar import GrammarMasks
+from tandem.engine.penalties import Penalties
 from tandem.engine.request import ActiveRequest
 from tandem.engine.runner import Runner
-from tandem.engine.sampler import adjust, sample
+from tandem.engine.sampler import sample
 from tandem.engine.shape import ModelShape
 from tandem.engine.step import Outcome
 from tandem.wire.generation import GenerateRequest, TokenLogprobs
@@ -33,9 +34,9 @@ class ModelLauncher:
 
     def __init__(self, runner: Runner, shape: ModelShape, page_size: int) -> None:
         self._runner = runner
-        self._eos_token_ids = shape.eos_token_ids
         self._page_size = page_size
         self._masks = GrammarMasks(shape.vocab_size)
+        self._penalties = Penalties(shape.vocab_size, shape.eos_token_ids, runner.device)
         # Ids sampled by the newest forward, on the device; the host may not have read them yet.
         self._newest: torch.Tensor | None = None
 
@@ -80,9 +81,16 @@ class ModelLauncher:
         logits = self._runner.forward(inputs, self._newest, wrote)
         masks = pending.result() if pending is not None else None
         raw = logits[: len(sampled)]
-        special = np.flatnonzero(slots.is_special[rows]).tolist()
-        changed = self._changed(raw, sampled, special, masks) if special else raw
+        is_changed = masks is not None or (slots.penalty_row[rows] >= 0).any()
+        changed = raw
+        if is_changed:
+            changed = raw.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        if masks is not None:
+            on_device = to_device(masks.numpy(), changed.device)
+            xgrammar.apply_token_bitmask_inplace(changed, on_device)
+        count = self._penalties.apply(changed, slots, rows, sampled)
         self._newest = ids = sample(changed, slots, rows)
+        count(ids)
         token_logprobs = _token_logprobs(raw, ids, sampled)
         stopwatch.stop()
         prompt_logprobs = _prompt_logprobs(logits[len(sampled) :], batch.chunks)
@@ -95,21 +103,6 @@ class ModelLauncher:
             )
 
         return read
-
-    def _changed(
-        self,
-        logits: torch.Tensor,
-        sampled: Sequence[ActiveRequest],
-        special: list[int],
-        masks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        logits = logits.to(torch.float32, copy=True)
-        if masks is not None:
-            on_device = to_device(masks.numpy(), logits.device)
-            xgrammar.apply_token_bitmask_inplace(logits, on_device)
-        requests = [sampled[row] for row in special]
-        adjust(logits, special, requests, self._eos_token_ids)
-        return logits
 
 
 # ── log-probabilities of the model's distribution, before sampling parameters apply ──────────────

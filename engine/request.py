@@ -11,7 +11,6 @@
 
 import math
 import weakref
-from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -75,8 +74,6 @@ class ActiveRequest:
         waits_for: Key of its prompt's next page, which another request is computing.
         frontier: Key of the first prompt page that it computes; other requests may wait for that page.
         blocked_at: The scheduler's change count when pages did not suffice; -1 if not tried.
-        seen: The distinct tokens of prompt and answer, and how often each occurs in the answer; None
-            if no penalty is set.
         compiling: The compilation of its grammar, until that is done.
         grammar: The answer's state in its grammar; None without one, or before it is compiled.
         owner: Weak reference to the role's record of this request; the engine never uses it.
@@ -106,7 +103,6 @@ class ActiveRequest:
     waits_for: Key | None = None
     frontier: Key | None = None
     blocked_at: int = -1
-    seen: dict[int, int] | None = None
     compiling: "Future[CompiledGrammar] | None" = None
     grammar: "GrammarState | None" = None
     owner: "weakref.ref[Any] | None" = None
@@ -177,8 +173,6 @@ class ActiveRequest:
             self.grammar.accept(token)
         self.num_collected = len(self.token_ids)
         self.token_ids.append(token)
-        if self.seen is not None:
-            self.seen[token] = self.seen.get(token, 0) + 1
 
     def finish_at(self, token: int, eos_token_ids: frozenset[int]) -> Finish | None:
         """Return the finish reason if generation ends with the token just accepted, else None."""
@@ -186,15 +180,6 @@ class ActiveRequest:
         if (token in eos_token_ids and not sampling.ignore_eos) or token in sampling.stop_token_ids:
             return Finish(reason="stop", matched=token)
         return Finish(reason="length") if len(self.token_ids) >= self.max_tokens else None
-
-
-def seen_by(request: GenerateRequest) -> dict[int, int] | None:
-    """Return the initial value of `ActiveRequest.seen`."""
-    p = request.sampling
-    if p.repetition_penalty == 1.0 and not p.frequency_penalty and not p.presence_penalty:
-        return None
-    start = len(request.prompt_ids) - request.num_prior_tokens
-    return dict.fromkeys(request.prompt_ids[:start], 0) | Counter(request.prompt_ids[start:])
 
 
 # ── the check ────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""Samples tokens from logits: penalties, bias, temperature, top-k, top-p, min-p, seeded draws.
+"""Samples tokens from logits: temperature, top-k, top-p, min-p, seeded draws.
 
 All rows of a batch go through the same few operations, queued on the device. Nothing here waits for a GPU;
 the caller reads the sampled ids.
@@ -13,15 +13,12 @@ Source: Gumbel 1954. The generator is Philox4x64-10 (Salmon et al. 2011, "Parall
 the noise of two tokens: the low half that of the first.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tandem.engine.device import to_device
 from tandem.engine.forward import Ints, Slots
-from tandem.engine.request import ActiveRequest
 
 NEG_INF = float("-inf")
 # At this temperature all tokens are equally likely, and noise multiplied by it is still finite.
@@ -209,71 +206,3 @@ def with_noise(
         num_blocks=_NUM_BLOCKS,
     )
     return scores
-
-
-# ── penalties, biases and bans ───────────────────────────────────────────────────────────────────
-
-
-class _Cells:
-    """Sparse entries of a matrix of logits, with a value for each."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.ids: list[int] = []
-        self.values: list[float] = []
-
-    def add(self, row: int, ids: Sequence[int], values: Sequence[float]) -> None:
-        self.rows += [row] * len(ids)
-        self.ids += ids
-        self.values += values
-
-    def on(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows, ids = np.array(self.rows, np.int64), np.array(self.ids, np.int64)
-        values = np.array(self.values, np.float32)
-        return (
-            to_device(rows, logits.device),
-            to_device(ids, logits.device),
-            to_device(values, logits.device),
-        )
-
-
-def adjust(
-    logits: torch.Tensor,
-    rows: Sequence[int],
-    requests: Sequence[ActiveRequest],
-    eos_token_ids: frozenset[int],
-) -> None:
-    """Apply penalties, biases and `min_new_tokens` of requests to their rows of logits, in place.
-
-    The repetition penalty scales all tokens that occur in prompt or answer, as in Keskar et al. 2019.
-    Frequency and presence penalties count the answer alone, and are added to the biases.
-
-    Args:
-        logits: Shape (num_rows, vocab_size), float32.
-        rows: Row in `logits` of each request.
-        eos_token_ids: Excluded before `min_new_tokens`, unless a grammar decides where the text ends.
-    """
-    scales, offsets, bans = _Cells(), _Cells(), _Cells()
-    for row, request in zip(rows, requests, strict=True):
-        p, seen = request.request.sampling, request.seen
-        if seen is not None and p.repetition_penalty != 1.0:
-            scales.add(row, list(seen), [p.repetition_penalty] * len(seen))
-        if seen is not None and (p.frequency_penalty or p.presence_penalty):
-            said = [(token, count) for token, count in seen.items() if count]
-            lower = [-p.frequency_penalty * count - p.presence_penalty for _, count in said]
-            offsets.add(row, [token for token, _ in said], lower)
-        offsets.add(row, list(p.logit_bias), list(p.logit_bias.values()))
-        if p.grammar is None and request.next_index < p.min_new_tokens:
-            ends = sorted(eos_token_ids | set(p.stop_token_ids))
-            banned = [token for token in ends if 0 <= token < logits.shape[1]]
-            bans.add(row, banned, [NEG_INF] * len(banned))
-    if scales.rows:
-        at_rows, ids, factors = scales.on(logits)
-        scores = logits[at_rows, ids]
-        logits[at_rows, ids] = torch.where(scores > 0, scores / factors, scores * factors)
-    if offsets.rows:
-        at_rows, ids, values = offsets.on(logits)
-        logits.index_put_((at_rows, ids), values, accumulate=True)
-    if bans.rows:
-        at_rows, ids, values = bans.on(logits)
-        logits[at_rows, ids] = values

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engine.forward import Slots
-from tandem.engine.request import ActiveRequest, seen_by
-from tandem.engine.sampler import adjust, gumbels, gumbels_of
+from tandem.engine.penalties import Penalties
+from tandem.engine.request import ActiveRequest
+from tandem.engine.sampler import gumbels, gumbels_of
 from tandem.engine.sampler import sample as sample_slots
 from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
 from tests.engine.cut_off import kept_by_definition
@@ -30,7 +31,6 @@ def active(prompt=(1,), output=(), seed=0, num_prior=0, **sampling) -> ActiveReq
         max_tokens=100,
         seed=seed,
         token_ids=list(prompt),
-        seen=seen_by(request),
     )
     for token in output:
         made.accept(token)
@@ -43,7 +43,7 @@ def sample(logits: torch.Tensor, requests: list[ActiveRequest], eos=NO_EOS) -> l
         slots.take(request)
     rows = np.array([request.slot for request in requests])
     logits = logits.clone()
-    adjust(logits, range(len(rows)), requests, eos)
+    Penalties(logits.shape[1], eos, logits.device).apply(logits, slots, rows, requests)
     return sample_slots(logits, slots, rows).tolist()
 
 
@@ -121,47 +121,6 @@ def test_the_largest_temperature_makes_all_tokens_alike_but_no_banned_one(cut):
 )
 def test_what_is_cut_off_is_never_drawn_and_the_rest_is(sampling, possible):
     assert set(draws(300, **sampling)) == possible
-
-
-def test_a_repetition_penalty_counts_the_prompt():
-    chosen = sample(
-        LOGITS[None].clone(),
-        [active(prompt=(1,), temperature=0, repetition_penalty=2.0)],
-        NO_EOS,
-    )
-    assert chosen == [4]
-
-
-def test_a_repetition_penalty_lowers_a_logit_that_is_negative_already():
-    request = active(prompt=(1,), temperature=0, repetition_penalty=2.0)
-    assert sample(LOGITS[None] - 100, [request], NO_EOS) == [4]
-
-
-def test_frequency_and_presence_count_the_output_only():
-    request = active(prompt=(1, 1, 1), output=(1,), temperature=0, frequency_penalty=0.4)
-    assert sample(LOGITS[None].clone(), [request], NO_EOS) == [1]
-    request = active(prompt=(4,), output=(1, 1), temperature=0, frequency_penalty=0.4)
-    assert sample(LOGITS[None].clone(), [request], NO_EOS) == [4]
-    request = active(prompt=(4,), output=(1,), temperature=0, presence_penalty=0.6)
-    assert sample(LOGITS[None].clone(), [request], NO_EOS) == [4]
-
-
-def test_no_end_is_chosen_before_the_minimum():
-    request = active(temperature=0, min_new_tokens=1, stop_token_ids=[4])
-    assert sample(LOGITS[None].clone(), [request], frozenset({1})) == [2]
-    request = active(output=(0,), temperature=0, min_new_tokens=1)
-    assert sample(LOGITS[None].clone(), [request], frozenset({1})) == [1]
-
-
-def test_tokens_of_an_earlier_attempt_count_as_output():
-    resumed = active(prompt=(0, 1), num_prior=1, temperature=0, presence_penalty=0.6)
-    assert resumed.next_index == 1
-    assert sample(LOGITS[None].clone(), [resumed], NO_EOS) == [4]
-
-
-def test_a_stop_id_that_the_vocabulary_does_not_have_stops_nothing_and_breaks_nothing():
-    strange = active(temperature=0, min_new_tokens=3, stop_token_ids=[1, 99999, -3])
-    assert sample(LOGITS.repeat(2, 1), [strange, active(temperature=0)], NO_EOS) == [4, 1]
 
 
 @pytest.mark.parametrize("top_k", [-1, 1, 3, 40])

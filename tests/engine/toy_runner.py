@@ -70,7 +70,13 @@ class ToyRunner:
         for i, row in enumerate(inputs.logit_rows):
             sequence = int(np.searchsorted(inputs.query_starts, row, side="right")) - 1
             known = self.pages[inputs.page_table[sequence]].ravel()
-            logits[i, toy_token(known[: inputs.positions[row] + 1])] = 9.0
+            logits[i] = self.logits_after(known[: inputs.positions[row] + 1])
+        return logits
+
+    def logits_after(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Return the logits of what follows these tokens. Shape (VOCAB,)."""
+        logits = torch.zeros(VOCAB)
+        logits[toy_token(tokens)] = 9.0
         return logits
 
 

@@ -65,6 +65,19 @@ def test_seeded_tokens_are_the_cpus(tiny_model, cut):
     assert generate(gpu_engine(tiny_model("llama")), **sampling) == on_cpu
 
 
+def test_penalized_tokens_are_the_cpus(tiny_model):
+    sampling = {
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.4,
+        "presence_penalty": -0.2,
+        "logit_bias": {5: 1.0, 9: -2.0},
+        "min_new_tokens": 4,
+        "stop_token_ids": [7, 11],
+    }
+    on_cpu = generate(make_engine(tiny_model("llama")), **sampling)
+    assert generate(gpu_engine(tiny_model("llama")), **sampling) == on_cpu
+
+
 def test_no_step_waits_for_the_device_until_it_is_read(tiny_model):
     engine = gpu_engine(tiny_model("llama"), attention_backend="triton")
     generate(engine)  # compiles the kernels
@@ -73,10 +86,12 @@ def test_no_step_waits_for_the_device_until_it_is_read(tiny_model):
         {"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.2},
         {"temperature": 0, "min_new_tokens": 3, "logit_bias": {5: 1.0}},
     ]
+    replayed = {"num_prior": 2, "frequency_penalty": 0.2, "repetition_penalty": 1.2}
     torch.cuda.set_sync_debug_mode("error")
     try:
         for number, sampling in enumerate(asked * 2):
             engine.submit(ask(prompts(9)[number], f"w{number}", max_new_tokens=12, **sampling))
+        engine.submit(ask(prompts(9)[7], "replayed", max_new_tokens=14, **replayed))
         assert all(len(tokens) == 12 for tokens in run(engine).values())
     finally:
         torch.cuda.set_sync_debug_mode("default")
