@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tandem.kvtransfer.plan import CopyPlan, gather, scatter
+from tandem.kvtransfer.copying import gather, scatter
+from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports import lanes
 from tandem.kvtransfer.transports import tcp_stream as frames
