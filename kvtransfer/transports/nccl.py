@@ -144,10 +144,10 @@ class GroupLane:
             pieces = list(batch.batches(PIECE_BYTES, len(batch)))
         with self._breaking():
             receives = deque(self._post(pieces, number) for number in range(NUM_PIECES))
-            frames.send_from(self._stream, [memoryview(lanes.READY)])
+            frames.send_bytes(self._stream, lanes.READY)
             for number, piece in enumerate(pieces):
                 self._group.finish(receives.popleft())
-                frames.send_from(self._stream, [memoryview(TAKEN)])
+                frames.send_bytes(self._stream, TAKEN)
                 with open_pages(piece):
                     _scatter(self._staging[number % NUM_PIECES], piece, self._memory)
                     self._group.settle()

@@ -131,7 +131,7 @@ class UcxLane:
     def _receive(self, views: Sequence[memoryview]) -> None:
         with self._breaking():
             requests = [self._endpoint.tag_recv(Array(view), self._tag) for view in views]
-            frames.send_from(self._stream, [memoryview(lanes.READY)])
+            frames.send_bytes(self._stream, lanes.READY)
             self._run(requests)
 
     def close(self) -> None:
