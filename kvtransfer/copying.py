@@ -35,6 +35,13 @@ def copy(plan: CopyPlan, source: Bytes, destination: Bytes) -> None:
         destination[there : there + size] = source[begin : begin + size]
 
 
+def aligned(size_bytes: int) -> Bytes:
+    """Return new memory, which `gather` fills past the cache: it begins with a line."""
+    memory = np.empty(size_bytes + LINE_BYTES, np.uint8)
+    begin = -memory.ctypes.data % LINE_BYTES
+    return memory[begin : begin + size_bytes]
+
+
 def gather(memory: Bytes, plan: CopyPlan, staging: Bytes) -> None:
     """Copy the sources of a plan, one after the other, to the start of `staging`."""
     copy(CopyPlan(plan.source_offset, _packed(plan), plan.size_bytes), memory, staging)

@@ -58,7 +58,7 @@ COPY_BYTES = 16
 ACCEPTED, LANDED, REFUSED = b"\x02", b"\x01", b"\x00"
 
 # A batch is checked and acknowledged as a whole: long enough to hide the round trip.
-BATCH_BYTES = 32 << 20
+BATCH_BYTES = 64 << 20
 # A table of 128 KiB. No honest sender passes it, so a listener reads no larger one.
 MAX_COPIES = 8192
 # The kernel's limit for one system call.
@@ -125,20 +125,8 @@ def plan_of(table: bytes) -> CopyPlan:
     return CopyPlan(np.zeros(len(columns), np.int64), columns[:, 0], columns[:, 1])
 
 
-class _Message(ctypes.Structure):
-    """C's `struct msghdr`."""
-
-    _fields_ = (
-        ("name", ctypes.c_void_p),
-        ("name_bytes", ctypes.c_uint32),
-        ("iovecs", ctypes.c_void_p),
-        ("num_iovecs", ctypes.c_size_t),
-        ("control", ctypes.c_void_p),
-        ("control_bytes", ctypes.c_size_t),
-        ("flags", ctypes.c_int),
-    )
-
-
+# C's `struct msghdr` on 64 bits: name and its size, pieces and their number, control data and its size, flags.
+_Message = ctypes.c_size_t * 7
 _libc = ctypes.CDLL(None, use_errno=True)
 for _call in (_libc.sendmsg, _libc.recvmsg):
     _call.argtypes = (ctypes.c_int, ctypes.POINTER(_Message), ctypes.c_int)
@@ -175,7 +163,7 @@ def _move(
         some = iovecs[first : first + MAX_IOVECS].copy()
         begun = num_moved - (ends[first] - size_bytes[first])
         some[0] += begun, -begun
-        message = _Message(iovecs=some.ctypes.data, num_iovecs=len(some))
+        message = _Message(0, 0, some.ctypes.data, len(some))
         moved = call(sock.fileno(), message, flags)
         if moved == 0:
             raise PeerLost("the stream ended")
