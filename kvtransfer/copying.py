@@ -1,8 +1,9 @@
 """Executes a plan within this process, in one compiled call.
 
 A plain copy of a few KiB reads the lines that it is about to overwrite, and waits for memory at the start of each
-source. The compiled loop does neither: its stores bypass the cache, and it copies four pieces side by side, so that
-it waits for all four at once. Measured on Zen 4 with slices of 16 KiB: 1.5 times the rate of one `memcpy` a slice.
+source. The compiled loop's stores bypass the cache, and it copies eight pieces side by side, so that it waits for
+all eight at once. On Zen 4 slices of 16 KiB are copied at 2.3 times the rate of one `memcpy` each, and pages of 2 MiB at 1.8
+times.
 
 Where llvmlite is not installed, which nodes have for numba, numpy copies piece after piece.
 """
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from tandem.kvtransfer.plan import CopyPlan, Int64s
 
-# Pieces side by side. Eight gain another tenth, but then a single copy is cut into eight.
+# Pieces side by side: eight are a tenth faster than four, and sixteen no faster than eight.
 LANES = 8
 # Bytes of a lane's turn, in one variable of the loop: four vectors of AVX-512.
 TURN_BYTES = 256
@@ -29,8 +30,8 @@ Bytes = NDArray[np.uint8]
 
 def copy(plan: CopyPlan, source: Bytes, destination: Bytes) -> None:
     """Execute a plan, in any order. The caller has checked its bounds, and that nothing overlaps."""
-    if len(plan) and (kernel := _kernel()) is not None:
-        plan = _stream(kernel, plan, source.ctypes.data, destination.ctypes.data)
+    if len(plan) and (loop := kernel()) is not None:
+        plan = _stream(loop, plan, source.ctypes.data, destination.ctypes.data)
     for begin, there, size in plan.copies():
         destination[there : there + size] = source[begin : begin + size]
 
@@ -59,7 +60,7 @@ def _packed(plan: CopyPlan) -> Int64s:
 # ── the compiled loop ────────────────────────────────────────────────────────────────────────────
 
 
-class _Kernel(NamedTuple):
+class Kernel(NamedTuple):
     """A C function that takes `num_rows` rows of addresses to read, addresses to write, and sizes.
 
     Attributes:
@@ -70,13 +71,13 @@ class _Kernel(NamedTuple):
     owner: object
 
 
-def _stream(kernel: _Kernel, plan: CopyPlan, source: int, destination: int) -> CopyPlan:
+def _stream(loop: Kernel, plan: CopyPlan, source: int, destination: int) -> CopyPlan:
     """Execute most of a plan between two addresses; return the rest, which has odd sizes or places."""
     begin, to, size_bytes = _lanes(plan)
     streamed = size_bytes.min(axis=1) // TURN_BYTES * TURN_BYTES
     streamed[((to + destination) % LINE_BYTES != 0).any(axis=1)] = 0
     from_, into = begin + source, to + destination
-    kernel.run(from_.ctypes.data, into.ctypes.data, streamed.ctypes.data, len(streamed))
+    loop.run(from_.ctypes.data, into.ctypes.data, streamed.ctypes.data, len(streamed))
     left = size_bytes - streamed[:, None]
     is_left = left > 0
     if not is_left.any():
@@ -86,7 +87,7 @@ def _stream(kernel: _Kernel, plan: CopyPlan, source: int, destination: int) -> C
 
 
 def _lanes(plan: CopyPlan) -> Int64s:
-    """Return a plan with four pieces in each row: four copies of equal size, or one that is cut.
+    """Return a plan with as many pieces in each row as there are lanes: copies of equal size, or one that is cut.
 
     Returns:
         Source offsets, destination offsets and sizes. Shape (3, num_rows, LANES).
@@ -106,8 +107,8 @@ def _lanes(plan: CopyPlan) -> Int64s:
 
 
 @lru_cache
-def _kernel() -> _Kernel | None:
-    """Compile the loop, which takes 0.1 s; None without llvmlite."""
+def kernel() -> Kernel | None:
+    """Return the loop, which the first call compiles in 0.1 s; None without llvmlite."""
     try:
         import llvmlite.binding as llvm
     except ImportError:
@@ -123,7 +124,7 @@ def _kernel() -> _Kernel | None:
     engine = llvm.create_mcjit_compiler(code, machine)
     engine.finalize_object()
     kind = ctypes.CFUNCTYPE(None, *(ctypes.c_void_p,) * 3, ctypes.c_int64)
-    return _Kernel(kind(engine.get_function_address("copy")), engine)
+    return Kernel(kind(engine.get_function_address("copy")), engine)
 
 
 # The fence makes the stores visible before whatever reports that they are done.

@@ -372,6 +372,7 @@ class ShmConnection(ControlConnection):
         except (OSError, OverflowError, ValueError) as error:
             raise TransferRefused(f"the pool is smaller than its offer says: {error}") from error
         self._source, self._pool = region.array(), np.frombuffer(memory, np.uint8)
+        copying.kernel()  # compiled here and not under the lock
 
     @override
     def _copy(self, batch: CopyPlan) -> None:
