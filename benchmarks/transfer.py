@@ -1,7 +1,7 @@
 """The rate of page transfers between two processes, against the limits of memory and of a socket.
 
-The limits are measured in the same run: memcpy on one core, and one bare TCP socket (sendall and
-recv_into, without any framing).
+The limits are measured in the same run: memcpy on one core, one bare TCP socket (sendall and
+recv_into, without any framing), and the libraries of `nixl` and `ucx` without our transports.
 
     python -m benchmarks.transfer [--size-mib 512] [--rounds 7] [--tp] [--quick]
 
@@ -28,10 +28,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from benchmarks.bare_transfer import BARE
 from benchmarks.rig import parse, parser_of, result
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import CopyPlan, HeadRange, PagedTokens, plan_copies
@@ -46,8 +48,9 @@ BLOCK_BYTES, PAGE_BYTES = 64 << 10, 2 << 20
 PATTERNS = ("contiguous", "pages", "scattered")
 TP_PATTERNS = ("tp 2 to 1", "tp 1 to 2")
 # Transports that are measured only if their library is installed.
-LIBRARIES = {"nixl": "nixl_cu12", "mooncake": "mooncake"}
+LIBRARIES = {"nixl": "nixl_cu12", "ucx": "ucxx", "mooncake": "mooncake"}
 NAMES = ("shm", "tcp", "nccl", *(name for name in LIBRARIES if find_spec(LIBRARIES[name])))
+DIRECT = {BARE[name].name: BARE[name] for name in NAMES if name in BARE}
 NUM_LATENCIES = 200
 
 
@@ -67,10 +70,8 @@ class FarEnd:
         self._child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        where = self._read()
-        [transport] = transports(name, TransportConfig())
-        offer = msgspec.json.decode(where, type=TransportOffer)
-        self.connection = transport.connect(offer, region)
+        offer = msgspec.json.decode(self._read(), type=TransportOffer)
+        self.connection = _transport(name).connect(offer, region)
 
     def ask(self, question: str) -> str:
         """Return the far end's reply: its CPU seconds for `cpu`, its pool's hash for `hash`."""
@@ -123,12 +124,15 @@ def listen(name: str, pool_bytes: int) -> None:
 def _open(name: str, region: MemoryRegion, ending: ExitStack) -> str:
     """Start a listener that permits writes to the whole region; return its offer as JSON."""
     num_pages = region.size_bytes // BLOCK_BYTES
-    [transport] = transports(name, TransportConfig())
-    listener = transport.listen(Pool.packed(region, BLOCK_BYTES, num_pages))
+    listener = _transport(name).listen(Pool.packed(region, BLOCK_BYTES, num_pages))
     ending.callback(listener.close)
     admission = listener.admit("127.0.0.1")
     listener.permit(admission.peer, ROOM, range(num_pages))
     return msgspec.json.encode(admission.offer).decode()
+
+
+def _transport(name: str) -> Any:
+    return DIRECT[name]() if name in DIRECT else transports(name, TransportConfig())[0]
 
 
 def digest(region: MemoryRegion) -> str:
@@ -249,7 +253,7 @@ def run(size_bytes: int, num_rounds: int, *, with_tp: bool) -> tuple[Samples, di
     with MemoryRegion.shared(pool_bytes) as source, MemoryRegion.shared(pool_bytes) as here:
         rng = np.random.default_rng(1)
         source.array().view(np.uint64)[:] = rng.integers(0, 2**63, pool_bytes // 8, np.uint64)
-        far_ends = {name: FarEnd(name, pool_bytes, source) for name in NAMES}
+        far_ends = {name: FarEnd(name, pool_bytes, source) for name in (*NAMES, *DIRECT)}
         bare = BareSocket(size_bytes)
         bare.write(source)
         for plan in plans.values():  # also touches every page before the measurement
@@ -318,6 +322,9 @@ def report(samples: Samples, page_us: Mapping[str, float]) -> None:
         for name in NAMES:
             ratio = min(rates[name, each] / rates[name, "pages"] for each in TP_PATTERNS)
             print(result(f"{name}_tp_vs_pages", ratio, 0.9))
+    for name in NAMES:
+        if name in BARE:
+            print(result(f"{name}_vs_bare", worst(name, BARE[name].name), 0.95))
     print(result("tcp_vs_socket", worst("tcp", "socket"), 0.95))
     print(f"one page: {page_us['shm']:.0f} us over shm, {page_us['memcpy']:.0f} by memcpy")
     print(result("shm_page_latency_us", page_us["shm"], 200, "us", is_lower_better=True))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from tandem.kvtransfer.control import TURN_S, ControlThread, Rhythm, Worker
+from tandem.kvtransfer.control import TURN_S, ControlThread, Look, Rhythm, Worker
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import CopyPlan, HeadRange
 from tandem.kvtransfer.region import MemoryRegion
@@ -100,15 +100,15 @@ class DecodeLink:
     more_ports: list[int]
     protocol: int
     connection: Connection | None = None
-    post: Callable[[Room, CopyPlan], Callable[[], None]] | None = None
+    post: Callable[[Room, CopyPlan], Look] | None = None
 
     def connect(self, connection: Connection) -> None:
         """Write through this connection from now on."""
         self.connection = connection
         self.post = connection.post if isinstance(connection, PostingConnection) else None
 
-    def write(self, room: Room, plan: CopyPlan) -> Callable[[], None] | None:
-        """Write in the worker; return what waits for the end, if the write goes on by itself."""
+    def write(self, room: Room, plan: CopyPlan) -> Look | None:
+        """Write in the worker; return what looks for the end, if the write goes on by itself."""
         if self.post is not None:
             return self.post(room, plan)
         assert self.connection is not None

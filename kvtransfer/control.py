@@ -10,6 +10,7 @@ may take longer is a job of the link's worker.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -140,17 +141,27 @@ def start_thread(name: str, run: Callable[[], None]) -> threading.Thread:
 MAX_UNDER_WAY = 4
 
 
+Look = Callable[[], float | None]
+"""Looks for the end of a write: returns the seconds until it is to be called again, or None at the end."""
+
+
+def finish(look: Look) -> None:
+    """Wait for the end of a write that was begun."""
+    while (pause_s := look()) is not None:
+        time.sleep(pause_s)
+
+
 @dataclass(frozen=True, slots=True)
 class _Job:
     """A piece of work. A job of a room is forgotten when the room is stopped or the worker closed.
 
     Attributes:
-        do: Returns what is left to do of a write that was begun, and None otherwise.
+        do: Returns what looks for the end of a write that was begun, and None otherwise.
         is_write: Whether it may be begun while other writes are under way.
     """
 
     room: Room | None
-    do: Callable[[], Callable[[], None] | None]
+    do: Callable[[], Look | None]
     is_write: bool = False
 
 
@@ -167,7 +178,7 @@ class Worker:
     def __init__(self, name: str, control: ControlThread) -> None:
         self._control = control
         self._jobs: deque[_Job] = deque()
-        self._under_way: deque[_Job] = deque()  # what is left of writes that were begun
+        self._under_way: deque[tuple[Room | None, Look]] = deque()  # writes that were begun
         self._running: Room | None = None
         self._is_ended = False
         self._num_open = 0
@@ -192,14 +203,14 @@ class Worker:
 
     def write(
         self,
-        begin: Callable[[], Callable[[], None] | None],
+        begin: Callable[[], Look | None],
         failed: Callable[[TandemError], None],
         room: Room,
     ) -> None:
         """Queue a write.
 
         Args:
-            begin: Returns what waits for the end of the write, or None if it has ended.
+            begin: Returns what looks for the end of the write, or None if it has ended.
             failed: Called with the error that either raised, in the control thread.
             room: What the write is for; see `stop` and `close`.
         """
@@ -216,7 +227,7 @@ class Worker:
         """Forget the queued jobs of `room`; post `stopped` behind the outcomes of those that run."""
         with self._changed:
             self._forget(lambda job: job.room == room)
-            if self._running == room or any(job.room == room for job in self._under_way):
+            if self._running == room or any(each == room for each, _ in self._under_way):
                 self._jobs.appendleft(_Job(None, partial(self._control.post, stopped)))
                 return
         self._control.post(stopped)
@@ -267,54 +278,65 @@ class Worker:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            end = job.do()
+            look = job.do()
             # Behind the outcome: a stop that comes between the two is answered behind it as well.
             with self._changed:
                 self._running = None
-                if end is not None:
-                    self._under_way.append(_Job(job.room, end))
+                if look is not None:
+                    self._under_way.append((job.room, look))
 
     def _next(self) -> _Job | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._jobs or self._under_way or self._is_ended)
-            if self._jobs and self._may_begin(self._jobs[0]):
-                job = self._jobs.popleft()
-            elif self._under_way:
-                job = self._under_way.popleft()
-            else:
-                return None
-            self._running = job.room
-            return job
+        """Return the next job; look after writes under way until one may begin."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._under_way or self._is_ended)
+                if self._may_begin():
+                    job = self._jobs.popleft()
+                    self._running = job.room
+                    return job
+                if not self._under_way:
+                    return None
+                _, look = self._under_way[0]
+            pause_s = look()
+            with self._changed:
+                if pause_s is None:
+                    self._under_way.popleft()
+                else:
+                    self._changed.wait_for(self._may_begin, pause_s)
 
-    def _may_begin(self, job: _Job) -> bool:
+    def _may_begin(self) -> bool:
+        if not self._jobs:
+            return False
         num_under_way = len(self._under_way)
-        return not num_under_way or (job.is_write and num_under_way < MAX_UNDER_WAY)
+        return not num_under_way or (self._jobs[0].is_write and num_under_way < MAX_UNDER_WAY)
 
     def _begin(
         self,
-        begin: Callable[[], Callable[[], None] | None],
+        begin: Callable[[], Look | None],
         failed: Callable[[TandemError], None],
-    ) -> Callable[[], None] | None:
+    ) -> Look | None:
         try:
             with transport_errors():
-                end = begin()
+                look = begin()
         except TandemError as error:
             self._control.post(partial(self._report, partial(failed, error)))
             return None
-        if end is not None:
-            return partial(self._finish, end, failed)
+        if look is not None:
+            return partial(self._look, look, failed)
         self._count_off()
         return None
 
-    def _finish(self, end: Callable[[], None], failed: Callable[[TandemError], None]) -> None:
-        """Wait for the end of a write. The control thread hears of errors only: a room's last job is no write."""
+    def _look(self, look: Look, failed: Callable[[TandemError], None]) -> float | None:
+        """Look for the end of a write. The control thread hears of errors only: a room's last job is no write."""
         try:
             with transport_errors():
-                end()
+                pause_s = look()
         except TandemError as error:
             self._control.post(partial(self._report, partial(failed, error)))
-        else:
+            return None
+        if pause_s is None:
             self._count_off()
+        return pause_s
 
     def _do(
         self,

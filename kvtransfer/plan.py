@@ -17,20 +17,7 @@ from tandem.kvtransfer.layout import KVLayout, Planes
 
 Int64s = NDArray[np.int64]
 
-# Below this number of rows, single copies are as fast as a block.
-LEAST_ROWS = 4
 MANY_COPIES = 10_000
-
-
-class Block(NamedTuple):
-    """A strided copy of `num_rows` rows of `row_bytes` bytes each."""
-
-    source_offset: int
-    destination_offset: int
-    row_bytes: int
-    num_rows: int
-    source_stride: int
-    destination_stride: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,44 +48,6 @@ class CopyPlan:
             self.size_bytes.tolist(),
             strict=True,
         )
-
-    def blocks(self) -> tuple[list[Block], "CopyPlan"]:
-        """Return the same copies as blocks plus a plan of the remaining copies; order is not kept.
-
-        A subset of a page's heads forms a block: one row for each layer's K and V.
-        """
-        if len(self) < LEAST_ROWS:
-            return [], self
-        source, destination = np.diff(self.source_offset), np.diff(self.destination_offset)
-        has_same_size = np.diff(self.size_bytes) == 0
-        is_row_apart = (source > 0) & (destination >= self.size_bytes[:-1]) & has_same_size
-        is_turn = np.diff(source, prepend=0) | np.diff(destination, prepend=0) | ~is_row_apart
-        begins = np.flatnonzero(is_turn)  # of runs of equal steps; step i goes from copy i to i + 1
-        num_steps = np.diff(begins, append=len(source))
-        is_block = (num_steps >= LEAST_ROWS - 1) & is_row_apart[begins]
-        blocks, is_alone = [], np.ones(len(self), np.bool_)
-        for begin, steps in zip(
-            begins[is_block].tolist(), num_steps[is_block].tolist(), strict=True
-        ):
-            # The previous block may end with this copy.
-            first = begin if is_alone[begin] else begin + 1
-            is_alone[first : begin + steps + 1] = False
-            blocks.append(
-                Block(
-                    int(self.source_offset[first]),
-                    int(self.destination_offset[first]),
-                    int(self.size_bytes[first]),
-                    begin + steps + 1 - first,
-                    int(source[begin]),
-                    int(destination[begin]),
-                )
-            )
-        alone = CopyPlan(
-            self.source_offset[is_alone],
-            self.destination_offset[is_alone],
-            self.size_bytes[is_alone],
-        )
-        return blocks, alone
 
     def batches(self, max_bytes: int, max_copies: int) -> Iterator["CopyPlan"]:
         """Yield the same copies in plans of at most `max_copies` copies and 2 x `max_bytes` bytes.
@@ -264,33 +213,6 @@ def plan_copies(
 ) -> CopyPlan:
     """Return the copies that move `tokens` of `heads` and `layers`; see `Route`."""
     return Route(source, destination, tokens, heads).copies(layers)
-
-
-def copy_blocks(plan: CopyPlan, source: NDArray[np.uint8], destination: NDArray[np.uint8]) -> None:
-    """Execute a plan within this process. The caller has checked its bounds."""
-    blocks, alone = plan.blocks()
-    for block in blocks:
-        shape = (block.num_rows, block.row_bytes)
-        rows = np.ndarray(shape, np.uint8, source, block.source_offset, (block.source_stride, 1))
-        to = (block.destination_stride, 1)
-        np.ndarray(shape, np.uint8, destination, block.destination_offset, to)[:] = rows
-    # Array slices, not memoryviews: as fast from 64 KiB up, and the GIL is released.
-    for begin, there, size in alone.copies():
-        destination[there : there + size] = source[begin : begin + size]
-
-
-def gather(memory: NDArray[np.uint8], plan: CopyPlan, staging: NDArray[np.uint8]) -> None:
-    """Copy the sources of a plan, one after the other, to the start of `staging`."""
-    copy_blocks(CopyPlan(plan.source_offset, _packed(plan), plan.size_bytes), memory, staging)
-
-
-def scatter(staging: NDArray[np.uint8], plan: CopyPlan, memory: NDArray[np.uint8]) -> None:
-    """Copy the start of `staging` out to the destinations of a plan: the inverse of `gather`."""
-    copy_blocks(CopyPlan(_packed(plan), plan.destination_offset, plan.size_bytes), staging, memory)
-
-
-def _packed(plan: CopyPlan) -> Int64s:
-    return np.cumsum(plan.size_bytes) - plan.size_bytes
 
 
 def _checked(side: PagedTokens, tokens: range, first_head: int, num_heads: int) -> Int64s:

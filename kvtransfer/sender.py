@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from tandem.kvtransfer.bootstrap import BootstrapPort, DecodeLink, SenderEnd
 from tandem.kvtransfer.checksum import Verify, one_in
-from tandem.kvtransfer.control import ControlThread
+from tandem.kvtransfer.control import ControlThread, Look, finish
 from tandem.kvtransfer.events import (
     Granted,
     PushDone,
@@ -332,16 +332,16 @@ class PrefillAgent:
         if (own := part.take(push, self._end.layout)) is None:
             return  # already pushed layer by layer
 
-        def begin() -> Callable[[], None] | None:
+        def begin() -> Look | None:
             assert part.link is not None
-            end = None
+            look = None
             for plan in part.plans(
                 own
             ):  # takes seconds for a long prompt between pages of different sizes
-                if end is not None:
-                    end()
-                end = part.link.write(part.room.room, plan)
-            return end
+                if look is not None:
+                    finish(look)
+                look = part.link.write(part.room.room, plan)
+            return look
 
         assert part.link is not None
         part.link.worker.write(

@@ -20,6 +20,7 @@ from typing import NewType, Protocol, TypeVar, runtime_checkable
 import msgspec
 import numpy as np
 
+from tandem.kvtransfer.control import Look
 from tandem.kvtransfer.layout import KVLayout, Strips
 from tandem.kvtransfer.plan import CopyPlan, Int64s
 from tandem.kvtransfer.region import MemoryRegion
@@ -176,8 +177,8 @@ class Connection(Protocol):
 class PostingConnection(Connection, Protocol):
     """A connection whose writes go on by themselves, so that several can be under way. All in one thread."""
 
-    def post(self, room: Room, plan: CopyPlan) -> Callable[[], None]:
-        """Begin what `write` does; return what waits for its end, and raises as `write` does."""
+    def post(self, room: Room, plan: CopyPlan) -> Look:
+        """Begin what `write` does; return what looks for its end, and raises as `write` does."""
         ...
 
 

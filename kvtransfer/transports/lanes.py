@@ -143,7 +143,7 @@ def announced(stream: socket.socket, room: Room, batch: CopyPlan) -> Iterator[No
         PeerLost: The stream broke, or the listener stopped in the middle of the batch.
         TransferRefused: The pages are not granted to this room.
     """
-    frames.send_from(stream, [memoryview(frames.table_of(room, batch))])
+    frames.send_bytes(stream, frames.table_of(room, batch))
     if frames.receive_exactly(stream, 1) != READY:
         raise TransferRefused(f"the pages are not granted to room {room}")
     yield
@@ -161,7 +161,7 @@ def handshake(stream: socket.socket) -> Iterator[None]:
 
 def send_blob(stream: socket.socket, blob: bytes) -> None:
     """Send bytes whose number the other end does not know."""
-    frames.send_from(stream, [memoryview(len(blob).to_bytes(4, "little") + blob)])
+    frames.send_bytes(stream, len(blob).to_bytes(4, "little") + blob)
 
 
 def receive_blob(stream: socket.socket) -> bytes:

@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import Store
 from typing_extensions import override
 
-from tandem.kvtransfer import plan
+from tandem.kvtransfer import copying
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import DeviceRegion, MemoryRegion
 from tandem.kvtransfer.transports import lanes
@@ -144,10 +144,10 @@ class GroupLane:
             pieces = list(batch.batches(PIECE_BYTES, len(batch)))
         with self._breaking():
             receives = deque(self._post(pieces, number) for number in range(NUM_PIECES))
-            frames.send_from(self._stream, [memoryview(lanes.READY)])
+            frames.send_bytes(self._stream, lanes.READY)
             for number, piece in enumerate(pieces):
                 self._group.finish(receives.popleft())
-                frames.send_from(self._stream, [memoryview(TAKEN)])
+                frames.send_bytes(self._stream, TAKEN)
                 with open_pages(piece):
                     _scatter(self._staging[number % NUM_PIECES], piece, self._memory)
                     self._group.settle()
@@ -198,7 +198,7 @@ class GroupLane:
 def _gather(memory: Any, batch: CopyPlan, staging: Any) -> None:
     """Copy the sources of a batch, one after the other, to the start of `staging`."""
     if isinstance(memory, np.ndarray):
-        return plan.gather(memory, batch, staging)
+        return copying.gather(memory, batch, staging)
     sources = [memory[begin : begin + size] for begin, _, size in batch.copies()]
     torch.cat(sources, out=staging[: batch.total_bytes])
     return None
@@ -207,7 +207,7 @@ def _gather(memory: Any, batch: CopyPlan, staging: Any) -> None:
 def _scatter(staging: Any, batch: CopyPlan, memory: Any) -> None:
     """Copy the start of `staging` out to the destinations of a batch: the inverse of `_gather`."""
     if isinstance(memory, np.ndarray):
-        return plan.scatter(staging, batch, memory)
+        return copying.scatter(staging, batch, memory)
     pieces = staging[: batch.total_bytes].split(batch.size_bytes.tolist())
     for (_, to, size), piece in zip(batch.copies(), pieces, strict=True):
         memory[to : to + size] = piece

@@ -29,6 +29,7 @@ from typing import Annotated, Generic, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from tandem.kvtransfer.control import Look, finish
 from tandem.kvtransfer.plan import CopyPlan, Int64s
 from tandem.kvtransfer.region import DeviceRegion, MemoryRegion
 from tandem.kvtransfer.transports.base import Admission, PeerKey, Pool, check_bounds, new_peer_key
@@ -226,8 +227,7 @@ class OneSidedConnection:
         token = np.zeros(1, np.int64)
         self._end = open_end(token)
         try:
-            reading = self._end.read(places.token_address, token)
-            self._wait(reading, time.monotonic() + CONNECT_TIMEOUT_S)
+            self._read(places.token_address, token)
         except PeerLost as error:
             self.close()
             raise TransferRefused(f"the owner of the pool does not answer: {error}") from error
@@ -235,12 +235,20 @@ class OneSidedConnection:
             self.close()
             raise TransferRefused("another process answers in place of the pool's owner")
 
+    def _read(self, address: int, token: Int64s) -> None:
+        reading, pace = self._end.read(address, token), Pace()
+        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+        while not self._end.is_done(reading):
+            if time.monotonic() > deadline_s:
+                raise PeerLost(f"no answer in {CONNECT_TIMEOUT_S:g} s")
+            time.sleep(pace.next_pause_s(0.0))
+
     def write(self, room: Room, plan: CopyPlan) -> None:
         """Begin a write, and wait for its end."""
-        self.post(room, plan)()
+        finish(self.post(room, plan))
 
-    def post(self, room: Room, plan: CopyPlan) -> Callable[[], None]:
-        """Begin the first transfers of a write; return what does the rest, a few at a time."""
+    def post(self, room: Room, plan: CopyPlan) -> Look:
+        """Begin the first transfers of a write; return what begins the rest as those before end."""
         del room
         check_bounds(self._source.size_bytes, plan.source_offset, plan.size_bytes)
         check_bounds(self._places.pool_bytes, plan.destination_offset, plan.size_bytes)
@@ -253,27 +261,22 @@ class OneSidedConnection:
             self._check_open()
             rest = iter(self._end.writes(addresses) if len(plan) else ())
             under_way = deque(itertools.islice(rest, self._max_under_way))
-        return partial(self._finish, under_way, rest)
+        return partial(self._look, under_way, rest, Pace())
 
-    def _finish(self, under_way: deque[int], rest: Iterator[int]) -> None:
+    def _look(self, under_way: deque[int], rest: Iterator[int], pace: Pace) -> float | None:
         with self._mutex:
             while under_way:
-                self._wait(under_way.popleft())
+                self._check_open()
+                now_s = time.monotonic()
+                if not self._end.is_done(under_way[0]):
+                    return pace.next_pause_s(time.monotonic() - now_s)
+                under_way.popleft()
                 under_way.extend(itertools.islice(rest, 1))
+        return None
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise PeerLost("the connection is closed")
-
-    def _wait(self, transfer: int, deadline_s: float = float("inf")) -> None:
-        pace = Pace()
-        while True:
-            now_s = time.monotonic()
-            if self._is_closed or now_s > deadline_s:
-                raise PeerLost("closed, or too late, with bytes under way")
-            if self._end.is_done(transfer):
-                return
-            time.sleep(pace.next_pause_s(time.monotonic() - now_s))
 
     def close(self) -> None:
         """End a write under way at its next look, then destroy the end."""

@@ -33,8 +33,9 @@ import msgspec
 import numpy as np
 from typing_extensions import override
 
+from tandem.kvtransfer import copying
 from tandem.kvtransfer.layout import MAX_POOL_BYTES, Strips
-from tandem.kvtransfer.plan import CopyPlan, copy_blocks
+from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import POOL_NAME, SHM_DIR, MemoryRegion, is_unlocked
 from tandem.kvtransfer.transports.base import (
     NO_ROOM,
@@ -371,7 +372,8 @@ class ShmConnection(ControlConnection):
         except (OSError, OverflowError, ValueError) as error:
             raise TransferRefused(f"the pool is smaller than its offer says: {error}") from error
         self._source, self._pool = region.array(), np.frombuffer(memory, np.uint8)
+        copying.kernel()  # compiled here and not under the lock
 
     @override
     def _copy(self, batch: CopyPlan) -> None:
-        copy_blocks(batch, self._source, self._pool)
+        copying.copy(batch, self._source, self._pool)

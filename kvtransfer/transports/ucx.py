@@ -17,9 +17,8 @@ import select
 import socket
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
-from tandem.kvtransfer.plan import CopyPlan, gather, scatter
+from tandem.kvtransfer.copying import aligned, gather, scatter
+from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports import lanes
 from tandem.kvtransfer.transports import tcp_stream as frames
@@ -48,8 +47,8 @@ OPTIONS = {
 }
 # A message costs about 12 µs, copying this much twice about 6: below it, all go as one message.
 STAGE_BELOW_BYTES = 32 << 10
-# UCX wants to be looked at now and then, also when it reports no event.
-LOOK_AGAIN_MS = 500
+# The library's wait sees no end of the stream, which is looked for this often.
+LOOK_AGAIN_MS = 5
 TAG_BYTES = 8
 
 
@@ -88,9 +87,8 @@ class UcxLane:
             context, enable_delayed_submission=False, enable_python_future=False
         )
         self._worker.init_blocking_progress_mode()
-        self._events = select.poll()
-        self._events.register(self._worker.epoll_file_descriptor, select.POLLIN)
-        self._events.register(stream, lanes.GONE)
+        self._gone = select.poll()
+        self._gone.register(stream, lanes.GONE)
         # A tag nobody else knows: a stranger that finds the worker's address still reaches no page.
         tag = secrets.token_bytes(TAG_BYTES)
         with lanes.handshake(stream):
@@ -112,7 +110,7 @@ class UcxLane:
     def _send(self, batch: CopyPlan) -> None:
         views = [self._view[begin : begin + size] for begin, _, size in batch.copies()]
         if _is_staged(batch):
-            staging = np.empty(batch.total_bytes, np.uint8)
+            staging = aligned(batch.total_bytes)
             gather(self._memory, batch, staging)
             views = [staging.data]
         with self._breaking():
@@ -122,7 +120,7 @@ class UcxLane:
         """Post the receives, report READY, and complete them."""
         with open_pages(batch):
             if _is_staged(batch):
-                staging = np.empty(batch.total_bytes, np.uint8)
+                staging = aligned(batch.total_bytes)
                 self._receive([staging.data])
                 return scatter(staging, batch, self._memory)
             return self._receive([self._view[to : to + size] for _, to, size in batch.copies()])
@@ -130,7 +128,7 @@ class UcxLane:
     def _receive(self, views: Sequence[memoryview]) -> None:
         with self._breaking():
             requests = [self._endpoint.tag_recv(Array(view), self._tag) for view in views]
-            frames.send_from(self._stream, [memoryview(lanes.READY)])
+            frames.send_bytes(self._stream, lanes.READY)
             self._run(requests)
 
     def close(self) -> None:
@@ -149,15 +147,10 @@ class UcxLane:
     def _run(self, requests: Sequence[ucx.UCXRequest]) -> None:
         for request in requests:
             while not request.completed:
-                self._worker.progress()
-                if not request.completed and self._worker.arm():
-                    self._wait()
+                self._worker.progress_worker_event(LOOK_AGAIN_MS)
+                if not request.completed and self._gone.poll(0):
+                    raise PeerLost("the stream ended")
             request.check_error()
-
-    def _wait(self) -> None:
-        for fd, _ in self._events.poll(LOOK_AGAIN_MS):
-            if fd == self._stream.fileno():
-                raise PeerLost("the stream ended")
 
 
 def _tag(raw: bytes) -> ucx.UCXXTag:

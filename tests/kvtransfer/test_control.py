@@ -153,6 +153,23 @@ def test_a_few_writes_are_under_way_at_a_time_and_other_jobs_wait_for_all_of_the
     assert sorted(words[len(first) :]) == ["begun", "checked", "ended"]
 
 
+def test_a_write_is_begun_in_the_pause_between_two_looks_at_another(worker, told):
+    looked, is_over = threading.Event(), threading.Event()
+
+    def look():
+        looked.set()
+        return None if is_over.is_set() else PATIENCE_S
+
+    def begin():
+        is_over.set()
+        told.put("begun")
+
+    worker.write(lambda: look, told.put, A)
+    assert looked.wait(PATIENCE_S)
+    worker.write(begin, told.put, A)
+    assert told.get(timeout=PATIENCE_S / 2) == "begun"
+
+
 def test_a_room_is_stopped_when_all_of_its_writes_have_ended(worker, told):
     posted = Posted(told)
     with held(worker):

@@ -10,7 +10,6 @@ from tandem.kvtransfer.plan import (
     HeadRange,
     PagedTokens,
     Route,
-    copy_blocks,
     plan_copies,
 )
 from tandem.wire.hand_off import LayerKV, Strip
@@ -174,30 +173,6 @@ def test_batches_do_the_same_copies_within_their_limits(problem, max_bytes, max_
         assert batch.size_bytes.max() <= max_bytes
         out = execute(batch, src, out)
     np.testing.assert_array_equal(out, once)
-
-
-@given(problems())
-def test_blocks_do_the_same_copies(problem):
-    source, destination, tokens, heads = problem
-    rng = np.random.default_rng(0)
-    src = pool(source.layout, lambda s: rng.integers(0, 30000, s, np.int16))
-    dst = pool(destination.layout, lambda s: np.full(s, -1, np.int16))
-    plan = plan_copies(source, destination, tokens, heads)
-    expected = execute(plan, src, dst)
-    copy_blocks(plan, *(each.reshape(-1).view(np.uint8) for each in (src, dst)))
-    np.testing.assert_array_equal(dst, expected)
-
-
-def test_some_heads_of_a_page_are_one_block():
-    few, many = KVLayout(8, 4, 5, 2, 3, "int16", 2), KVLayout(8, 4, 5, 4, 3, "int16", 2)
-    plan = plan_copies(
-        PagedTokens(few, [1, 5]), PagedTokens(many, [2, 6]), range(8), HeadRange(0, 2, 2)
-    )
-    head_bytes = few.page_size * few.head_dim * few.itemsize
-    assert plan.size_bytes.tolist() == [2 * head_bytes] * 20
-    blocks, alone = plan.blocks()
-    assert [block.num_rows for block in blocks] == [10, 10]
-    assert not len(alone)
 
 
 def test_equal_pages_that_are_apart_become_one_copy_each():

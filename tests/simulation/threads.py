@@ -4,7 +4,7 @@ from collections import deque
 from functools import partial
 
 import tandem.kvtransfer.control
-from tandem.kvtransfer.control import Worker
+from tandem.kvtransfer.control import Worker, finish
 from tandem.telemetry.log import get_logger
 from tests.simulation.processes import CURRENT, Repeated
 from tests.simulation.sockets import SimulatedWaker
@@ -91,8 +91,8 @@ class SimulatedWorker(Worker):
         """One after the other: what several under way have in common is tested with the thread."""
 
         def do() -> None:
-            if (end := begin()) is not None:
-                end()
+            if (look := begin()) is not None:
+                finish(look)
 
         self.submit(do, lambda _none: None, failed, room)
 

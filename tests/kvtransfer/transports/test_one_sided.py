@@ -114,22 +114,25 @@ def test_no_more_transfers_are_under_way_than_allowed(made):
     assert library.num_open == 0
 
 
-def test_writes_are_under_way_together_until_each_is_waited_for(made):
+def test_writes_are_under_way_together_until_a_look_finds_their_end(made):
     connection, library = made
-    ends = [connection.post(ROOM, pages(number)) for number in range(4)]
+    looks = [connection.post(ROOM, pages(number)) for number in range(4)]
     assert library.num_open == 4
-    for number, end in enumerate(ends):
-        end()
+    library.hangs = True
+    assert 0 < looks[0]() <= LONGEST_PAUSE_S
+    library.hangs = False
+    for number, look in enumerate(looks):
+        assert look() is None
         assert library.num_open == 3 - number
 
 
 def test_what_is_under_way_when_a_connection_is_closed_is_given_up(made):
     connection, library = made
-    end = connection.post(ROOM, pages(1))
+    look = connection.post(ROOM, pages(1))
     connection.close()
     assert library.is_closed
     with pytest.raises(PeerLost):
-        end()
+        look()
     with pytest.raises(PeerLost):
         connection.post(ROOM, pages(1))
 

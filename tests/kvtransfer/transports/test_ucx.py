@@ -46,18 +46,18 @@ def test_a_batch_that_cannot_be_answered_ends_the_endpoint_before_its_pages_are_
 ):
     """A peer may send before it reads the answer, and closing the endpoint takes in what came."""
     known, are_open = rig.listener._peers[rig.admission.peer], []
-    send_from, close = frames.send_from, UcxLane.close
+    send_bytes, close = frames.send_bytes, UcxLane.close
 
-    def send(stream, views):
-        if views == [lanes.READY]:
+    def send(stream, data):
+        if data == lanes.READY:
             raise PeerLost("the peer reads no more")
-        send_from(stream, views)
+        send_bytes(stream, data)
 
     def note(lane):
         are_open.append(ROOM in known.reading.values())
         close(lane)
 
-    monkeypatch.setattr(frames, "send_from", send)
+    monkeypatch.setattr(frames, "send_bytes", send)
     monkeypatch.setattr(UcxLane, "close", note)
     stream, _lane = rig.stream()
     with stream:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.kvtransfer.plan import PagedTokens, copy_blocks, plan_copies
+from tandem.kvtransfer import copying
+from tandem.kvtransfer.plan import PagedTokens, plan_copies
 from tandem.vllm.caches import Blocks, Caches, Piece
 from tandem.wire.errors import ConfigInvalid
 
@@ -51,7 +52,7 @@ def test_blocks_are_copied_into_the_blocks_meant_and_nowhere_else(from_order, to
     assert [here.indexes[name] for name in NAMES] == list(range(NUM_LAYERS))
     from_, to = PagedTokens(here.layout, [1, 2, 6]), PagedTokens(there.layout, [7, 3, 4])
     plan = plan_copies(from_, to, range(3 * PAGE), layers=range(1, 3))
-    copy_blocks(plan, here.region.array(), there.region.array())
+    copying.copy(plan, here.region.array(), there.region.array())
     expected = torch.zeros(NUM_LAYERS, NUM_BLOCKS, SIZE, dtype=torch.uint8)
     expected[1:, [7, 3, 4]] = view_of(from_order, source)[1:, [1, 2, 6]]
     torch.testing.assert_close(view_of(to_order, target), expected, rtol=0, atol=0)
