@@ -108,11 +108,19 @@ def _lanes(plan: CopyPlan) -> Int64s:
 
 @lru_cache
 def kernel() -> Kernel | None:
-    """Return the loop, which the first call compiles in 0.1 s; None without llvmlite."""
+    """Return the loop, which the first call compiles in 0.1 s; None where llvmlite is missing or cannot compile it."""
     try:
-        import llvmlite.binding as llvm
-    except ImportError:
+        return _compiled()
+    except (
+        ImportError,
+        RuntimeError,
+    ):  # before LLVM 16 pointers have types, and the assembly is not understood
         return None
+
+
+def _compiled() -> Kernel:
+    import llvmlite.binding as llvm
+
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine(
