@@ -9,7 +9,7 @@
 The parent process owns the membership (`membership.py`). Which nodes take a request is decided in `pairing.py`; requests
 run in `request.py`.
 
-Every request asks for the view of all nodes, and every engine reports its load five times a second: with hundreds of nodes
+Every request asks for the view of all nodes, and busy engines report their load five times a second: with hundreds of nodes
 only those that changed since the last view are looked at.
 """
 
@@ -33,7 +33,7 @@ from tandem.wire.keys import operator_key, reader_key
 
 log = get_logger(__name__)
 
-# How often the log hears whether the cluster can serve.
+# How often the log hears whether the cluster can serve, and engines that are hung are looked for.
 LOOK_INTERVAL_S = 1.0
 
 
@@ -323,6 +323,7 @@ class Cluster:
 
     async def _look_often(self) -> None:
         while True:
+            self._watcher.look()
             self._look()
             await asyncio.sleep(LOOK_INTERVAL_S)
 

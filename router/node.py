@@ -298,10 +298,19 @@ class Node:
             self.trouble.set()
         elif self.is_admitted and self.load.is_draining:
             self.note_draining()
-        seen, is_at_rest = self._snapshot, not (self.in_flight_requests or self._own_tokens)
-        # Of hundreds of nodes most are at rest, and report every half second what they reported before.
-        if not (seen and is_at_rest and seen.load == self.load and seen.is_up == self.is_up):
+        # Of hundreds of nodes most are at rest, and report again what they reported before. One that is put aside
+        # is looked at again: its pause may be over.
+        seen = self._snapshot
+        if seen is None or not self._is_at_rest(seen):
             self.changed()
+
+    def _is_at_rest(self, seen: NodeSnapshot) -> bool:
+        """Tell whether it reports what it reported before, as most of hundreds of nodes do.
+
+        One that is put aside is not: its pause may be over.
+        """
+        is_used = self.in_flight_requests or self._own_tokens or seen.is_aside
+        return not is_used and seen.load == self.load and seen.is_up == self.is_up
 
     def check(self, info: NodeInfo) -> None:
         """Refuse what is no usable node; take the role that it reports. Raises `NodeUnusable`."""

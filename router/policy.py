@@ -46,7 +46,7 @@ class NodeSnapshot:
         is_aside: It failed several requests in a row: taken only where there is no other.
         fingerprint: Of its model; empty while it was never reached.
         reason: Why it is not up, for people.
-        load: As it last reported, up to half a second old.
+        load: As it last reported, up to a quarter of a second old.
         in_flight_requests: Started by this edge worker and not ended.
         in_flight_tokens: Prompt tokens of those.
         fresh_tokens: Prompt tokens that it was given since `load` was reported, on prefill without the cached ones.
@@ -87,7 +87,7 @@ def busy_tokens(node: NodeSnapshot) -> float:
     """Return the work that a node has, in tokens: what it reported and what was started since.
 
     On prefill these are prompt tokens to compute. On decode they are the tokens of running requests, which each step
-    reads, and of queued ones. A report is up to half a second old: what this edge worker's requests that ended since
+    reads, and of queued ones. A report is up to a quarter of a second old: what this edge worker's requests that ended since
     had of it is left out, or a prompt would leave the node that cached it a moment ago.
     """
     load = node.load

@@ -7,7 +7,7 @@
                          └─▶ beyond: what a node's tiers have behind those
 ```
 
-What is known is a hint: up to half a second old, in blocks of `BLOCK_TOKENS`, a little less than there is.
+What is known is a hint: up to a second old, in blocks of `BLOCK_TOKENS`, a little less than there is.
 One index for all nodes costs a look at each block of a prompt, where a set for each node would cost one
 at some blocks of each node: with hundreds of nodes, ten times as long.
 """
