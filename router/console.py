@@ -115,9 +115,9 @@ class Observer:
 
     def _note(self, key: object, counters: Values) -> None:
         now, row = self._clock(), self._rows.setdefault(key, deque())
-        # Those of a node at rest are equal, which is found out sooner.
-        if row and counters != row[-1][1] and any(map(operator.lt, counters, row[-1][1])):
-            row.clear()  # the counters began anew with their process
+        # The one look of a row that does not rise is the last; else its counters began anew with their process.
+        if row and (row[0][1] == counters or any(map(operator.lt, counters, row[-1][1]))):
+            row.clear()
         row.append((now, counters))
         # One at the beginning of the span, or before it, stays: the difference is to that.
         while len(row) > 1 and row[1][0] <= now - RATE_SPAN_S:

@@ -150,6 +150,7 @@ class Node:
         known: What all nodes have cached, and behind that.
 
     Attributes:
+        host: The host of its URL: its other ports are there too.
         role: As it last reported; until then as given, empty to take what it reports.
         info: What it last reported of itself; None until it was reached.
         reason: Why it is not used; empty when nothing is wrong.
@@ -169,7 +170,7 @@ class Node:
         on_change: "Callable[[Node], None]" = lambda _node: None,
         known: KnownPrefixes | None = None,
     ) -> None:
-        self.url, self.role = url, role
+        self.url, self.host, self.role = url, host_of(url), role
         self.info: NodeInfo | None = None
         self.client: EngineClient | None = None
         self.tokenizer: Tokenizer | None = None
@@ -221,11 +222,6 @@ class Node:
             why = f"{self.role} node {self.url} was removed"
             self.client.stop(lambda: NodeDraining(why))
         self.changed()
-
-    @property
-    def host(self) -> str:
-        """The host of its URL: its other ports are there too."""
-        return host_of(self.url)
 
     @property
     def bootstrap_port(self) -> int | None:

@@ -34,6 +34,9 @@ from tandem.router.policy import (
 from tandem.wire.errors import NoNodeAvailable, TandemError
 from tandem.wire.generation import GenerateRequest
 
+# Hundreds of nodes make tens of thousands of pairs; people look at those in use.
+MAX_PAIRS = 256
+
 
 @dataclass(slots=True, eq=False)
 class Group:
@@ -73,7 +76,7 @@ class PairUse:
     """What one edge worker has given to one pair.
 
     Attributes:
-        num_running, num_started: Attempts now, and ever.
+        num_running, num_started: Attempts now, and since the pair is known.
         num_tokens: Of the prompts of all of them.
     """
 
@@ -95,22 +98,24 @@ class Pairing:
         self._cluster, self._metrics = cluster, metrics
         self._policy, self._rng = policy, rng
         self._turns = itertools.count()
+        # In the order of their last attempts.
         self.uses: dict[Pair, PairUse] = {}
 
     def begin(self, pair: Pair, num_tokens: int) -> PairUse:
         """Count an attempt with a prompt of so many tokens; its owner counts its end in what is returned."""
-        use = self.uses.setdefault(pair, PairUse())
+        use = self.uses[pair] = self.uses.pop(pair, PairUse())
         use.num_running += 1
         use.num_started += 1
         use.num_tokens += num_tokens
         return use
 
     def forget(self, urls: set[str]) -> None:
-        """Forget idle pairs with a node that is none of `urls`."""
+        """Forget idle pairs with a node that is none of `urls`, and those beyond `MAX_PAIRS` that began longest ago."""
+        num_over = len(self.uses) - MAX_PAIRS
         self.uses = {
             pair: use
-            for pair, use in self.uses.items()
-            if use.num_running or urls.issuperset(pair.urls)
+            for position, (pair, use) in enumerate(self.uses.items())
+            if use.num_running or (position >= num_over and urls.issuperset(pair.urls))
         }
 
     def pair_for(
