@@ -21,12 +21,13 @@ from typing import cast
 
 import msgspec
 import uvloop
+import zmq
 from typing_extensions import override
 
 from tandem.frontend.tokenizer import tokenizer_files, tokenizer_hash
 from tandem.node.checkpoint import resolve_model
 from tandem.node.command import default_cache_dir
-from tandem.wire.channel import Inbox, Peer, wait
+from tandem.wire.channel import Inbox, Peer
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import Epoch, Finish, new_epoch
 from tandem.wire.messages import (
@@ -188,8 +189,13 @@ class StubEngine:
         self._next: dict[tuple[Peer, str], int] = {}
 
     @property
+    def has_work(self) -> bool:
+        """Whether an answer is unfinished."""
+        return bool(self._starts)
+
+    @property
     def wait_s(self) -> float:
-        """Seconds until `run_once` must be called again."""
+        """Seconds until `run_once` must be called again, with work."""
         is_busy = any(not _is_paced(start) for start in self._starts.values())
         return 0.0 if is_busy else max(0.0, self._beat_at_s - time.monotonic())
 
@@ -262,10 +268,17 @@ def run_nodes(ports: Sequence[int], interval_s: float) -> None:
     engines = [StubEngine(role, interval_s) for role, _ in zip(roles, ports, strict=False)]
     routes = {port: _routes(engine, files) for port, engine in zip(ports, engines, strict=True)}
     threading.Thread(target=lambda: uvloop.run(serve_http(routes)), daemon=True).start()
+    poller, busy = zmq.Poller(), list[StubEngine]()
+    of_socket = {engine.inbox.socket: engine for engine in engines}
+    for socket in of_socket:
+        poller.register(socket, zmq.POLLIN)
     while True:
-        wait([engine.inbox for engine in engines], min(engine.wait_s for engine in engines))
-        for engine in engines:
+        wait_s = min((engine.wait_s for engine in busy), default=interval_s)
+        # Of hundreds only those with something to do: else the router would wait for its nodes.
+        heard = [of_socket[socket] for socket, _ in poller.poll(int(wait_s * 1000))]
+        for engine in {*heard, *busy}:
             engine.run_once()
+        busy = [engine for engine in engines if engine.has_work]
 
 
 def _routes(engine: StubEngine, files: dict[str, str]) -> dict[str, bytes]:

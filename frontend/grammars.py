@@ -300,6 +300,8 @@ def openai_grammar(data: Mapping[str, object]) -> Grammar | None:
 
 
 def _read(kind: type[_GrammarBody], data: Mapping[str, object]) -> Grammar | None:
+    if data.keys().isdisjoint(kind.model_fields):  # as in most bodies
+        return None
     body = validate(kind, data)
     try:
         return body.wanted()

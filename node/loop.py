@@ -76,6 +76,7 @@ class EngineLoop:
         self._logged_at = clock()
         self._probed_at = clock()
         self._last_heard: dict[Peer, float] = {}
+        self._told: dict[Peer, NodeLoad] = {}
         self._is_stopping = False
         self._orders: deque[Order] = deque()
         self._drain = Drain()
@@ -196,6 +197,7 @@ class EngineLoop:
         limit = self._clock() - self._heartbeat.silence_s
         silent = {peer for peer, heard in self._last_heard.items() if heard < limit}
         for peer in silent | self._answers.take_unreachable():
+            self._told.pop(peer, None)
             # Sending to a lost edge worker fails again: count the loss once.
             if self._last_heard.pop(peer, None) is not None:
                 self._measures.num_lost_edges += 1
@@ -209,20 +211,30 @@ class EngineLoop:
             self._answers.lost(peer)
 
     def _probe(self) -> None:
-        """Send the load to every edge worker; a failed send also detects killed edge workers."""
+        """Send the load to every edge worker; a failed send also detects killed edge workers.
+
+        An edge worker without requests here is told only of changes: it may have hundreds of nodes.
+        """
         now = self._clock()
         if now - self._probed_at >= PROBE_INTERVAL_S:
             self._probed_at = now
-            self._tell_load(self._last_heard)
+            self._tell_load(self._last_heard, is_repeated=False)
 
-    def _tell_load(self, peers: Collection[Peer]) -> None:
-        """Send edge workers the load, with each one's own number of requests."""
+    def _tell_load(self, peers: Collection[Peer], *, is_repeated: bool = True) -> None:
+        """Send edge workers the load, with each one's own number of requests.
+
+        Args:
+            is_repeated: Whether an edge worker without requests here is sent what it was told before.
+        """
         counts = Counter(ticket.peer for ticket in self._role.tickets())
         load = msgspec.structs.replace(
             self._load(), num_edges=len(counts), is_draining=self._drain.is_on
         )
         for peer in peers:
-            self._answers.pong(peer, msgspec.structs.replace(load, num_own=counts[peer]))
+            told = msgspec.structs.replace(load, num_own=counts[peer])
+            if is_repeated or counts[peer] or told != self._told.get(peer):
+                self._told[peer] = told
+                self._answers.pong(peer, told)
 
     def _load(self) -> NodeLoad:
         """Return the role's load plus the inbox's counts of rejected connections and frames."""

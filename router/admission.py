@@ -13,7 +13,7 @@ request gets is decided later, by `pairing.py`.
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ import msgspec
 from tandem.router.config import AdmissionConfig, Limits
 from tandem.router.key_limits import KeyUsage, Usage
 from tandem.router.metrics import RouterMetrics
-from tandem.router.policy import ClusterSnapshot, NodeSnapshot, in_use, usable_fingerprint
+from tandem.router.policy import ClusterSnapshot, NodeSnapshot, usable_fingerprint
 from tandem.wire.errors import DeadlinePassed, Overloaded
 from tandem.wire.generation import GenerateRequest
 
@@ -219,21 +219,34 @@ class Places:
     def __init__(self, max_in_flight: int = 0, num_workers: int = 1) -> None:
         self._max_in_flight, self._num_workers = max_in_flight, num_workers
         self._paces: dict[str, Pace] = {}
+        # Of hundreds of nodes few have changed since the last count.
+        self._counted: dict[str, tuple[NodeSnapshot, int]] = {}
 
     def count(
-        self, prefills: Iterable[NodeSnapshot], decodes: Iterable[NodeSnapshot], now: float
+        self, prefills: Sequence[NodeSnapshot], decodes: Sequence[NodeSnapshot], now: float
     ) -> int:
         """Return how many more requests may start now: none where a role has no node."""
-        prefills = list(prefills)
-        urls = {node.url for node in prefills}
-        self._paces = {url: pace for url, pace in self._paces.items() if url in urls}
-        at_prefills = sum(
-            # A decode that stands in for prefills reports tokens where these report prompts.
-            max(0, self.at_decode(node) if node.role == "decode" else self.at_prefill(node, now))
-            for node in prefills
-        )
-        at_decodes = sum(max(0, self.at_decode(node)) for node in decodes)
-        return min(at_prefills, at_decodes)
+        counted = self._counted
+        if len(counted) > len(prefills) + len(decodes):  # some have gone
+            counted.clear()
+            urls = {node.url for node in prefills}
+            self._paces = {url: pace for url, pace in self._paces.items() if url in urls}
+        num_free = []
+        for nodes in (prefills, decodes):
+            total = 0
+            for node in nodes:
+                seen, places = counted.get(node.url, (None, 0))
+                # How fast a prefill is shows as well where it reports nothing new.
+                if seen is not node or (node.role == "prefill" and node.load.num_running):
+                    places = max(0, self._at(node, now))
+                    counted[node.url] = (node, places)
+                total += places
+            num_free.append(total)
+        return min(num_free)
+
+    def _at(self, node: NodeSnapshot, now: float) -> int:
+        # A decode that stands in for prefills reports tokens where these report prompts.
+        return self.at_decode(node) if node.role == "decode" else self.at_prefill(node, now)
 
     def at_prefill(self, node: NodeSnapshot, now: float) -> int:
         """Return the places of one prefill: half a second of work, beside what it is pushing."""
@@ -467,7 +480,7 @@ class Admission:
         self._holds_s = COUNT_S_PER_NODE * (len(nodes.prefills) + len(nodes.decodes))
         served = usable_fingerprint(nodes, preferred=self._preferred) or ""
         self._fingerprint, self._preferred = served, served or self._preferred
-        prefills, decodes = in_use(nodes.prefills, served), in_use(nodes.decodes, served)
+        prefills, decodes = (nodes.in_use(role, served).nodes for role in ("prefill", "decode"))
         # Started, and not yet, or no longer, on a node: between two attempts too.
         num_between = self._num_started - sum(node.in_flight_requests for node in nodes.decodes)
         self._num_free = self._places.count(prefills, decodes, now) - max(0, num_between)

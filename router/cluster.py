@@ -9,7 +9,7 @@
 The parent process owns the membership (`membership.py`). Which nodes take a request is decided in `pairing.py`; requests
 run in `request.py`.
 
-Every request asks for the view of all nodes, and every engine reports its load five times a second: with hundreds of nodes
+Every request asks for the view of all nodes, and busy engines report their load five times a second: with hundreds of nodes
 only those that changed since the last view are looked at.
 """
 
@@ -24,7 +24,13 @@ from tandem.router.config import RouterConfig
 from tandem.router.membership import Member, Members, listed_members
 from tandem.router.node import ROLES, Node
 from tandem.router.node_watch import Watcher
-from tandem.router.policy import ClusterSnapshot, NodeSnapshot, usable_fingerprint, with_stand_ins
+from tandem.router.policy import (
+    Candidates,
+    ClusterSnapshot,
+    NodeSnapshot,
+    usable_fingerprint,
+    with_stand_ins,
+)
 from tandem.router.prefixes import KnownPrefixes
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import LayoutMismatch, NoNodeAvailable
@@ -33,7 +39,7 @@ from tandem.wire.keys import operator_key, reader_key
 
 log = get_logger(__name__)
 
-# How often the log hears whether the cluster can serve.
+# How often the log hears whether the cluster can serve, and engines that are hung are looked for.
 LOOK_INTERVAL_S = 1.0
 
 
@@ -42,7 +48,7 @@ class Roster:
 
     Attributes:
         version: Higher whenever more than load has changed: members, which are up or put aside and why not,
-            and what they serve. Current after `snapshot`.
+            and what they serve. Current after `refresh`.
         on_change: Called at every change of any node.
     """
 
@@ -53,7 +59,8 @@ class Roster:
         self._changed: dict[str, None] = {}
         self._outlines: dict[str, tuple[object, ...]] = {}
         self._shown: dict[str, dict[str, NodeSnapshot]] = {role: {} for role in sorted(ROLES)}
-        self._snapshot = ClusterSnapshot(prefills=(), decodes=())
+        self._kept: dict[tuple[str, str], Candidates] = {}
+        self._snapshot, self._is_stale = ClusterSnapshot(prefills=(), decodes=()), False
 
     def __iter__(self) -> Iterator[Node]:
         return iter(tuple(self._nodes.values()))
@@ -82,33 +89,42 @@ class Roster:
         self.on_change()
 
     def snapshot(self) -> ClusterSnapshot:
-        """Return all nodes whose role is known, at this moment."""
-        if self._changed:
-            for url in self._changed:
-                self._look_at(url)
-            self._changed.clear()
+        """Return all nodes whose role is known, at this moment. What it keeps is current until the next change."""
+        self.refresh()
+        if self._is_stale:
+            self._is_stale = False
             self._snapshot = ClusterSnapshot(
                 prefills=tuple(self._shown["prefill"].values()),
                 decodes=tuple(self._shown["decode"].values()),
+                kept=self._kept,
             )
         return self._snapshot
 
     def view(self, url: str) -> NodeSnapshot | None:
         """Return one node of a known role at this moment."""
-        self.snapshot()
+        self.refresh()
         return self._shown["prefill"].get(url) or self._shown["decode"].get(url)
+
+    def refresh(self) -> None:
+        """Look at the nodes that have changed."""
+        for url in self._changed:
+            self._look_at(url)
+            self._is_stale = True
+        self._changed.clear()
 
     def _look_at(self, url: str) -> None:
         node = self._nodes.get(url)
         outline = _outline(node)
         if outline != self._outlines.get(url):
-            self.version += 1
+            self.version, self._kept = self.version + 1, {}
             self._outlines[url] = outline
         if node is None:
             del self._outlines[url]
         for role, shown in self._shown.items():
             if node is not None and node.role == role:
-                shown[url] = node.snapshot()
+                shown[url] = seen = node.snapshot()
+                for candidates in self._kept.values():
+                    candidates.put(seen)
             else:
                 shown.pop(url, None)
 
@@ -323,12 +339,14 @@ class Cluster:
 
     async def _look_often(self) -> None:
         while True:
+            self._watcher.look()
             self._look()
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     def _look(self) -> _Outlook:
-        snapshot = self.roster.snapshot()
+        self.roster.refresh()
         if self._outlook.version != self.roster.version:
+            snapshot = self.roster.snapshot()
             usable = usable_fingerprint(self.servable(), preferred=self._fingerprint)
             self._outlook = _Outlook(self.roster.version, usable, explain(snapshot, usable))
             if usable is not None:

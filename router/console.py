@@ -5,6 +5,7 @@ nothing of the cluster and are open without a key. The page fetches `/overview` 
 """
 
 import asyncio
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -63,6 +64,7 @@ HEADERS = {
 }
 
 Values = tuple[float, ...]
+_COUNTERS = operator.attrgetter(*NodeRates.__struct_fields__)
 
 
 class Observer:
@@ -101,21 +103,22 @@ class Observer:
         totals, pairs = self._backend.counts().totals, self._backend.pairing
         pairs.forget({node.url for node in self._cluster.roster})
         ended = totals.num_finished + totals.num_failed + totals.num_cancelled
-        self._note(REQUESTS, [ended])
+        self._note(REQUESTS, (ended,))
         for pair, use in pairs.uses.items():
-            self._note(pair, [use.num_tokens])
+            self._note(pair, (use.num_tokens,))
         for node in self._cluster.roster:
             # Zeros of a node that is yet to report would make all it ever counted the work of one second.
             if (load := _load(node)) is not None:
-                self._note(node.url, [getattr(load, name) for name in NodeRates.__struct_fields__])
+                self._note(node.url, _COUNTERS(load))
         oldest = self._clock() - RATE_SPAN_S
         self._rows = {key: row for key, row in self._rows.items() if row[-1][0] > oldest}
 
-    def _note(self, key: object, counters: Sequence[float]) -> None:
-        now, row, seen = self._clock(), self._rows.setdefault(key, deque()), tuple(counters)
-        if row and any(new < old for new, old in zip(seen, row[-1][1], strict=True)):
-            row.clear()  # the counters began anew with their process
-        row.append((now, seen))
+    def _note(self, key: object, counters: Values) -> None:
+        now, row = self._clock(), self._rows.setdefault(key, deque())
+        # The one look of a row that does not rise is the last; else its counters began anew with their process.
+        if row and (row[0][1] == counters or any(map(operator.lt, counters, row[-1][1]))):
+            row.clear()
+        row.append((now, counters))
         # One at the beginning of the span, or before it, stays: the difference is to that.
         while len(row) > 1 and row[1][0] <= now - RATE_SPAN_S:
             row.popleft()

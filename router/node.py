@@ -150,6 +150,7 @@ class Node:
         known: What all nodes have cached, and behind that.
 
     Attributes:
+        host: The host of its URL: its other ports are there too.
         role: As it last reported; until then as given, empty to take what it reports.
         info: What it last reported of itself; None until it was reached.
         reason: Why it is not used; empty when nothing is wrong.
@@ -169,7 +170,7 @@ class Node:
         on_change: "Callable[[Node], None]" = lambda _node: None,
         known: KnownPrefixes | None = None,
     ) -> None:
-        self.url, self.role = url, role
+        self.url, self.host, self.role = url, host_of(url), role
         self.info: NodeInfo | None = None
         self.client: EngineClient | None = None
         self.tokenizer: Tokenizer | None = None
@@ -221,11 +222,6 @@ class Node:
             why = f"{self.role} node {self.url} was removed"
             self.client.stop(lambda: NodeDraining(why))
         self.changed()
-
-    @property
-    def host(self) -> str:
-        """The host of its URL: its other ports are there too."""
-        return host_of(self.url)
 
     @property
     def bootstrap_port(self) -> int | None:
@@ -298,10 +294,19 @@ class Node:
             self.trouble.set()
         elif self.is_admitted and self.load.is_draining:
             self.note_draining()
-        seen, is_at_rest = self._snapshot, not (self.in_flight_requests or self._own_tokens)
-        # Of hundreds of nodes most are at rest, and report every half second what they reported before.
-        if not (seen and is_at_rest and seen.load == self.load and seen.is_up == self.is_up):
+        # Of hundreds of nodes most are at rest, and report again what they reported before. One that is put aside
+        # is looked at again: its pause may be over.
+        seen = self._snapshot
+        if seen is None or not self._is_at_rest(seen):
             self.changed()
+
+    def _is_at_rest(self, seen: NodeSnapshot) -> bool:
+        """Tell whether it reports what it reported before, as most of hundreds of nodes do.
+
+        One that is put aside is not: its pause may be over.
+        """
+        is_used = self.in_flight_requests or self._own_tokens or seen.is_aside
+        return not is_used and seen.load == self.load and seen.is_up == self.is_up
 
     def check(self, info: NodeInfo) -> None:
         """Refuse what is no usable node; take the role that it reports. Raises `NodeUnusable`."""

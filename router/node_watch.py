@@ -1,7 +1,7 @@
 """Watching one node: asks it over HTTP what it is until it can be used, then holds a link to its engine.
 
 ```
- asked ──GET /server_info──▶ usable ──▶ linked: its load, five times a second ──▶ lost · draining · silent ─┐
+ asked ──GET /server_info──▶ usable ──▶ linked: its load, as it changes  ────────▶ lost · draining · silent ─┐
    ▲                           └─▶ not usable: asked again after 0.25, 0.5, 1, 1, ... s                    │
    └───────────────────────────────────────────────────────────────────────────────────────────────────────┘
 ```
@@ -47,9 +47,8 @@ LOADING, REFUSED = "loading the model", os.strerror(errno.ECONNREFUSED)
 # An engine that /server_info names answers in milliseconds, or is out of reach.
 FIRST_ANSWER_TIMEOUT_S = 2.0
 # An engine that reported nothing for so long is hung, though its link is up: heartbeats need no loop. Three times the
-# longest chunk of a large model on a CPU, as nodes judge themselves. It is noticed within `LOOK_INTERVAL_S`.
+# longest chunk of a large model on a CPU, as nodes judge themselves.
 SILENCE_S = 30.0
-LOOK_INTERVAL_S = 1.0
 
 
 class Watcher:
@@ -66,7 +65,7 @@ class Watcher:
     def __init__(
         self, config: RouterConfig, nodes: Iterable[Node], came_up: Callable[[], None]
     ) -> None:
-        self._canary = Canary(nodes)
+        self._nodes, self._canary = nodes, Canary(nodes)
         secret, directory = config.cluster_secret, config.tokenizer_dir
         self._key = ChannelKey.from_secret(secret) if secret else None
         self._chat_template = config.chat_template
@@ -81,6 +80,12 @@ class Watcher:
     def tokenizer(self, name: str) -> Tokenizer | None:
         """Return the tokenizer of a model by its hash, None where it has none."""
         return self._given_tokenizer or self._tokenizers.get(name)
+
+    def look(self) -> None:
+        """Notice nodes whose engine is hung. To be called about once a second."""
+        for node in self._nodes:
+            if node.is_up and node.client is not None and self._silence_of(node.client):
+                node.trouble.set()
 
     async def keep(self, node: Node, session: aiohttp.ClientSession) -> None:
         """Watch a node until it has left and nothing of this process runs on it."""
@@ -155,15 +160,10 @@ class Watcher:
     async def _until_trouble(self, node: Node) -> None:
         """Return when the node is to be asked over HTTP again."""
         client = node.client
-        while not node.trouble.is_set() and client is not None and not client.lost.is_set():
+        if client is not None and not client.lost.is_set():
+            await node.trouble.wait()
             if silence := self._silence_of(client):
                 node.note(is_admitted=False, reason=silence)
-                break
-            try:
-                async with asyncio.timeout(LOOK_INTERVAL_S):
-                    await node.trouble.wait()
-            except TimeoutError:
-                continue
         if client is not None and client.lost.is_set():
             node.note(reason="its engine was lost")
             log.warning("node.lost", role=node.role, url=node.url)
@@ -172,8 +172,8 @@ class Watcher:
 
     def _silence_of(self, client: EngineClient) -> str:
         """Return why an engine counts as hung; empty while it does not."""
-        # It is asked for its load once an interval, however rare that is.
-        is_hung = client.silent_s > max(SILENCE_S, 4 * self._heartbeat.interval_s)
+        # It is asked for its load once in two intervals, however rare that is.
+        is_hung = client.silent_s > max(SILENCE_S, 5 * self._heartbeat.interval_s)
         return f"its engine reports nothing for over {SILENCE_S:g} s" if is_hung else ""
 
     async def _learn_tokenizer(

@@ -54,7 +54,7 @@ class PairView(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         prefill: Empty when decode computes prompts by itself.
         num_running: Attempts now.
-        num_started: Attempts since the workers began.
+        num_started: Attempts while it was among the pairs used last.
         prompt_tokens_per_s: Given to it, over the last seconds.
     """
 

@@ -23,16 +23,19 @@ from tandem.router.metrics import RouterMetrics
 from tandem.router.policy import (
     ANYTHING,
     Asked,
+    Candidates,
     ClusterSnapshot,
     Draw,
     NodeSnapshot,
     Pair,
     Policy,
-    in_use,
     tokens_to_compute,
 )
 from tandem.wire.errors import NoNodeAvailable, TandemError
 from tandem.wire.generation import GenerateRequest
+
+# Hundreds of nodes make tens of thousands of pairs; people look at those in use.
+MAX_PAIRS = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +76,7 @@ class PairUse:
     """What one edge worker has given to one pair.
 
     Attributes:
-        num_running, num_started: Attempts now, and ever.
+        num_running, num_started: Attempts now, and since the pair is known.
         num_tokens: Of the prompts of all of them.
     """
 
@@ -95,22 +98,24 @@ class Pairing:
         self._cluster, self._metrics = cluster, metrics
         self._policy, self._rng = policy, rng
         self._turns = itertools.count()
+        # In the order of their last attempts.
         self.uses: dict[Pair, PairUse] = {}
 
     def begin(self, pair: Pair, num_tokens: int) -> PairUse:
         """Count an attempt with a prompt of so many tokens; its owner counts its end in what is returned."""
-        use = self.uses.setdefault(pair, PairUse())
+        use = self.uses[pair] = self.uses.pop(pair, PairUse())
         use.num_running += 1
         use.num_started += 1
         use.num_tokens += num_tokens
         return use
 
     def forget(self, urls: set[str]) -> None:
-        """Forget idle pairs with a node that is none of `urls`."""
+        """Forget idle pairs with a node that is none of `urls`, and those beyond `MAX_PAIRS` that began longest ago."""
+        num_over = len(self.uses) - MAX_PAIRS
         self.uses = {
             pair: use
-            for pair, use in self.uses.items()
-            if use.num_running or urls.issuperset(pair.urls)
+            for position, (pair, use) in enumerate(self.uses.items())
+            if use.num_running or (position >= num_over and urls.issuperset(pair.urls))
         }
 
     def pair_for(
@@ -214,8 +219,8 @@ def choose(
         NoNodeAvailable: A role has no node of that model up; says which and why.
     """
     draw = Draw(turn, rng)
-    prefills = _usable(snapshot.prefills, fingerprint, avoid)
-    decodes = _usable(snapshot.decodes, fingerprint, avoid)
+    prefills = _usable(snapshot.in_use("prefill", fingerprint), avoid)
+    decodes = _usable(snapshot.in_use("decode", fingerprint), avoid)
     prefill_costs = policy.prefill.costs(prefills, asked, draw)
     decode_costs = policy.decode.costs(decodes, asked, draw)
     crossing = max(policy.prefill.crossing(asked), policy.decode.crossing(asked))
@@ -234,31 +239,27 @@ def choose(
     return Pair(prefill=prefill.url, decode=decode.url)
 
 
-def _usable(
-    nodes: Sequence[NodeSnapshot], fingerprint: str, avoid: Set[str]
-) -> Sequence[NodeSnapshot]:
-    usable = in_use(nodes, fingerprint)
-    if not usable:
+def _usable(nodes: Candidates, avoid: Set[str]) -> Candidates:
+    if not len(nodes):
         raise NoNodeAvailable("no pair of nodes can serve this model now; send it again later")
-    if not avoid:
-        return usable
-    return [node for node in usable if node.url not in avoid] or usable
+    others = [node for node in nodes.nodes if node.url not in avoid] if avoid else []
+    return Candidates(others) if others else nodes
 
 
 def _cheapest_by_zone(
-    nodes: Sequence[NodeSnapshot], costs: Sequence[float], turn: int
+    nodes: Candidates, costs: Sequence[float], turn: int
 ) -> list[tuple[float, NodeSnapshot]]:
     """Return the cheapest node of each zone with its cost; of equals, the first from `turn` on."""
     first = turn % len(nodes)
-    if len({node.zone for node in nodes}) == 1:
+    if len(set(nodes.zones)) == 1:
         cost = min(costs)
         index = costs.index(cost, first if cost in costs[first:] else 0)
-        return [(cost, nodes[index])]
+        return [(cost, nodes.nodes[index])]
     found: dict[str, tuple[float, NodeSnapshot]] = {}
-    in_turn = zip((*costs[first:], *costs[:first]), (*nodes[first:], *nodes[:first]), strict=True)
-    for cost, node in in_turn:
-        if node.zone not in found or cost < found[node.zone][0]:
-            found[node.zone] = (cost, node)
+    for index in (*range(first, len(nodes)), *range(first)):
+        cost, zone = costs[index], nodes.zones[index]
+        if zone not in found or cost < found[zone][0]:
+            found[zone] = (cost, nodes.nodes[index])
     return list(found.values())
 
 

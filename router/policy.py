@@ -9,13 +9,19 @@ apart that no number of tokens changes the order.
 """
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import xxhash
 
-from tandem.router.prefixes import NOTHING_CACHED, CachedPrefixes, CachedTier, PromptBlocks
+from tandem.router.prefixes import (
+    NOTHING_CACHED,
+    CachedPrefixes,
+    CachedTier,
+    PrefixIndex,
+    PromptBlocks,
+)
 from tandem.wire.generation import GenerateRequest
 from tandem.wire.messages import NodeLoad
 
@@ -112,12 +118,74 @@ def room_tokens(node: NodeSnapshot) -> float:
     return (load.pages_free + load.pages_cached) * load.page_size - node.fresh_tokens
 
 
+class Candidates:
+    """Nodes of one role that may be given a request, and in columns what a choice compares in all of them.
+
+    A choice among hundreds of nodes is a few built-in passes over columns: looking at each node took as long as
+    all else that a router does for a request.
+
+    Attributes:
+        nodes: In their order; all columns have the same.
+        zones, busy_tokens, room_tokens: Columns of `NodeSnapshot`.
+        indexes: Where what they have cached is found.
+        tiered: Positions of nodes with tiers.
+    """
+
+    def __init__(self, nodes: Iterable[NodeSnapshot]) -> None:
+        self.nodes = list(nodes)
+        self.zones = [node.zone for node in self.nodes]
+        self.busy_tokens = [node.busy_tokens for node in self.nodes]
+        self.room_tokens = [node.room_tokens for node in self.nodes]
+        self.indexes, self.tiered = set[PrefixIndex](), set[int]()
+        self._positions = {node.url: position for position, node in enumerate(self.nodes)}
+        self._lives: dict[CachedPrefixes, int] = {}
+        for node in self.nodes:
+            self.put(node)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def put(self, node: NodeSnapshot) -> None:
+        """Take a node as it is now, in place of the same node before, if it is one of these."""
+        position = self._positions.get(node.url)
+        if position is None:
+            return
+        self.nodes[position], self.zones[position] = node, node.zone
+        self.busy_tokens[position], self.room_tokens[position] = node.busy_tokens, node.room_tokens
+        if node.prefixes.index is not None:
+            self._lives[node.prefixes] = position
+            self.indexes.add(node.prefixes.index)
+        if node.tiers:
+            self.tiered.add(position)
+        else:
+            self.tiered.discard(position)
+
+    def by_position(self, found: Mapping[CachedPrefixes, int]) -> dict[int, int]:
+        """Return what was found of the nodes' caches by their positions."""
+        positions = ((self._lives.get(life), count) for life, count in found.items())
+        return {position: count for position, count in positions if position is not None}
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
-    """All nodes at one moment."""
+    """All nodes at one moment.
+
+    Attributes:
+        kept: What `in_use` has returned. One that is passed on to the next snapshot follows the nodes from there on.
+    """
 
     prefills: tuple[NodeSnapshot, ...]
     decodes: tuple[NodeSnapshot, ...]
+    kept: dict[tuple[str, str], Candidates] = field(default_factory=dict, compare=False, repr=False)
+
+    def in_use(self, role: str, fingerprint: str) -> Candidates:
+        """Return the nodes that take requests on a model: those put aside only where no other is up."""
+        if (role, fingerprint) not in self.kept:
+            nodes = self.prefills if role == "prefill" else self.decodes
+            up = [node for node in nodes if node.is_up and node.fingerprint == fingerprint]
+            chosen = [node for node in up if not node.is_aside] or up
+            self.kept[role, fingerprint] = Candidates(chosen)
+        return self.kept[role, fingerprint]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,31 +220,29 @@ class Asked:
 
     def cached_tokens(self, node: NodeSnapshot) -> int:
         """Return how many tokens at the beginning of the prompt `node` has cached, as far as known."""
-        return self.cached_in([node])[0]
+        return self.prompt.cached_in(node.prefixes)
 
-    def cached_in(self, nodes: Sequence[NodeSnapshot]) -> list[int]:
-        """Return the same of each of several nodes, for little more than of one."""
-        return self.prompt.cached_in([node.prefixes for node in nodes])
+    def cached_in(self, nodes: Candidates) -> dict[int, int]:
+        """Return the same of several nodes, by the positions of those that have any."""
+        return nodes.by_position(self.prompt.found_in(nodes.indexes))
 
-    def saved_in(self, nodes: Sequence[NodeSnapshot]) -> Sequence[float]:
-        """Return how many tokens of work each of several nodes saves by what it has of the prompt.
+    def saved_in(self, nodes: Candidates) -> Mapping[int, float]:
+        """Return how many tokens of work nodes save by what they have of the prompt, by the positions of those.
 
         A cached token saves all of itself. Behind those, a token in a tier saves the difference between computing
         and fetching it.
         """
         cached = self.cached_in(nodes)
-        behind = [index for index, node in enumerate(nodes) if node.tiers]
-        if not behind:
-            return cached
-        saved: list[float] = [*cached]
-        for index in behind:
-            for tier, count in self.prompt.beyond(cached[index], nodes[index].tiers):
-                saved[index] += count * tier.share
+        saved: dict[int, float] = {**cached}
+        for position in nodes.tiered:
+            num_cached = cached.get(position, 0)
+            for tier, count in self.prompt.beyond(num_cached, nodes.nodes[position].tiers):
+                saved[position] = saved.get(position, 0) + count * tier.share
         return saved
 
     def saved_tokens(self, node: NodeSnapshot) -> float:
         """Return the same of one node."""
-        return self.saved_in([node])[0]
+        return self.saved_in(Candidates([node])).get(0, 0)
 
     def found_in(self, node: NodeSnapshot) -> dict[str, int]:
         """Return how many tokens `node` is thought to find where: on its `device`, or by name of the tier."""
@@ -208,7 +274,7 @@ class Rating:
         crossing: Returns the cost of a pair from two zones.
     """
 
-    costs: Callable[[Sequence[NodeSnapshot], Asked, Draw], Sequence[float]]
+    costs: Callable[[Candidates, Asked, Draw], list[float]]
     crossing: Callable[[Asked], float]
 
 
@@ -232,12 +298,6 @@ def usable_fingerprint(snapshot: ClusterSnapshot, preferred: str = "") -> str | 
     if preferred in served:
         return preferred
     return served[0] if served else None
-
-
-def in_use(nodes: Iterable[NodeSnapshot], fingerprint: str) -> list[NodeSnapshot]:
-    """Return the nodes of one role that take requests on a model: those put aside only where no other is up."""
-    up = [node for node in nodes if node.is_up and node.fingerprint == fingerprint]
-    return [node for node in up if not node.is_aside] or up
 
 
 def tokens_to_compute(request: GenerateRequest, num_cached: int = 0) -> int:
@@ -275,63 +335,65 @@ def with_stand_ins(snapshot: ClusterSnapshot, threshold: int) -> ClusterSnapshot
 # ── the policies ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _least_load(nodes: Sequence[NodeSnapshot], asked: Asked, _draw: Draw) -> list[float]:
+def _least_load(nodes: Candidates, asked: Asked, _draw: Draw) -> list[float]:
     wanted = asked.num_tokens
+    if min(nodes.room_tokens) >= wanted:
+        return nodes.busy_tokens.copy()
     return [
-        node.busy_tokens + (_NO_ROOM_TOKENS if node.room_tokens < wanted else 0) for node in nodes
+        busy + (_NO_ROOM_TOKENS if room < wanted else 0)
+        for busy, room in zip(nodes.busy_tokens, nodes.room_tokens, strict=True)
     ]
 
 
-def _cache_aware(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> list[float]:
+def _cache_aware(nodes: Candidates, asked: Asked, draw: Draw) -> list[float]:
     """Rate by what there is to do until the prompt is done, less what having some of it saves.
 
     A node with a popular prefix is taken until its queue is longer by as much as the prefix saves. Of what
     is in a store that all nodes read, only what another node has on its device beyond that decides.
     """
-    loads = _least_load(nodes, asked, draw)
-    return [load - saved for load, saved in zip(loads, asked.saved_in(nodes), strict=True)]
+    costs = _least_load(nodes, asked, draw)
+    for position, saved in asked.saved_in(nodes).items():
+        costs[position] -= saved
+    return costs
 
 
-def _cache_aware_decode(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> list[float]:
+def _cache_aware_decode(nodes: Candidates, asked: Asked, draw: Draw) -> list[float]:
     """Rate by what decode holds, less what of the prompt's KV need not travel: what is on its device.
 
     What is in its tiers saves nothing here. Prefill computes or fetches the prompt in any case, and pushes
     all that is not in decode's pool; decode fetches only prompts that it computes by itself.
     """
-    loads = _least_load(nodes, asked, draw)
-    return [
-        load - _KEPT_TOKENS * cached
-        for load, cached in zip(loads, asked.cached_in(nodes), strict=True)
-    ]
+    costs = _least_load(nodes, asked, draw)
+    for position, cached in asked.cached_in(nodes).items():
+        costs[position] -= _KEPT_TOKENS * cached
+    return costs
 
 
-def _power_of_two(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> list[float]:
+def _power_of_two(nodes: Candidates, asked: Asked, draw: Draw) -> list[float]:
     """Rate two nodes of each zone by load and leave out the others: many routers do not herd.
 
     Source: Mitzenmacher, The power of two choices in randomized load balancing, 2001.
     """
     zones: dict[str, list[int]] = {}
-    for index, node in enumerate(nodes):
-        zones.setdefault(node.zone, []).append(index)
-    costs = [float("inf")] * len(nodes)
+    for index, zone in enumerate(nodes.zones):
+        zones.setdefault(zone, []).append(index)
+    costs, loads = [float("inf")] * len(nodes), _least_load(nodes, asked, draw)
     for indexes in zones.values():
-        drawn = draw.rng.sample(indexes, min(2, len(indexes)))
-        loads = _least_load([nodes[index] for index in drawn], asked, draw)
-        for index, load in zip(drawn, loads, strict=True):
-            costs[index] = load
+        for index in draw.rng.sample(indexes, min(2, len(indexes))):
+            costs[index] = loads[index]
     return costs
 
 
-def _round_robin(nodes: Sequence[NodeSnapshot], _asked: Asked, draw: Draw) -> list[float]:
+def _round_robin(nodes: Candidates, _asked: Asked, draw: Draw) -> list[float]:
     count = len(nodes)
     return [(index - draw.turn) % count / count * _PLACE for index in range(count)]
 
 
-def _random(nodes: Sequence[NodeSnapshot], _asked: Asked, draw: Draw) -> list[float]:
-    return [draw.rng.random() * _PLACE for _ in nodes]
+def _random(nodes: Candidates, _asked: Asked, draw: Draw) -> list[float]:
+    return [draw.rng.random() * _PLACE for _ in nodes.nodes]
 
 
-def _session(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> list[float]:
+def _session(nodes: Candidates, asked: Asked, draw: Draw) -> list[float]:
     """Give every session an order of the nodes; the first that is not overloaded is taken.
 
     The order of two nodes depends on nothing else, so a node that comes or goes moves only the sessions
@@ -342,16 +404,16 @@ def _session(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> list[fl
     if not asked.session:
         return _cache_aware(nodes, asked, draw)
     seed = xxhash.xxh3_64_intdigest(asked.session.encode())
-    average = sum(node.busy_tokens for node in nodes) / len(nodes)
+    average = sum(nodes.busy_tokens) / len(nodes)
     limit = _OVERLOAD * average + asked.num_tokens
     return [
         xxhash.xxh3_64_intdigest(node.url.encode(), seed) / 2**64 * _PLACE
         + (0 if node.busy_tokens <= limit and node.room_tokens >= asked.num_tokens else 4 * _PLACE)
-        for node in nodes
+        for node in nodes.nodes
     ]
 
 
-def _session_decode(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> list[float]:
+def _session_decode(nodes: Candidates, asked: Asked, draw: Draw) -> list[float]:
     """Rate as `_session`, but for second place: a decode that goes does not move the prefill."""
     if not asked.session:
         return _cache_aware_decode(nodes, asked, draw)

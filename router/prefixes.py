@@ -3,16 +3,16 @@
 ```
  node ── CacheReport ──▶ NodePrefixes.take ─┬─▶ its cache, a tier of its own ──▶ the index of all nodes
       ── NodeLoad.tiers ──▶ .heard          └─▶ a store that nodes share ──────▶ the index of that store
- prompt ──▶ PromptBlocks ──▶ cached_in: the blocks at its beginning, looked up once for all nodes
+ prompt ──▶ PromptBlocks ──▶ found_in: the blocks at its beginning, looked up once for all nodes
                          └─▶ beyond: what a node's tiers have behind those
 ```
 
-What is known is a hint: up to half a second old, in blocks of `BLOCK_TOKENS`, a little less than there is.
+What is known is a hint: up to a second old, in blocks of `BLOCK_TOKENS`, a little less than there is.
 One index for all nodes costs a look at each block of a prompt, where a set for each node would cost one
 at some blocks of each node: with hundreds of nodes, ten times as long.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
@@ -169,7 +169,7 @@ class PromptBlocks:
 
     def __init__(self, token_ids: Sequence[int], salt: str = "") -> None:
         self._token_ids, self._salt = token_ids, salt
-        self._looked_in: set[PrefixIndex | None] = set()
+        self._looked_in: set[PrefixIndex] = set()
         self._found: dict[CachedPrefixes, int] = {}
         self._reached: dict[PrefixIndex, int] = {}
 
@@ -179,24 +179,30 @@ class PromptBlocks:
         # The last token is computed in any case: its logits choose the first of the answer.
         return block_names(self._token_ids[:-1], self._salt)
 
-    def cached_in(self, lives: Sequence[CachedPrefixes]) -> list[int]:
-        """Return how many tokens at its beginning each of these has."""
-        for index in {life.index for life in lives}.difference(self._looked_in):
-            if index is not None and len(index):
-                self._found |= index.leading(self.names)
+    def found_in(self, indexes: Iterable[PrefixIndex]) -> "Mapping[CachedPrefixes, int]":
+        """Return how many tokens at its beginning lives have, without those that have none.
+
+        Args:
+            indexes: Where to look. What was found in others before is returned, too.
+        """
+        for index in indexes:
+            if index not in self._looked_in and len(index):
+                for life, num_blocks in index.leading(self.names).items():
+                    self._found[life] = num_blocks * BLOCK_TOKENS
             self._looked_in.add(index)
-        if not self._found:
-            return [0] * len(lives)
-        get = self._found.get
-        return [get(life, 0) * BLOCK_TOKENS for life in lives]
+        return self._found
+
+    def cached_in(self, life: CachedPrefixes) -> int:
+        """Return how many tokens at its beginning a life has."""
+        return self.found_in((life.index,) if life.index else ()).get(life, 0)
 
     def _reach(self, tier: CachedTier) -> int:
-        """Return how many blocks at its beginning can be read from a tier, of its own or shared."""
+        """Return how many tokens at its beginning can be read from a tier, of its own or shared."""
         index = tier.prefixes.index
         if not tier.is_shared or index is None:
             return self._found.get(tier.prefixes, 0)
         if index not in self._reached:
-            self._reached[index] = index.reach(self.names) if len(index) else 0
+            self._reached[index] = index.reach(self.names) * BLOCK_TOKENS if len(index) else 0
         return self._reached[index]
 
     def beyond(
@@ -209,7 +215,7 @@ class PromptBlocks:
             tiers: Cheapest first.
         """
         for tier in tiers:
-            reach = self._reach(tier) * BLOCK_TOKENS
+            reach = self._reach(tier)
             if reach > num_tokens:
                 yield tier, reach - num_tokens
                 num_tokens = reach

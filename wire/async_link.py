@@ -1,6 +1,7 @@
 """The connecting end of a channel for an asyncio process."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Generic, Self
 
 import zmq
@@ -13,15 +14,20 @@ from tandem.wire.messages import Message
 
 # Messages taken in one go: steps that wait are merged, and nobody waits long.
 MAX_DRAINED = 64
+# A plain int: the enum's `&` takes a third of the look.
+_READABLE = int(zmq.POLLIN)
 
 
 class AsyncLink(Generic[In]):
     """A `Link` whose descriptor an asyncio loop watches. Made and used on one running loop.
 
-    A message costs a third of what it does through `zmq.asyncio`, which makes a future for each.
+    Messages are given to a callback: a router has hundreds of links, and waking a task for each heartbeat
+    costs more than the heartbeat.
 
     Args:
         address: Without a name of a host; see `open`.
+        take: Called with the messages that arrived together, at least one. Invalid bytes are passed over.
+            What it raises ends the link: see `wait_lost`.
 
     Raises:
         PeerLost: The address cannot be one, or this process may open no more.
@@ -31,13 +37,15 @@ class AsyncLink(Generic[In]):
         self,
         address: str,
         incoming: Any,
+        take: Callable[[list[In]], None],
         key: ChannelKey | None = None,
         heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
     ) -> None:
         self._link: Link[In] = Link(address, incoming, key, heartbeat)
-        self.address = address
+        self.address, self._take = address, take
         self._loop = asyncio.get_running_loop()
-        self._arrived, self._lost = asyncio.Event(), asyncio.Event()
+        self._lost = asyncio.Event()
+        self._failure: Exception | None = None
         self._monitor_fd = self._link.handshakes.monitor.fileno()
         self._fd = self._link.socket.fileno()
         self._loop.add_reader(self._fd, self._look)
@@ -50,6 +58,7 @@ class AsyncLink(Generic[In]):
         cls,
         address: str,
         incoming: Any,
+        take: Callable[[list[In]], None],
         key: ChannelKey | None = None,
         heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
     ) -> Self:
@@ -62,31 +71,12 @@ class AsyncLink(Generic[In]):
         if scheme == "tcp":
             host, _, port = place.rpartition(":")
             address = tcp_address(await asyncio.to_thread(resolve, host), port)
-        return cls(address, incoming, key, heartbeat)
+        return cls(address, incoming, take, key, heartbeat)
 
     @property
     def refusal(self) -> str:
         """Why the last handshake failed; empty when none did."""
         return self._link.handshakes.reason
-
-    async def receive(self) -> list[In]:
-        """Return every message that has arrived, at least one. Invalid bytes are passed over.
-
-        Raises:
-            PeerLost: `close` was called.
-        """
-        # One that is slower than its peer finds something each time, and others must run all the same.
-        await asyncio.sleep(0)
-        while True:
-            if self._link.socket.closed:
-                raise PeerLost(f"link to {self.address} was closed")
-            self._arrived.clear()
-            messages: list[In] = []
-            while len(messages) < MAX_DRAINED and (message := self._link.receive()) is not None:
-                messages.append(message)
-            if messages:
-                return messages
-            await self._arrived.wait()
 
     def send(self, message: Message) -> None:
         """Send. Never waits.
@@ -99,21 +89,43 @@ class AsyncLink(Generic[In]):
         try:
             self._link.send(message)
         finally:
-            # The descriptor signals changes only, and trying may have taken note of one.
-            self._look()
+            # The descriptor signals changes only, and trying may have taken note of one. Not at once: the
+            # sender is in the middle of something.
+            if self._is_readable():
+                self._loop.call_soon(self._look)
 
     async def wait_lost(self) -> None:
         """Return when a connection that stood was lost: reset, closed, or silent too long.
 
         From then on `send` refuses, although ZMQ would reconnect: what answers there next is another
         life of the peer, and its owner makes a new link.
+
+        Raises:
+            Exception: What `take` raised.
         """
         await self._lost.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _is_readable(self) -> bool:
+        # Asking settles the descriptor, which may have become readable for a heartbeat. And it costs half of an
+        # attempt to receive that fails.
+        return bool(int(self._link.socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
     def _look(self) -> None:
-        # Asking settles the descriptor, which may have become readable for a heartbeat.
-        if int(self._link.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._arrived.set()
+        messages: list[In] = []
+        while len(messages) < MAX_DRAINED and not self._link.socket.closed and self._is_readable():
+            if (message := self._link.receive()) is not None:
+                messages.append(message)
+        if messages and not self._lost.is_set():
+            try:
+                self._take(messages)
+            except Exception as error:  # noqa: BLE001 - the top of a link: `wait_lost` raises it
+                self._failure = error
+                self._lost.set()
+        if len(messages) == MAX_DRAINED:
+            # One that is slower than its peer finds something each time, and others must run all the same.
+            self._loop.call_soon(self._look)
 
     def _look_at_monitor(self) -> None:
         self._link.handshakes.look()
@@ -126,4 +138,3 @@ class AsyncLink(Generic[In]):
             self._loop.remove_reader(self._fd)
             self._loop.remove_reader(self._monitor_fd)
             self._link.close()
-            self._arrived.set()

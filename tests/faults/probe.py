@@ -53,30 +53,27 @@ class Probe:
             await self._ask(tcp_address(host_of(self.url), info.engine_port))
 
     async def _ask(self, address: str) -> None:
-        link = AsyncLink[FromEngine](address, FromEngine, self._key)
+        link = AsyncLink[FromEngine](address, FromEngine, self._hear, self._key)
         try:
             async with asyncio.TaskGroup() as tasks:
-                listening = tasks.create_task(self._listen(link))
                 pinging = tasks.create_task(self._ping(link))
                 with contextlib.suppress(TimeoutError):
                     # An engine that had gone before is never lost: it is one that does not answer.
                     async with asyncio.timeout(SILENT_S) as self._patience:
                         await link.wait_lost()
-                listening.cancel()
                 pinging.cancel()
         finally:
             self.load = self._patience = None
             link.close()
 
-    async def _listen(self, link: AsyncLink[FromEngine]) -> None:
-        while True:
-            for message in await link.receive():
-                if isinstance(message, Pong):
-                    self.load = message.load
-                    if self._patience is not None:
-                        with contextlib.suppress(RuntimeError):  # it is expiring at this moment
-                            self._patience.reschedule(asyncio.get_running_loop().time() + SILENT_S)
-                    self.told.set()
+    def _hear(self, messages: list[FromEngine]) -> None:
+        for message in messages:
+            if isinstance(message, Pong):
+                self.load = message.load
+                if self._patience is not None:
+                    with contextlib.suppress(RuntimeError):  # it is expiring at this moment
+                        self._patience.reschedule(asyncio.get_running_loop().time() + SILENT_S)
+                self.told.set()
 
     async def _ping(self, link: AsyncLink[FromEngine]) -> None:
         while True:

@@ -1,6 +1,7 @@
 """An engine's answers over the real link, and the stream of one attempt."""
 
 import asyncio
+import itertools
 import math
 from contextlib import asynccontextmanager
 
@@ -266,6 +267,29 @@ async def test_an_engine_that_was_silent_is_alive_when_it_speaks_and_not_when_it
         await asyncio.sleep(0)
         engine.close()
         assert not await asking
+
+
+async def test_an_engine_with_requests_is_asked_at_each_beat_and_an_idle_one_at_every_other():
+    client, sent = EngineClient("tcp://127.0.0.1:1"), []
+    client._send = sent.append
+    client.answered.set()
+
+    def pings(num_beats: int) -> list[bool]:
+        counts = [len(sent)]
+        for _ in range(num_beats):
+            client._beat()
+            client._next_beat.cancel()
+            counts.append(len(sent))
+        return [after > before for before, after in itertools.pairwise(counts)]
+
+    assert pings(6) == [True, True, True, False, True, False]
+    stream = client.generate(START)
+    assert pings(3) == [True, True, True]
+    stream.close()
+    # Two tell the engine that its last answer was read.
+    assert pings(4) == [True, True, True, False]
+    client.generate(START).close()
+    assert pings(2) == [True, True], "one that ended between two beats counts as well"
 
 
 async def test_an_engine_that_computes_for_long_has_the_benefit_of_the_doubt(client):

@@ -320,6 +320,30 @@ def test_an_edge_that_stops_reading_is_counted_once_and_hears_of_its_failure_lat
     assert failure(rig).error.code == PeerLost.code
 
 
+def test_an_edge_with_requests_is_told_the_load_five_times_a_second_and_another_only_of_changes(
+    rig,
+):
+    told: list[NodeLoad] = []
+
+    def probe(num_times: int) -> None:
+        """Keep what is sent in so many passes: what is not sent would only be waited for."""
+        for _ in range(num_times):
+            rig.now += PROBE_INTERVAL_S
+            rig.loop.run_once(0)
+
+    rig.send(Ping())
+    rig.answers(1)
+    rig.loop._answers.pong = lambda _peer, load: told.append(load)
+    probe(3)
+    assert told == []
+    rig.role.load = lambda: NodeLoad(generated_tokens=1)
+    probe(3)
+    assert told == [NodeLoad(generated_tokens=1)]
+    rig.begin("a")
+    probe(3)
+    assert told[1:] == [NodeLoad(generated_tokens=1, num_edges=1, num_own=1)] * 3
+
+
 def test_an_edge_that_was_only_slow_hears_that_its_request_ended(rig):
     rig.begin("a")
     rig.fall_silent()

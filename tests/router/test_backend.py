@@ -241,6 +241,9 @@ async def test_a_node_that_fails_requests_in_a_row_is_chosen_no_more_while_anoth
                 served_by.append(await serve(setup, reader))
         assert broken not in served_by
         assert f"prefill {broken.url} is put aside" in setup.backend.health().detail
+        failing.standing._aside_until_s = 0.0
+        # Though it has nothing to do, and reports nothing new.
+        await until(lambda: not setup.backend._cluster.view(broken.url).is_aside)
 
 
 async def test_the_last_node_that_fails_is_still_asked_and_its_error_is_told():

@@ -8,7 +8,6 @@ import pytest
 import structlog
 import tokenizers
 
-from tandem.frontend.engine_client import EngineClient
 from tandem.frontend.options import HttpOptions, TlsFiles, server_context
 from tandem.frontend.tokenizer import tokenizer_hash
 from tandem.router.cluster import Cluster
@@ -16,6 +15,7 @@ from tandem.router.config import PrefillTarget, RouterConfig
 from tandem.router.membership import Member, Members
 from tandem.router.node import Node
 from tandem.router.node_watch import FIRST_ANSWER_TIMEOUT_S, INFO_TIMEOUT_S, LAST_RETRY_S
+from tandem.router.prefixes import NodePrefixes
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import SamplingDefaults
 from tandem.wire.keys import operator_key, reader_key
@@ -56,14 +56,15 @@ async def test_an_engine_that_restarts_is_used_again_under_its_new_life():
 async def test_a_report_that_breaks_its_reader_ends_one_link_which_is_opened_anew(monkeypatch):
     async with cluster() as setup:
         node = setup.backend._cluster.decodes[0]
-        before, takes = node.client, EngineClient._take
+        before, hears, failures = node.client, NodePrefixes.heard, iter([ValueError("unreadable")])
 
-        def breaking(client, messages) -> None:
-            if client is before:
-                raise ValueError("unreadable")
-            takes(client, messages)
+        def breaking(prefixes, load) -> None:
+            if prefixes is node.prefixes:
+                for failure in failures:
+                    raise failure
+            hears(prefixes, load)
 
-        monkeypatch.setattr(EngineClient, "_take", breaking)
+        monkeypatch.setattr(NodePrefixes, "heard", breaking)
         with structlog.testing.capture_logs() as logs:
             await until(lambda: node.client is not before and node.is_up)
         assert [one["url"] for one in logs if one["event"] == "node.link_failed"] == [node.url]

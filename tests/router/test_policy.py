@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from tandem.wire.prefixes import BLOCK_TOKENS, block_names, pack_names
 
 EPOCH = 1
 TEN_TOKENS = Asked(10)
+PROMPT = [*range(1, 3 * BLOCK_TOKENS + 2)]
 loads = st.builds(
     NodeLoad,
     num_running=st.integers(0, 20),
@@ -126,6 +128,37 @@ def test_the_same_snapshot_turn_and_draw_give_the_same_choice(snapshot, policy, 
         return
     first, second = (
         choose(snapshot, "a", policy, turn, random.Random(turn), asked=asked) for _ in range(2)
+    )
+    assert first == second
+
+
+@given(snapshots, st.data(), policies, asks, st.integers(0, 99))
+def test_a_choice_among_nodes_that_were_followed_is_that_among_the_same_nodes_seen_anew(
+    before, data, policy, asked, turn
+):
+    def changed(node) -> NodeSnapshot:
+        fields = {"load": data.draw(loads), "zone": data.draw(st.sampled_from(["", "east"]))}
+        cached = having(PROMPT) if data.draw(st.booleans()) else node.prefixes
+        return replace(node, **fields, prefixes=cached, fresh_tokens=data.draw(st.integers(0, 99)))
+
+    if not (candidates(before.prefills, "a") and candidates(before.decodes, "a")):
+        return
+    asked = replace(asked, prompt=PromptBlocks(PROMPT))
+    choose(before, "a", policy, turn, random.Random(turn), asked=asked)
+    after = ClusterSnapshot(
+        tuple(map(changed, before.prefills)), tuple(map(changed, before.decodes)), before.kept
+    )
+    for followed in before.kept.values():
+        for node in (*after.prefills, *after.decodes):
+            followed.put(node)
+    anew = ClusterSnapshot(after.prefills, after.decodes)
+    first, second = (
+        choose(
+            snapshot,
+            *("a", policy, turn, random.Random(turn)),
+            asked=replace(asked, prompt=PromptBlocks(PROMPT)),
+        )
+        for snapshot in (after, anew)
     )
     assert first == second
 

@@ -115,5 +115,5 @@ def test_a_request_is_looked_for_under_its_salt_and_its_adapter():
 
 def test_a_prompt_shorter_than_a_block_is_cached_nowhere():
     prompt = PromptBlocks([1] * BLOCK_TOKENS)
-    assert prompt.cached_in([PrefixIndex().new_life(), NOTHING_CACHED]) == [0, 0]
+    assert [prompt.cached_in(life) for life in (PrefixIndex().new_life(), NOTHING_CACHED)] == [0, 0]
     assert list(prompt.names) == []

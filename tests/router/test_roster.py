@@ -8,6 +8,11 @@ from tandem.wire.messages import ModelInfo, NodeInfo
 
 class CountedNode(Node):
     num_snapshots = 0
+    has_client = False
+
+    @property
+    def is_up(self) -> bool:
+        return self.has_client
 
     def snapshot(self):
         CountedNode.num_snapshots += 1
@@ -44,6 +49,26 @@ def test_the_view_is_the_same_object_until_a_node_changes():
     assert after.decodes[1] is before.decodes[1]
     assert CountedNode.num_snapshots == 1
     assert roster.version == version, "load is no change of what can be served"
+
+
+def test_nodes_to_choose_from_follow_their_loads_and_are_found_anew_when_one_goes():
+    roster = roster_of(("p", "prefill"), ("d", "decode"), ("e", "decode"))
+    for url in "de":
+        roster.find(url).info = info("decode")
+        roster.find(url).has_client = True
+        roster.find(url).changed()
+    known = roster.snapshot().in_use("decode", "f")
+    assert urls(known.nodes) == ["d", "e"]
+    roster.find("e").count(1, 10)
+    roster.find("e").expect(10)
+    seen = roster.snapshot()
+    assert seen.in_use("decode", "f") is known
+    assert known.nodes == list(seen.decodes)
+    assert known.busy_tokens == [node.busy_tokens for node in seen.decodes]
+    assert known.busy_tokens[1] > known.busy_tokens[0]
+    roster.find("d").has_client = False
+    roster.find("d").changed()
+    assert urls(roster.snapshot().in_use("decode", "f").nodes) == ["e"]
 
 
 def test_a_node_that_turns_moves_to_its_role_and_one_without_a_role_is_in_none():

@@ -131,24 +131,13 @@ class SimulatedLink(_ConnectingEnd[In]):
 class SimulatedAsyncLink(_ConnectingEnd[In]):
     """See `tandem.wire.async_link.AsyncLink`: one connection, and none after it."""
 
-    def __init__(self, *args, **named) -> None:
-        self._arrived, self._lost = asyncio.Event(), asyncio.Event()
-        super().__init__(*args, **named)
+    def __init__(self, address, incoming, take, key=None, heartbeat=None) -> None:
+        self._take, self._lost, self._failure = take, asyncio.Event(), None
+        super().__init__(address, incoming, key, heartbeat)
 
     @classmethod
     async def open(cls, *args, **named):
         return cls(*args, **named)
-
-    async def receive(self):
-        await asyncio.sleep(0)
-        while True:
-            if self.is_closed:
-                raise PeerLost(f"link to {self.address} was closed")
-            self._arrived.clear()
-            if self._queue:
-                num_taken = min(len(self._queue), MAX_DRAINED)
-                return [self._codec.decode(self._queue.popleft()) for _ in range(num_taken)]
-            await self._arrived.wait()
 
     def send(self, message) -> None:
         if self._lost.is_set() or self.is_closed:
@@ -159,10 +148,8 @@ class SimulatedAsyncLink(_ConnectingEnd[In]):
 
     async def wait_lost(self) -> None:
         await self._lost.wait()
-
-    def close(self) -> None:
-        self._arrived.set()
-        super().close()
+        if self._failure is not None:
+            raise self._failure
 
     def connected(self, connection) -> None:
         self._connection = connection
@@ -170,7 +157,17 @@ class SimulatedAsyncLink(_ConnectingEnd[In]):
     def put(self, frame, connection) -> None:
         self._queue.append(frame)
         # Behind a moment in which more may come: a router that is slow finds several steps at once.
-        self.process.later(self.process.world.latency(), self._arrived.set)
+        self.process.later(self.process.world.latency(), self._look)
+
+    def _look(self) -> None:
+        while self._queue and not (self.is_closed or self._lost.is_set()):
+            num_taken = min(len(self._queue), MAX_DRAINED)
+            messages = [self._codec.decode(self._queue.popleft()) for _ in range(num_taken)]
+            try:
+                self._take(messages)
+            except Exception as error:  # noqa: BLE001 - see `AsyncLink`
+                self._failure = error
+                self._lost.set()
 
     def closed(self, connection) -> None:
         self._lost.set()

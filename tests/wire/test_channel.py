@@ -29,8 +29,8 @@ def make_inbox(key: ChannelKey | None = None) -> Inbox[ToEngine]:
     return Inbox("tcp://127.0.0.1:0", ToEngine, key, CALM)
 
 
-def make_link(inbox: Inbox[ToEngine], key: ChannelKey | None = None) -> AsyncLink[FromEngine]:
-    return AsyncLink(inbox.address, FromEngine, key, CALM)
+def make_link(inbox: Inbox[ToEngine], take=lambda _: None) -> AsyncLink[FromEngine]:
+    return AsyncLink(inbox.address, FromEngine, take, heartbeat=CALM)
 
 
 async def send_when_connected(link: AsyncLink[FromEngine], message) -> None:
@@ -43,13 +43,30 @@ async def send_when_connected(link: AsyncLink[FromEngine], message) -> None:
 
 
 async def test_a_message_reaches_the_inbox_and_its_answer_comes_back():
-    inbox = make_inbox()
-    link = make_link(inbox)
+    inbox, taken = make_inbox(), asyncio.Queue()
+    link = make_link(inbox, taken.put_nowait)
     await send_when_connected(link, Ping())
     envelope = receive(inbox)
     inbox.send(envelope.peer, PONG)
     async with asyncio.timeout(PATIENCE_S):
-        assert (envelope.message, await link.receive()) == (Ping(), [PONG])
+        assert (envelope.message, await taken.get()) == (Ping(), [PONG])
+    link.close()
+    inbox.close()
+
+
+async def test_what_the_owner_raises_at_a_message_ends_the_link_and_is_raised_to_who_holds_it():
+    def take(_messages) -> None:
+        raise RuntimeError("not what was asked for")
+
+    inbox = make_inbox()
+    link = make_link(inbox, take)
+    await send_when_connected(link, Ping())
+    inbox.send(receive(inbox).peer, PONG)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(RuntimeError, match="not what was asked for"):
+            await link.wait_lost()
+    with pytest.raises(PeerLost):
+        link.send(Ping())
     link.close()
     inbox.close()
 
@@ -68,18 +85,35 @@ async def test_a_link_notices_that_its_inbox_is_gone():
 
 
 async def test_a_reader_that_finds_something_each_time_lets_others_run():
+    loop, num_sent, done = asyncio.get_running_loop(), 4 * MAX_DRAINED, asyncio.Event()
+    num_taken = num_before = 0
+
+    def take(messages) -> None:
+        nonlocal num_taken
+        assert num_taken == num_before
+        assert len(messages) <= MAX_DRAINED
+        num_taken += len(messages)
+        loop.call_soon(run)
+
+    def run() -> None:
+        nonlocal num_before
+        num_before = num_taken
+        if num_taken == num_sent:
+            done.set()
+
     inbox = make_inbox()
-    link = make_link(inbox)
+    link = make_link(inbox, take)
     await send_when_connected(link, Ping())
-    peer, num_sent, num_received = receive(inbox).peer, 4 * MAX_DRAINED, 0
+    peer = receive(inbox).peer
     for _ in range(num_sent):
         inbox.send(peer, PONG)
+    losing = asyncio.ensure_future(link.wait_lost())
     async with asyncio.timeout(PATIENCE_S):
-        while num_received < num_sent:
-            has_run = asyncio.Event()
-            asyncio.get_running_loop().call_soon(has_run.set)
-            num_received += len(await link.receive())
-            assert has_run.is_set()
+        await asyncio.wait(
+            [losing, asyncio.ensure_future(done.wait())], return_when="FIRST_COMPLETED"
+        )
+    assert not losing.done()
+    losing.cancel()
     link.close()
     inbox.close()
 

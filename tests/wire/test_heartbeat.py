@@ -42,7 +42,7 @@ def peer():
 async def link_that_stood(address, heartbeat) -> AsyncLink[FromEngine]:
     """Return a link over which something was sent. A hasty one may be lost before: then another is made."""
     for _ in patiently():
-        link = AsyncLink(address, FromEngine, heartbeat=heartbeat)
+        link = AsyncLink(address, FromEngine, lambda _: None, heartbeat=heartbeat)
         lost = asyncio.ensure_future(link.wait_lost())
         while not lost.done():
             try:
