@@ -1,5 +1,6 @@
 """A prefill's and a decode's worker over TCP, without vLLM."""
 
+import contextlib
 from collections import Counter
 from functools import partial
 
@@ -8,27 +9,32 @@ import torch
 
 from tandem.vllm.caches import Blocks, Caches
 from tandem.vllm.halves import First, Grant, Orders, Pages, Reports
-from tandem.vllm.worker import DecodeWorker, HandOffConfig, PrefillWorker, Results
+from tandem.vllm.worker import DecodeWorker, HandOffConfig, PrefillWorker, Rank, Results
+from tests.kept_port import kept_port
 from tests.patience import patiently
 from tests.tandem.vllm.test_caches import NUM_BLOCKS, NUM_LAYERS, PAGE, SIZE, pieces_of
 
 ROOM, ASKED = 7, 0xA
 LANDED = First(11, 0)
+ONLY = Rank(0, 1)
 
 
 class Pair:
-    def __init__(self):
-        self.reports, self.results = Reports(), Results()
-        config = partial(HandOffConfig, fingerprint="f", bootstrap_port=0, transfer_backend="tcp")
+    """The workers of one rank. `first_port`: of prefill's first rank; 0: any, where that is the only one."""
+
+    def __init__(self, rank=ONLY, first_port=0):
+        self.reports, self.results, self._first_port = Reports(), Results(), first_port
+        settings = {"fingerprint": "f", "bootstrap_port": first_port, "transfer_backend": "tcp"}
+        config = partial(HandOffConfig, **settings)
         num_bytes = NUM_LAYERS * NUM_BLOCKS * SIZE
         self._memory = [torch.full((num_bytes,), fill, dtype=torch.uint8) for fill in (1, 0)]
         blocks = Blocks(NUM_BLOCKS, PAGE, pieces_of("layers"), are_alike=True)
         caches = [Caches(memory, blocks, is_shared=False) for memory in self._memory]
-        self.prefill = PrefillWorker(config(role="prefill"), caches[0], 0, 1)
-        self.decode = DecodeWorker(config(role="decode"), caches[1], 0, 1)
+        self.prefill = PrefillWorker(config(role="prefill"), caches[0], rank)
+        self.decode = DecodeWorker(config(role="decode"), caches[1], rank)
 
     def grant(self, request_id, page_ids):
-        port = self.prefill.agent.port
+        port = self._first_port or self.prefill.agent.port
         return Grant(request_id, ROOM, "127.0.0.1", port, page_ids, 0, ASKED)
 
     def compute(self, request_id, prompt=ASKED):
@@ -49,14 +55,16 @@ class Pair:
                 self.reports.add(worker.take_reports() or Reports())
         pytest.fail(str(self.results))
 
+    def close(self):
+        for worker in (self.prefill, self.decode):
+            worker.close()
+            worker.waker.close()
+
 
 @pytest.fixture
 def pair():
-    pair = Pair()
-    yield pair
-    for worker in (pair.prefill, pair.decode):
-        worker.close()
-        worker.waker.close()
+    with contextlib.closing(Pair()) as pair:
+        yield pair
 
 
 def test_a_prompt_lands_with_its_first_token(pair):
@@ -64,6 +72,17 @@ def test_a_prompt_lands_with_its_first_token(pair):
     pair.compute("a")
     pair.wait(received={"a"}, handed_off=["a"])
     assert (pair.reports.landed, pair.results.failed) == ({"a": LANDED}, set())
+
+
+def test_a_stage_of_a_pipeline_asks_the_same_stage_whose_port_is_behind_those_of_the_stages_before():
+    with kept_port() as port:
+        first_port = port - Rank(0, 1, stage=2).first_port
+        assert first_port == port - 2
+        with contextlib.closing(Pair(Rank(0, 1, stage=2), first_port)) as pair:
+            pair.decode.follow(Orders(grants=[pair.grant("a", [5])]))
+            pair.compute("a")
+            pair.wait(received={"a"}, handed_off=["a"])
+            assert (pair.reports.landed, pair.results.failed) == ({"a": LANDED}, set())
 
 
 def test_another_prompt_in_the_room_fails_the_request(pair):
