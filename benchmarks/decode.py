@@ -1,8 +1,8 @@
-"""Decoding in one process: the engine against a bare loop in torch, and against `generate`.
+"""Decoding in one process: the engine against a bare loop in torch, `generate`, and reading the weights once.
 
 Each stream has a prompt of 128 tokens and generates 32. The comparison with the bare loop times decoding
-only. The comparison with `generate`, which cannot be split, times prompt and decoding. Rounds alternate, and
-medians are compared. Run from the repository's root: `python -m benchmarks.decode`.
+only. The comparison with `generate`, which cannot be split, times prompt and decoding. A single stream cannot be faster
+than reading every weight once a token. Rounds alternate, and medians are compared. Run from the repository's root: `python -m benchmarks.decode`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from benchmarks.engines import ask, make_engine, model_dir
 from benchmarks.rig import parse, parser_of, result
 from tandem.engine.core import Engine
 
-GOAL_TO_BARE, GOAL_TO_GENERATE = 0.9, 1.5
+GOAL_TO_BARE, GOAL_TO_GENERATE, GOAL_TO_READING = 1.0, 1.4, 1.5
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -86,6 +86,23 @@ def generate_round(model: Any, prompts: list[list[int]], num_new: int) -> float:
     return (time.perf_counter() - begin) / (len(prompts) * num_new)
 
 
+def weights_of(model: Any) -> list[torch.Tensor]:
+    """Return what a decoded token needs of a model's weights: all, but of the embedding only what is the head's, too."""
+    embedding, head = model.get_input_embeddings().weight, model.lm_head.weight
+    weights = {each.data_ptr(): each for each in model.parameters()}
+    if embedding.data_ptr() != head.data_ptr():
+        del weights[embedding.data_ptr()]
+    return [each.detach().view(torch.int64) for each in weights.values()]
+
+
+def reading_round(weights: list[torch.Tensor]) -> float:
+    """Return the seconds that reading all weights takes."""
+    begin = time.perf_counter()
+    for each in weights:
+        each.sum()
+    return time.perf_counter() - begin
+
+
 def medians(rounds: int, runs: Mapping[str, Callable[[], float]]) -> dict[str, float]:
     """Run all in turn, after one round of warm-up; return the median tokens/s of each."""
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -106,7 +123,8 @@ def main() -> None:
     engine = make_engine(path, args.dtype, most * (args.prompt + args.new + 32), chunk=512)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, args.dtype)).eval()
     rng = random.Random(0)
-    to_bare, to_generate = list[float](), list[float]()
+    to_bare, to_generate, to_reading = list[float](), list[float](), list[float]()
+    weights = weights_of(plain)
     print(
         f"{args.dtype}, {args.threads} threads, prompts of {args.prompt}; tokens/s, medians",
         flush=True,
@@ -123,15 +141,20 @@ def main() -> None:
                 "engine": partial(engine_round, engine, prompts, args.new),
                 "bare": partial(bare_round, loop, streams, args.prompt, args.new),
                 "generate": partial(generate_round, plain, prompts, args.new),
+                "reading": partial(reading_round, weights),
             },
         )
         to_bare.append(speeds["engine"] / speeds["bare"])
         to_generate.append(speeds["whole"] / speeds["generate"])
+        if streams == 1:
+            to_reading.append(speeds["reading"] / speeds["engine"])
         print(
             f"{streams:>11}{speeds['engine']:>11.1f}{speeds['bare']:>11.1f}{to_bare[-1]:>11.2f}"
             f"{speeds['whole']:>11.1f}{speeds['generate']:>11.1f}{to_generate[-1]:>11.2f}",
             flush=True,
         )
+    if to_reading:
+        print(result("decode_vs_reading", to_reading[0], GOAL_TO_READING, is_lower_better=True))
     print(result("engine_vs_generate", min(to_generate), GOAL_TO_GENERATE))
     print(result("decode_vs_bare_loop", min(to_bare), GOAL_TO_BARE))
 

@@ -31,8 +31,8 @@ from tandem.engine.attention_backends import choose_backend, fastest
 from tandem.engine.config import AttentionName, EngineConfig
 from tandem.engine.cuda_graphs import make_runner
 from tandem.engine.forward import ForwardInputs
-from tandem.engine.fusion import fuse
 from tandem.engine.kv_pool import KVPool, make_pool
+from tandem.engine.llama import speed_up
 from tandem.engine.observation import observe
 from tandem.engine.runner import Runner
 from tandem.engine.shape import ModelShape
@@ -178,7 +178,7 @@ def make_rig(name: str, config: Any, device: str, num_pages: int | None) -> Rig:
     )
     # As a node loads it.
     observed = observe(model, config)
-    fuse(model, observed.called)
+    speed_up(observed)
     gc.collect()
     if num_pages is None:
         torch.cuda.empty_cache()
