@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 START_S = 240
 NUM_NEW = 16
 """Tokens of an answer, unless a test asks for more."""
+NUM_AGAIN = 19
 # One core for each node, as many threads in vLLM alone: so that both add in the same order.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -250,15 +251,23 @@ def alone(model: Path, asked: list, directory: Path, *vllm_flags: str) -> list:
     return json.loads(answer.read_text())
 
 
+def again(asked: list) -> list:
+    """Return the prompts that `check_answers` asks a second time, and at once."""
+    return asked[:NUM_AGAIN]
+
+
 def check_answers(cluster: Cluster, asked: list, expected: list, *, is_exact_at_once: bool) -> None:
-    """Compare the answers one after the other, cold and warm, and at once, with those of vLLM alone."""
-    cold = [cluster.generate(ids) for ids in asked]
-    assert cold == expected[: len(asked)]
-    warm = [cluster.generate(ids) for ids in asked]
-    assert warm == expected[len(asked) :]
-    at_once = cluster.generate_all(asked)
+    """Compare the answers one after the other, cold, some again, and these at once, with those of vLLM alone.
+
+    Args:
+        expected: To `[*asked, *again(asked)]`.
+    """
+    assert [cluster.generate(ids) for ids in asked] == expected[: len(asked)]
+    repeated = again(asked)
+    assert [cluster.generate(ids) for ids in repeated] == expected[len(asked) :]
+    at_once = cluster.generate_all(repeated)
     if is_exact_at_once:
-        assert at_once == expected[: len(asked)]
+        assert at_once == expected[: len(repeated)]
     assert all(len(answer) == NUM_NEW for answer in at_once)
     cluster.wait_free()
     assert all(node.load["pushed_bytes"] for node in cluster.prefills)

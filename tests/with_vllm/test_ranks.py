@@ -7,7 +7,7 @@ import pytest
 from tests.with_vllm.models import prompts, tiny
 from tests.with_vllm.nodes import Cluster, alone, check_answers
 
-NUM_TOKENS = 100
+NUM_TOKENS = 60
 FLAGS = ("--skip-tokenizer-init", "--max-num-seqs", "64", "--block-size", "32")
 FLAGS += ("--max-num-batched-tokens", "128", "--max-model-len", "512")
 

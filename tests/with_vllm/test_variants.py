@@ -8,7 +8,7 @@ from tests.with_vllm.nodes import Cluster, alone, check_answers
 
 def test_speculation_by_lookup_in_the_prompt_answers_apart_as_vllm_alone(tmp_path, cache):
     model = embedded(cache)
-    loops = [ids[:20] * 12 for ids in prompts(40_000, block=128, longest=600) if len(ids) > 20][::2]
+    loops = [ids[:20] * 12 for ids in prompts(40_000, block=128, longest=600) if len(ids) > 20][::3]
     wanted = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
     flags = ("--speculative-config", json.dumps(wanted), "--max-model-len", "1024")
     expected = alone(model, [(ids, {}) for ids in loops], tmp_path, "--dtype", "float32", *flags)
