@@ -9,9 +9,9 @@ Rows of prompts go through torch: they compute so much per key that copying the 
 So do layers that the kernel does not support: sinks, chunks, latents, or K and V of different sizes.
 """
 
-from dataclasses import dataclass
+import ctypes
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -37,33 +37,24 @@ _NO_WINDOW = 1 << 62
 # Below any score. Finite, because infinities are undefined with fast-math.
 _FAR_BELOW = np.float32(-1e30)
 
-CALL = np.dtype(
-    [
-        *((name, np.int64) for name in ("query", "query_row", "query_head")),
-        *((name, np.int64) for name in ("key", "key_row", "key_head")),
-        *((name, np.int64) for name in ("value", "value_row", "value_head")),
-        ("pool", np.int64),
-        ("pool_page", np.int64),
-        ("pool_layer", np.int64),
-        ("page_table", np.int64),
-        ("max_pages", np.int64),
-        ("kv_lens", np.int64),
-        ("num_seqs", np.int64),
-        ("out", np.int64),
-        ("num_threads", np.int64),
-        ("thread_number", np.int64),
-        ("window", np.int64),
-        ("scale", np.float32),
-        ("softcap", np.float32),
-    ],
-    align=True,
-)
-"""What the kernel is told: addresses, and strides in elements.
 
-`thread_number` is a C function's that tells which of `num_threads` it is called on; 0 where there is one.
-`pool_page` is from page to page, `pool_layer` from the page's begin to the layer. Dimensions of a head are
-neighbours everywhere. `out` is contiguous, (num_seqs, num_heads, head_dim). `softcap` 0 is none.
-"""
+class Call(ctypes.Structure):
+    """What the kernel is told: addresses, and strides in elements.
+
+    `thread_number` is a C function's that tells which of `num_threads` it is called on; 0 where there is one.
+    `pool_page` is from page to page, `pool_layer` from the page's begin to the layer. Dimensions of a head are
+    neighbours everywhere. `out` is contiguous, (num_seqs, num_heads, head_dim). `softcap` 0 is none.
+    """
+
+    _fields_ = [  # type: ignore[mutable-override]
+        *((name, ctypes.c_int64) for name in ("query", "query_row", "query_head")),
+        *((name, ctypes.c_int64) for name in ("key", "key_row", "key_head")),
+        *((name, ctypes.c_int64) for name in ("value", "value_row", "value_head")),
+        *((name, ctypes.c_int64) for name in ("pool", "pool_page", "pool_layer")),
+        *((name, ctypes.c_int64) for name in ("page_table", "max_pages", "kv_lens", "num_seqs")),
+        *((name, ctypes.c_int64) for name in ("out", "num_threads", "thread_number", "window")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+    ]
 
 
 class CpuAttention:
@@ -100,36 +91,33 @@ def _attend_decodes(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) ->
     call = batch.scratch.get("call")
     if call is None:
         call = batch.scratch["call"] = _call(batch)
-    rows = [_unit_stride(part.to(batch.dtype)) for part in (layer.query, layer.key, layer.value)]
-    for name, part in zip(("query", "key", "value"), rows, strict=True):
-        call[name] = part.data_ptr()
-        call[f"{name}_row"], call[f"{name}_head"] = part.stride(0), part.stride(1)
-    call["pool_layer"] = pages.begin
-    call["out"] = out.data_ptr()
-    call["window"] = layer.scoring.window or _NO_WINDOW
-    call["scale"], call["softcap"] = layer.scoring.scale, layer.scoring.softcap or 0
-    kernel = kernel_for(
-        Geometry(
-            num_kv_heads=num_kv_heads,
-            group=rows[0].shape[1] // num_kv_heads,
-            head_dim=head_dim,
-            page_size=page_size,
-            is_bfloat16=batch.dtype is torch.bfloat16,
-        )
+    query, key, value = (
+        _unit_stride(part.to(batch.dtype)) for part in (layer.query, layer.key, layer.value)
     )
-    run(kernel.address, call.ctypes.data, int(call["num_threads"]))
+    call.query, call.key, call.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    call.query_row, call.query_head, _ = query.stride()
+    call.key_row, call.key_head, _ = key.stride()
+    call.value_row, call.value_head, _ = value.stride()
+    call.pool_layer, call.out = pages.begin, out.data_ptr()
+    call.window = layer.scoring.window or _NO_WINDOW
+    call.scale, call.softcap = layer.scoring.scale, layer.scoring.softcap or 0
+    group, is_bfloat16 = query.shape[1] // num_kv_heads, batch.dtype is torch.bfloat16
+    kernel = kernel_for(Geometry(num_kv_heads, group, head_dim, page_size, is_bfloat16))
+    run(kernel.address, ctypes.addressof(call), call.num_threads)
 
 
-def _call(batch: PagedBatch) -> np.ndarray:
-    """Return a `CALL` with the fields that all layers of a forward share. Shape ()."""
-    call = np.zeros((), CALL)
-    call["pool"], call["pool_page"] = batch.pool.pages.data_ptr(), batch.pool.page_elements
-    call["page_table"] = batch.host_page_table.ctypes.data
-    call["max_pages"] = batch.host_page_table.shape[1]
-    call["kv_lens"] = batch.host_kv_lens.ctypes.data
-    call["num_seqs"], call["num_threads"] = batch.num_decodes, num_threads()
-    call["thread_number"] = thread_number()
-    return call
+def _call(batch: PagedBatch) -> Call:
+    """Return a `Call` with the fields that all layers of a forward share."""
+    return Call(
+        pool=batch.pool.pages.data_ptr(),
+        pool_page=batch.pool.page_elements,
+        page_table=batch.host_page_table.ctypes.data,
+        max_pages=batch.host_page_table.shape[1],
+        kv_lens=batch.host_kv_lens.ctypes.data,
+        num_seqs=batch.num_decodes,
+        num_threads=num_threads(),
+        thread_number=thread_number(),
+    )
 
 
 def _unit_stride(rows: torch.Tensor) -> torch.Tensor:
@@ -139,8 +127,7 @@ def _unit_stride(rows: torch.Tensor) -> torch.Tensor:
 # ── the kernel ───────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(NamedTuple):
     """Parameters that a kernel is compiled for: constant sizes let the compiler vectorize inner loops.
 
     Attributes:
@@ -213,7 +200,7 @@ def _add(weights: Any, values: Any, shrink: Any, sums: Any) -> None:
 
 @lru_cache
 def kernel_for(geometry: Geometry) -> Any:
-    """Return a kernel: its `address` is a C function that takes the address of a `CALL`.
+    """Return a kernel: its `address` is a C function that takes the address of a `Call`.
 
     The kernel is compiled, or read from numba's cache on disk if an earlier process has compiled it.
     """
@@ -284,4 +271,4 @@ def kernel_for(geometry: Geometry) -> Any:
                 start = (n * num_kv_heads * group + kv_head * group + g) * head_dim
                 _narrow(sums[g], totals[g], is_bfloat16, out, start)
 
-    return compiled(kernel, CALL, geometry)
+    return compiled(kernel, np.dtype(Call), geometry)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 import numba
@@ -68,6 +68,20 @@ def to_bfloat16(value: Any) -> Any:
     bits = np.float32(value).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     return np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
+class Element(NamedTuple):
+    """How a kernel reads and writes elements: as float32, whatever their type is."""
+
+    kind: Any
+    load: Any
+    store: Any
+
+    @classmethod
+    def of(cls, is_bfloat16: bool) -> "Element":
+        if is_bfloat16:
+            return cls(np.uint16, from_bfloat16, to_bfloat16)
+        return cls(np.float32, np.float32, np.float32)
 
 
 @inline  # type: ignore[untyped-decorator]

@@ -1,9 +1,9 @@
 """A pass over a loaded model of any architecture that makes its layers faster.
 
 Linear layers with the same input (q, k and v; gate and up) become one product. On CPUs, weights are packed
-once into the layout of oneDNN's kernels, which halves the time of a small batch. Float32 weights that bfloat16 holds
-exactly are kept in it as well, for batches of a few rows. Plain RMSNorm modules become torch's fused one. Modules keep
-their names and places, so modelling code runs unchanged.
+once into the layout of oneDNN's kernels, which halves the time of a small batch. Weights that bfloat16 holds exactly are
+kept in it as well, for batches of a few rows (`narrow_product.py`). Plain RMSNorm modules become torch's fused one. Modules
+keep their names and places, so modelling code runs unchanged.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from tandem.engine.narrow_product import MOST_ROWS, NarrowProduct, is_narrow
+from tandem.engine.narrow_product import NarrowProduct, is_narrow
 
 # Children of one module that its forward calls with the same tensor, in this order. Other uses give
 # correct results too, but are slower: see `_Shared`.
@@ -21,6 +21,9 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 # Weights are packed for this many rows: within 3 % of the best layout from 1 to 512 rows, as measured.
 _PACKED_FOR_ROWS = 32
+
+# Larger models are not kept twice: memory is dearer than the speed of a few rows.
+_MOST_NARROW_BYTES = 4 << 30
 
 # Operators of torch.compile's CPU backend, which have no public names.
 _PACK = torch.ops.mkldnn._reorder_linear_weight  # noqa: SLF001
@@ -39,7 +42,7 @@ def fuse(model: nn.Module, called: Collection[str]) -> int:
     """
     # Tied weights are packed once, for all layers that share them.
     packed: dict[int, Product] = {}
-    num_products = 0
+    num_products, is_small = 0, _narrow_bytes(model) <= _MOST_NARROW_BYTES
     # The list holds only parents, so that the weights of replaced layers are freed.
     parents = [each for each in model.named_modules() if type(each[1]) is not nn.Linear]
     for path, parent in parents:
@@ -48,7 +51,7 @@ def fuse(model: nn.Module, called: Collection[str]) -> int:
             children = [getattr(parent, name, None) for name in names if name in own]
             linears = [each for each in children if type(each) is nn.Linear]
             if len(linears) == len(names) and _can_join(linears):
-                product = _Shared(linears)
+                product = _Shared(linears, is_small=is_small)
                 for index, name in enumerate(names):
                     setattr(parent, name, _Part(product, index))
                 num_products += 1
@@ -60,10 +63,16 @@ def fuse(model: nn.Module, called: Collection[str]) -> int:
             if type(child) is nn.Linear:
                 key = child.weight.data_ptr()
                 if key not in packed:
-                    packed[key] = Product(child.weight, child.bias)
+                    packed[key] = Product(child.weight, child.bias, is_small=is_small)
                 setattr(parent, name, packed[key])
                 num_products += 1
     return num_products
+
+
+def _narrow_bytes(model: nn.Module) -> int:
+    weights = [each.weight for each in model.modules() if type(each) is nn.Linear]
+    sizes = {each.data_ptr(): each.numel() for each in weights}
+    return sum(sizes.values()) * torch.bfloat16.itemsize
 
 
 def _fused_norm(norm: nn.Module) -> nn.Module:
@@ -103,11 +112,16 @@ def _can_pack(weight: torch.Tensor) -> bool:
 class Product(nn.Module):
     """x W^T + b. Not an `nn.Linear`: on CPUs its weight is opaque.
 
+    Args:
+        is_small: Whether memory allows a second copy of the weight, for few rows.
+
     Attributes:
         weight: On the meta device: some models query its type and shape.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_small: bool = True
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
@@ -116,12 +130,17 @@ class Product(nn.Module):
         self._is_packed = _can_pack(weight)
         # Not a parameter, because only this forward can read packed weights.
         self._weight = _PACK(weight.contiguous(), _PACKED_FOR_ROWS) if self._is_packed else weight
-        self._narrow = NarrowProduct(weight, bias) if is_narrow(weight) else None
+        self._narrow = NarrowProduct(weight, bias) if is_small and is_narrow(weight) else None
+
+    @property
+    def is_kept_twice(self) -> bool:
+        """Whether few rows have a copy of the weight of their own."""
+        return self._narrow is not None
 
     @override
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the product. Shape (..., out_features)."""
-        if self._narrow is not None and rows.numel() <= MOST_ROWS * self.in_features:
+        if self._narrow is not None and self._narrow.suits(rows):
             return self._narrow(rows)
         if not self._is_packed:
             return functional.linear(rows, self._weight, self.bias)
@@ -132,11 +151,12 @@ class Product(nn.Module):
 class _Shared:
     """One product for several layers; the result is kept from the first layer's call to the last's."""
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], *, is_small: bool) -> None:
         self.sizes = [linear.out_features for linear in linears]
         weights: list[torch.Tensor] = [linear.weight for linear in linears]
         biases: list[torch.Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-        self.product = Product(torch.cat(weights), torch.cat(biases) if biases else None)
+        bias = torch.cat(biases) if biases else None
+        self.product = Product(torch.cat(weights), bias, is_small=is_small)
         self._rows: torch.Tensor | None = None
         self._outs: tuple[torch.Tensor, ...] = ()
 

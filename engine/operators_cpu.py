@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -11,15 +11,14 @@ import torch
 
 from tandem.engine.cpu_kernels import (
     MOST,
+    Element,
     call_int,
     compiled,
     exp,
-    from_bfloat16,
     num_threads,
     pointer,
     run,
     thread_number,
-    to_bfloat16,
 )
 
 # With fewer elements, waking the other threads takes longer than the work.
@@ -99,22 +98,8 @@ def _kernel_for(make: Callable[[bool], Callable[[Any], None]], *, is_bfloat16: b
     return address
 
 
-class _Element(NamedTuple):
-    """How a kernel reads and writes elements: as float32, whatever their type is."""
-
-    kind: Any
-    load: Any
-    store: Any
-
-    @classmethod
-    def of(cls, is_bfloat16: bool) -> "_Element":
-        if is_bfloat16:
-            return cls(np.uint16, from_bfloat16, to_bfloat16)
-        return cls(np.float32, np.float32, np.float32)
-
-
 def _add_norm(is_bfloat16: bool) -> Callable[[Any], None]:
-    kind, load, store = _Element.of(is_bfloat16)
+    kind, load, store = Element.of(is_bfloat16)
 
     def add_norm(address: Any) -> None:
         call = numba.carray(address, 1)[0]
@@ -144,7 +129,7 @@ def _add_norm(is_bfloat16: bool) -> Callable[[Any], None]:
 
 
 def _rotate(is_bfloat16: bool) -> Callable[[Any], None]:
-    kind, load, store = _Element.of(is_bfloat16)
+    kind, load, store = Element.of(is_bfloat16)
 
     def rotate(address: Any) -> None:
         call = numba.carray(address, 1)[0]
@@ -169,7 +154,7 @@ def _rotate(is_bfloat16: bool) -> Callable[[Any], None]:
 
 
 def _gated(is_bfloat16: bool) -> Callable[[Any], None]:
-    kind, load, store = _Element.of(is_bfloat16)
+    kind, load, store = Element.of(is_bfloat16)
 
     def gated(address: Any) -> None:
         call = numba.carray(address, 1)[0]
