@@ -280,6 +280,7 @@ class TcpListener:
         self._pool, self._host = pool, host.strip("[]")
         self._name, self._open_lane = name, open_lane
         self._peers: dict[PeerKey, _Peer] = {}
+        self._num_streams = 0  # of peers, fenced ones too
         self._changed = threading.Condition()
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._closing = threading.Event()
@@ -337,13 +338,15 @@ class TcpListener:
             self._changed.wait_for(lambda: all(room is None for room in known.reading.values()))
 
     def close(self) -> None:
-        """Stop listening and fence everybody."""
+        """Stop listening, fence everybody, and wait for the threads of their streams, which look at the pool."""
         self._closing.set()
         shut_down(self._server)
         self._acceptor.join()
         self._server.close()
         for peer in list(self._peers):
             self.fence(peer)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_streams, HANDSHAKE_TIMEOUT_S)
 
     def _accept(self) -> None:
         while True:
@@ -381,6 +384,8 @@ class TcpListener:
             finally:
                 with self._changed:
                     del peer.reading[stream]
+                    self._num_streams -= 1
+                    self._changed.notify_all()
 
     def _greet(self, stream: socket.socket) -> _Peer:
         # Answers are a byte each: without it the second waits 40 ms for the first to be acknowledged.
@@ -398,6 +403,7 @@ class TcpListener:
                 raise TransferRefused("a stream without the secret of a live peer")
             stream.settimeout(None)
             peer.reading[stream] = None  # from here on `_serve` sees to it that it goes again
+            self._num_streams += 1
         return peer
 
     def _receive_batches(self, stream: socket.socket, peer: _Peer, lane: Lane) -> None:

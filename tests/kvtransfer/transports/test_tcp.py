@@ -13,8 +13,9 @@ from tandem.kvtransfer.plan import PagedTokens, plan_copies
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool, TransportConfig
+from tandem.kvtransfer.transports.lanes import open_stream
 from tandem.kvtransfer.transports.tcp import TcpTransport, address_of
-from tandem.kvtransfer.transports.tcp_stream import TcpLane
+from tandem.kvtransfer.transports.tcp_stream import TcpLane, TcpListener, TcpOffer
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tests.kvtransfer.transports.lane_cases import (  # noqa: F401 - of every stream
     PAGE_BYTES,
@@ -72,6 +73,33 @@ def test_a_peer_that_still_sends_is_cut_and_its_pages_are_waited_for(rig, monkey
         with pytest.raises(PeerLost, match=r"ended|broke"):
             frames.receive_exactly(stream, 1)
     assert rig.listener.num_violations == 0
+
+
+@pytest.mark.parametrize("is_fenced", [False, True])
+def test_closing_waits_for_a_stream_that_has_yet_to_look_at_the_pool(is_fenced):
+    opening, let_go, found = threading.Event(), threading.Event(), list[int]()
+
+    def open_slowly(stream, region):
+        opening.set()
+        assert let_go.wait(PATIENCE_S)
+        found.append(len(region.array()))
+        return TcpLane(stream, region)
+
+    with MemoryRegion.private(PAGE_BYTES) as memory:
+        listener = TcpListener(Pool.packed(memory, PAGE_BYTES, 1), "127.0.0.1", "tcp", open_slowly)
+        admission = listener.admit("127.0.0.1")
+        with open_stream(TcpOffer(**admission.offer.descriptor)):
+            assert opening.wait(PATIENCE_S)
+            if is_fenced:
+                listener.fence(admission.peer)
+            closing = threading.Thread(target=listener.close, daemon=True)
+            closing.start()
+            closing.join(0.05)
+            assert closing.is_alive(), "a stream may still look at the pool"
+            let_go.set()
+            closing.join(PATIENCE_S)
+            assert not closing.is_alive()
+    assert found == [PAGE_BYTES]
 
 
 def test_a_listener_without_a_thread_for_a_stream_accepts_the_next(rig, monkeypatch):
