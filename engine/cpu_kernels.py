@@ -79,6 +79,7 @@ class Element(NamedTuple):
 
     @classmethod
     def of(cls, is_bfloat16: bool) -> "Element":
+        """Return how to access bfloat16, or float32."""
         if is_bfloat16:
             return cls(np.uint16, from_bfloat16, to_bfloat16)
         return cls(np.float32, np.float32, np.float32)

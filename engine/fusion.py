@@ -132,11 +132,6 @@ class Product(nn.Module):
         self._weight = _PACK(weight.contiguous(), _PACKED_FOR_ROWS) if self._is_packed else weight
         self._narrow = NarrowProduct(weight, bias) if is_small and is_narrow(weight) else None
 
-    @property
-    def is_kept_twice(self) -> bool:
-        """Whether few rows have a copy of the weight of their own."""
-        return self._narrow is not None
-
     @override
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the product. Shape (..., out_features)."""

@@ -7,7 +7,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from tandem.engine import fusion
-from tandem.engine.fusion import Product, fuse, shared_product
+from tandem.engine.fusion import Product, fuse
 from tandem.engine.narrow_product import MOST_ROWS, NarrowProduct, is_narrow
 from tests.tiny_models import CONFIGS, VOCAB_SIZE
 
@@ -110,16 +110,17 @@ def test_only_weights_that_bfloat16_holds_are_narrow():
 
 
 def test_a_large_model_keeps_no_second_copy_of_its_weights(monkeypatch):
-    def kept_twice(most_bytes: int) -> bool:
-        monkeypatch.setattr(fusion, "_MOST_NARROW_BYTES", most_bytes)
-        odd = Odd()
-        for weight in odd.parameters():
-            weight.data = weight.data.bfloat16().float()
-        fuse(odd, dict(odd.named_modules()))
-        product = shared_product((odd.gate_proj, odd.up_proj))
-        assert product is not None
-        return product.is_kept_twice
+    num_copies = 0
 
-    num_weights = 8 * (5 + 3)
-    assert kept_twice(2 * num_weights)
-    assert not kept_twice(2 * num_weights - 1)
+    def copy(weight: torch.Tensor, bias: torch.Tensor | None) -> NarrowProduct:
+        nonlocal num_copies
+        num_copies += 1
+        return NarrowProduct(weight, bias)
+
+    monkeypatch.setattr(fusion, "NarrowProduct", copy)
+    num_bytes = 2 * 8 * (5 + 3)
+    for most_bytes, expected in ((num_bytes, 1), (num_bytes - 1, 0)):
+        monkeypatch.setattr(fusion, "_MOST_NARROW_BYTES", most_bytes)
+        num_copies, odd = 0, Odd().bfloat16()
+        fuse(odd, dict(odd.named_modules()))
+        assert num_copies == expected
