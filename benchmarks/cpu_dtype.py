@@ -18,13 +18,12 @@ import torch
 
 from benchmarks.decode import medians
 from benchmarks.engines import ask, make_engine, model_dir
-from benchmarks.rig import parse, parser_of, result
+from benchmarks.rig import AVX2_ALONE, parse, parser_of, result
 from tandem.engine.core import Engine
 from tandem.node.machine import FAST_BFLOAT16, CpuDtype, chosen_by, cpu_flags
 
 GOAL_RATIO = 1.1
 DTYPES: tuple[CpuDtype, ...] = ("bfloat16", "float32")
-AVX2_ALONE = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 # A layer of a 1B model.
 LAYER_SIZE = 2048
 NUM_ANSWER = 16

@@ -25,6 +25,14 @@ START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 # Instruction sets that matrix products are written for.
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+# What torch, oneDNN, MKL and numba read at their start: they then take the CPU for one with AVX2 alone.
+AVX2_ALONE = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "NUMBA_CPU_NAME": "haswell",
+    "NUMBA_CPU_FEATURES": "+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse4.2",
+}
 # With two cores or more, the server under measurement gets core 0; everything else gets the others.
 NUM_CORES = os.cpu_count() or 1
 OWN_CORE, OTHER_CORES = ("0", f"1-{NUM_CORES - 1}") if NUM_CORES > 1 else ("", "")
@@ -46,18 +54,25 @@ def parse(
     *,
     far_ends: Sequence[str] = (),
 ) -> argparse.Namespace:
-    """Add `--quick` to the parser, parse the command line, and print on which machine this runs.
+    """Add `--quick` and `--avx2` to the parser, parse the command line, and print on which machine this runs.
+
+    With `--avx2` the process starts again, under `AVX2_ALONE`.
 
     Args:
         quick: Values that `--quick` sets, by destination.
         far_ends: Destinations of options by which the benchmark runs processes of its own, which do not print it.
     """
     parser.add_argument("--quick", action="store_true", help="smoke test; the figures mean nothing")
+    parser.add_argument("--avx2", action="store_true", help="as if this CPU had AVX2 alone")
     args = parser.parse_args(argv)
+    is_limited = os.environ.items() >= AVX2_ALONE.items()
+    if args.avx2 and not is_limited:
+        os.execve(sys.executable, sys.orig_argv, os.environ | AVX2_ALONE)
     if args.quick:
         vars(args).update(quick)
     if not any(getattr(args, name) for name in far_ends):
-        print(machine(cpu_flags()), flush=True)
+        flags = {"avx2"} if is_limited else cpu_flags()
+        print(machine(flags), flush=True)
     return args
 
 
