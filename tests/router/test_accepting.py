@@ -81,7 +81,9 @@ async def test_a_worker_whose_clients_left_takes_the_next_ones(monkeypatch, tmp_
             connection.transport.close()
         await until(lambda: num_open(servers) == [4, 0])
         connect(clients, sock, 4)
-        await until(lambda: num_open(servers) == [4, 4])
+        await until(lambda: sum(num_open(servers)) == 8)
+        # One of them may go to the other worker, if that wakes first: this one counts anew when it wakes.
+        assert num_open(servers)[1] >= 3
 
 
 async def test_a_worker_that_is_stopped_delays_the_others_and_no_more(tmp_path):
