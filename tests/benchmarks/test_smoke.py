@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 LINE = re.compile(r"result: \S+ \S+ \S+ \(goal \S+\) (reached|short)")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_benchmark_ends_with_its_result():
     command = [sys.executable, "-m", "benchmarks.step_overhead", "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

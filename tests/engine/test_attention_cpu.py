@@ -45,7 +45,7 @@ def hits(geometries: list[Geometry]) -> list[int]:
     return [kernel_for.__wrapped__(each).cache_hits for each in geometries]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_second_process_does_not_compile_again(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))

@@ -22,7 +22,7 @@ def generate(path, **settings) -> dict[str, list[int]]:
     return run(engine)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # of torch's own compiler, about itself
 def test_a_compiled_model_generates_the_same_tokens_or_says_what_it_lacks(tiny_model):
     path = tiny_model("llama")

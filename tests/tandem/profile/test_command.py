@@ -13,7 +13,7 @@ def profile(*flags):
     return fork_server.run(["tandem", "profile", *map(str, flags)])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_node_is_measured_and_its_profile_is_one_for_plans_and_simulated_engines(
     tiny_model, tmp_path
 ):
