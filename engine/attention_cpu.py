@@ -21,15 +21,15 @@ from tandem.engine.attention import LayerInputs, PagedBatch
 from tandem.engine.attention_torch import TorchAttention, attend_prompts, empty_output
 from tandem.engine.cpu_kernels import (
     MOST,
-    call_int,
     compiled,
     exp,
     from_bfloat16,
     inline,
     num_threads,
+    place,
     pointer,
     run,
-    thread_number,
+    team,
     to_bfloat16,
 )
 
@@ -41,7 +41,7 @@ _FAR_BELOW = np.float32(-1e30)
 class Call(ctypes.Structure):
     """What the kernel is told: addresses, and strides in elements.
 
-    `thread_number` is a C function's that tells which of `num_threads` it is called on; 0 where there is one.
+    The threads are those of `place`.
     `pool_page` is from page to page, `pool_layer` from the page's begin to the layer. Dimensions of a head are
     neighbours everywhere. `out` is contiguous, (num_seqs, num_heads, head_dim). `softcap` 0 is none.
     """
@@ -52,7 +52,8 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("value", "value_row", "value_head")),
         *((name, ctypes.c_int64) for name in ("pool", "pool_page", "pool_layer")),
         *((name, ctypes.c_int64) for name in ("page_table", "max_pages", "kv_lens", "num_seqs")),
-        *((name, ctypes.c_int64) for name in ("out", "num_threads", "thread_number", "window")),
+        *((name, ctypes.c_int64) for name in ("out", "window")),
+        *((name, ctypes.c_int64) for name in ("num_threads", "thread_number", "num_started")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
 
@@ -116,7 +117,7 @@ def _call(batch: PagedBatch) -> Call:
         kv_lens=batch.host_kv_lens.ctypes.data,
         num_seqs=batch.num_decodes,
         num_threads=num_threads(),
-        thread_number=thread_number(),
+        **team(),
     )
 
 
@@ -226,8 +227,8 @@ def kernel_for(geometry: Geometry) -> Any:
         keys = flat_keys.reshape((page_size, head_dim))
         values = flat_values.reshape((page_size, head_dim))
         scores = np.empty(page_size, np.float32)
-        thread = call_int(call.thread_number) if call.num_threads > 1 else 0
-        for unit in range(thread, call.num_seqs * num_kv_heads, call.num_threads):
+        thread, started = place(call)
+        for unit in range(thread, call.num_seqs * num_kv_heads, started):
             n, kv_head = unit // num_kv_heads, unit % num_kv_heads
             kv_len, pages = int(kv_lens[n]), n * call.max_pages
             plane_k = call.pool_layer + kv_head * plane

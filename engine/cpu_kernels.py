@@ -57,6 +57,17 @@ inline = numba.njit(inline="always", fastmath=True, error_model="numpy")
 
 
 @inline  # type: ignore[untyped-decorator]
+def place(call: Any) -> Any:
+    """Return the calling thread's number, and how many threads `run` started: OpenMP may start fewer than asked for.
+
+    A `Call` has `num_threads`, as given to `run`, and the fields of `team`.
+    """
+    if call.num_threads > 1:
+        return np.int64(call_int(call.thread_number)), np.int64(call_int(call.num_started))
+    return np.int64(0), np.int64(1)
+
+
+@inline  # type: ignore[untyped-decorator]
 def from_bfloat16(bits: Any) -> Any:
     """Convert bits of bfloat16 to float32, whose upper half they are."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
@@ -149,18 +160,20 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-def thread_number() -> int:
-    """Return the address of a C function that returns the number of the calling thread in `run`, or 0."""
+def team() -> dict[str, int]:
+    """Return the addresses of the C functions that `place` calls, by their fields of a `Call`."""
     library = _library()
-    return (
-        0
-        if library is None
-        else ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p).value or 0
-    )
+    if library is None:
+        return {}
+    functions = {"thread_number": "omp_get_thread_num", "num_started": "omp_get_num_threads"}
+    return {
+        field: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+        for field, name in functions.items()
+    }
 
 
 def num_threads() -> int:
-    """Return the number of threads that `run` uses: torch's, or 1 if its threads cannot be shared."""
+    """Return the number of threads that `run` asks for: torch's, or 1 if its threads cannot be shared."""
     return torch.get_num_threads() if _library() is not None else 1
 
 

@@ -104,7 +104,8 @@ class LlamaForward:
         return logits
 
     def _normed(self, heads: torch.Tensor, norm: _Norm) -> torch.Tensor:
-        flat = heads.reshape(-1, heads.shape[-1])
+        # Not `reshape`, which returns rows with gaps if there is one head.
+        flat = heads.contiguous().view(-1, heads.shape[-1])
         return self._operators.add_norm(flat, None, norm.weight, norm.eps).view(heads.shape)
 
 

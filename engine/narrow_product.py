@@ -15,13 +15,13 @@ import torch
 from tandem.engine.cpu_kernels import (
     MOST,
     Element,
-    call_int,
     compiled,
     from_bfloat16,
     num_threads,
+    place,
     pointer,
     run,
-    thread_number,
+    team,
 )
 
 MOST_ROWS = {torch.float32: 12, torch.bfloat16: 2}
@@ -31,13 +31,13 @@ _PART = 1 << 20
 
 
 class Call(ctypes.Structure):
-    """What the kernel is told: addresses, sizes, and the threads as in `operators_cpu.Call`. `bias` 0 is none."""
+    """What the kernel is told: addresses, sizes, and the threads of `place`. `bias` 0 is none."""
 
     _fields_ = [  # type: ignore[mutable-override]
         (name, ctypes.c_int64)
         for name in (
             *("rows", "weight", "bias", "out", "num_rows", "num_in", "num_out"),
-            *("num_threads", "thread_number"),
+            *("num_threads", "thread_number", "num_started"),
         )
     ]
 
@@ -59,7 +59,7 @@ class NarrowProduct:
             bias=0 if bias is None else bias.data_ptr(),
             num_out=weight.shape[0],
             num_in=weight.shape[1],
-            thread_number=thread_number(),
+            **team(),
         )
         self._address = ctypes.addressof(self._call)
 
@@ -107,8 +107,8 @@ def _kernel(*, is_bfloat16: bool) -> int:
         # Four columns at a time, each from a quarter of its own: one stream of loads does not fill the memory's
         # queue. And two rows at a time, which share what was widened. The last of each stands in for what is missing.
         quarter = (num_out + 3) // 4
-        thread = call_int(call.thread_number) if call.num_threads > 1 else 0
-        share = (quarter + call.num_threads - 1) // call.num_threads
+        thread, started = place(call)
+        share = (quarter + started - 1) // started
         for n in range(thread * share, min(quarter, (thread + 1) * share)):
             n1, n2, n3 = (
                 min(n + quarter, num_out - 1),

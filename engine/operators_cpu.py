@@ -12,13 +12,13 @@ import torch
 from tandem.engine.cpu_kernels import (
     MOST,
     Element,
-    call_int,
     compiled,
     exp,
     num_threads,
+    place,
     pointer,
     run,
-    thread_number,
+    team,
 )
 
 # With fewer elements, waking the other threads takes longer than the work.
@@ -26,15 +26,12 @@ _LEAST_SHARED = 1 << 15
 
 
 class Call(ctypes.Structure):
-    """What a kernel is told: addresses, sizes, and the strides of `rows` and `out` in elements.
-
-    `thread_number` is a C function's that tells which of `num_threads` it is called on; 0 where there is one.
-    """
+    """What a kernel is told: addresses, sizes, the strides of `rows` and `out` in elements, and the threads of `place`."""
 
     _fields_ = [  # type: ignore[mutable-override]
         *((name, ctypes.c_int64) for name in ("rows", "first", "second", "out")),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_heads", "width", "row_stride")),
-        *((name, ctypes.c_int64) for name in ("num_threads", "thread_number")),
+        *((name, ctypes.c_int64) for name in ("num_threads", "thread_number", "num_started")),
         ("eps", ctypes.c_float),
     ]
 
@@ -51,7 +48,7 @@ class CpuOperators:
         self._add_norm = _kernel_for(_add_norm, is_bfloat16=is_bfloat16)
         self._rotate = _kernel_for(_rotate, is_bfloat16=is_bfloat16)
         self._gated = _kernel_for(_gated, is_bfloat16=is_bfloat16)
-        self._call = Call(thread_number=thread_number())
+        self._call = Call(**team())
         self._address = ctypes.addressof(self._call)
 
     def add_norm(
@@ -109,8 +106,8 @@ def _add_norm(is_bfloat16: bool) -> Callable[[Any], None]:
         weight = numba.carray(pointer(call.second), (MOST,), kind)
         out = numba.carray(pointer(call.out), (MOST,), kind)
         sums = np.empty(width, np.float32)
-        thread = call_int(call.thread_number) if call.num_threads > 1 else 0
-        for n in range(thread, call.num_rows, call.num_threads):
+        thread, started = place(call)
+        for n in range(thread, call.num_rows, started):
             start = n * width
             if call.first:
                 for i in range(width):
@@ -137,8 +134,8 @@ def _rotate(is_bfloat16: bool) -> Callable[[Any], None]:
         heads = numba.carray(pointer(call.rows), (MOST,), kind)
         cos = numba.carray(pointer(call.first), (MOST,), kind)
         sin = numba.carray(pointer(call.second), (MOST,), kind)
-        thread = call_int(call.thread_number) if call.num_threads > 1 else 0
-        for n in range(thread, call.num_rows, call.num_threads):
+        thread, started = place(call)
+        for n in range(thread, call.num_rows, started):
             for head in range(call.num_heads):
                 start = n * call.row_stride + head * width
                 for i in range(half):
@@ -161,8 +158,8 @@ def _gated(is_bfloat16: bool) -> Callable[[Any], None]:
         width = call.width
         gate_up = numba.carray(pointer(call.rows), (MOST,), kind)
         out = numba.carray(pointer(call.out), (MOST,), kind)
-        thread = call_int(call.thread_number) if call.num_threads > 1 else 0
-        for n in range(thread, call.num_rows, call.num_threads):
+        thread, started = place(call)
+        for n in range(thread, call.num_rows, started):
             for i in range(width):
                 at = np.uint64(2 * n * width + i)
                 gate, up = load(gate_up[at]), load(gate_up[np.uint64(at + width)])

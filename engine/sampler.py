@@ -101,6 +101,9 @@ def _least_kept(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) 
     # Sorting the whole vocabulary would dominate a step.
     probs = logits.softmax(dim=-1)
     has_top_k = top_k < vocab_size
+    # Beside rows with top-p, rounding would cut the tail of such a row, after sorting its whole vocabulary.
+    keeps_all = ~has_top_k & (top_p >= 1)
+    top_p = top_p.masked_fill(keeps_all, 0.0)
     top = logits.topk(_num_candidates(probs, top_k, top_p), dim=-1)
     rank = torch.arange(top.values.shape[1], device=logits.device)
     mass = probs.gather(1, top.indices).double().masked_fill(rank >= top_k, 0.0)
@@ -108,7 +111,8 @@ def _least_kept(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) 
     whole = torch.where(has_top_k, mass.sum(dim=-1, keepdim=True), 1.0)
     mass_before = mass.cumsum(dim=-1) - mass
     is_kept = (mass_before < top_p * whole) & (rank < top_k) | (rank == 0)
-    return top.values.gather(1, is_kept.sum(dim=-1, keepdim=True) - 1)
+    least = top.values.gather(1, is_kept.sum(dim=-1, keepdim=True) - 1)
+    return least.masked_fill(keeps_all, NEG_INF)
 
 
 def _num_candidates(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> int:

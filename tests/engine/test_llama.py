@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from tandem.engine.attention import register
 from tandem.engine.attention_torch import TorchAttention
@@ -77,6 +77,11 @@ def test_biases_and_long_ropes_are_those_of_the_model():
         "original_max_position_embeddings": 16,
     }
     config = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, rope_parameters=rope)
+    assert off(uneven(config)) < 1e-4
+
+
+def test_a_single_head_of_keys_is_normalized_row_by_row():
+    config = Qwen3Config(**{**SIZES, "num_key_value_heads": 1}, head_dim=32)
     assert off(uneven(config)) < 1e-4
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tandem.engine.forward import Slots
 from tandem.engine.penalties import Penalties
 from tandem.engine.request import ActiveRequest
-from tandem.engine.sampler import gumbels, gumbels_of
+from tandem.engine.sampler import _cut_off, gumbels, gumbels_of
 from tandem.engine.sampler import sample as sample_slots
 from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
 from tests.engine.cut_off import kept_by_definition
@@ -134,6 +134,15 @@ def test_what_can_be_drawn_is_what_the_definition_keeps(top_k, top_p):
     together = [active(seed=i, top_k=top_k, top_p=top_p) for i in range(8)]
     alone = [sample(logits[i : i + 1], [r])[0] for i, r in enumerate(together)]
     assert sample(logits, [active(seed=i, top_k=top_k, top_p=top_p) for i in range(8)]) == alone
+
+
+def test_a_request_without_top_p_keeps_every_token_beside_one_with():
+    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0)).repeat(2, 1) * 5
+    slots = Slots(2, 1)
+    for request in (active(), active(top_p=0.9)):
+        slots.take(request)
+    cut = _cut_off(logits, slots, np.arange(2), has_top=True)
+    assert cut.any(dim=1).tolist() == [False, True]
 
 
 # ── noise ────────────────────────────────────────────────────────────────────────────────────────
