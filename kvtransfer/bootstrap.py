@@ -211,9 +211,9 @@ class BootstrapPort:
             targets = {pair.destination: pair.heads for pair in pairs if pair.source == own_rank}
             if hello.tp_rank not in targets:
                 return self._redirect(peer, self._ports_of(sources))
-            for old in list(self.links.values()):
-                if peer == old.peer or old.epoch == hello.epoch:
-                    self.drop(old, PeerLost("decode made a new link"))
+            # Not other links of its epoch: it may reach us at two addresses, and a link that it gave up is lost soon.
+            if (old := self.links.get(peer)) is not None:
+                self.drop(old, PeerLost("decode made a new link"))
             worker = Worker("kv-push", self._control)
         except (LayoutMismatch, ProtocolMismatch, TransferRefused, TransferFailed) as error:
             see = f"tandem docs errors#{error.code}"

@@ -12,6 +12,7 @@ import mmap
 import os
 import re
 import secrets
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 SHM_DIR = Path("/dev/shm")  # noqa: S108 - names in it are random and files are ours alone
+HEADER = struct.Struct("@NN")  # of glibc's malloc
 POOL_NAME = re.compile(r"tandem-[\w-]{1,64}-[0-9a-f]{16}\.pool")
 
 Read = Callable[[Sequence[slice]], Iterable[Buffer]]
@@ -184,8 +186,13 @@ def _has_own_pages(address: int, size_bytes: int) -> bool:
     """
     if size_bytes < mmap.PAGESIZE:
         return False
-    # Before each piece: where its mapping begins, if it has one, and its size with three flags.
-    before, size = (ctypes.c_size_t * 2).from_address(address - 16)
+    # Before each piece: where its mapping begins, if it has one, and its size with three flags. Another malloc may have
+    # nothing there, which ends a process that looks.
+    try:
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            before, size = HEADER.unpack(os.pread(memory.fileno(), HEADER.size, address - 16))
+    except (OSError, struct.error):
+        return False
     is_mapped, first, last = size & 2, address - 16 - before, address - 16 + (size & ~7)
     is_aligned = not (first % mmap.PAGESIZE or last % mmap.PAGESIZE)
     return bool(is_mapped and is_aligned and last >= address + size_bytes)

@@ -30,7 +30,7 @@ from tandem.wire.messages import (
 )
 
 # After this long without a message an engine counts as hung: three times the longest chunk of a large model on
-# a CPU. A healthy engine answers every half second.
+# a CPU. A healthy engine answers every ping, which an idle one gets in every other interval.
 LOOP_SILENCE_S = 30.0
 
 
@@ -134,7 +134,9 @@ class LocalBackend:
             return Health(is_serving=False, detail=self.life.describe())
         if not self._client.is_up:
             return Health(is_serving=False, detail="the engine does not answer")
-        limit_s = min(LOOP_SILENCE_S, self._config.step_timeout_s)
+        limit_s = max(
+            min(LOOP_SILENCE_S, self._config.step_timeout_s), 5 * self._config.heartbeat.interval_s
+        )
         if (silent_s := self._client.silent_s) > limit_s:
             # The link is still up, because its heartbeats do not depend on the loop.
             return Health(

@@ -5,6 +5,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 
+from tandem.kvtransfer.control import transport_errors
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import (
     Connection,
@@ -15,7 +16,7 @@ from tandem.kvtransfer.transports.base import (
     TransportFactory,
 )
 from tandem.telemetry.log import get_logger
-from tandem.wire.errors import ConfigInvalid, TransferRefused
+from tandem.wire.errors import ConfigInvalid, TandemError, TransferRefused
 from tandem.wire.hand_off import TransportOffer
 
 log = get_logger("kvtransfer.registry")
@@ -116,10 +117,11 @@ def choose(
             reasons.append(f"{offer.name}: not enabled here")
             continue
         try:
-            return offer.name, transport.connect(offer, region)
-        except TransferRefused as error:
+            with transport_errors():
+                return offer.name, transport.connect(offer, region)
+        except TandemError as error:
             log.debug("kv_transport.skipped", transport=offer.name, reason=str(error))
-            reasons.append(f"{offer.name}: {error}")
+            reasons.append(f"{offer.name}: {error if error.is_public else error.code}")
     raise TransferRefused("no transport in common: " + ("; ".join(reasons) or "nothing offered"))
 
 

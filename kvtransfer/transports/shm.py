@@ -231,6 +231,9 @@ class ControlListener:
         except OSError as error:
             path.unlink(missing_ok=True)
             raise TransferRefused(f"cannot make {path}: {error.strerror}") from error
+        if self._closed.is_set():  # after the look for files to remove, perhaps
+            self.fence(peer)
+            raise TransferRefused("the pool's owner is closing")
         offer = ControlOffer(
             pool=self._path.name,
             peer=peer,

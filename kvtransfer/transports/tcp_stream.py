@@ -30,6 +30,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -78,18 +79,22 @@ def proof(secret: bytes, challenge: bytes) -> bytes:
 
 
 def receive_exactly(sock: socket.socket, size_bytes: int) -> bytes:
-    """Return the next `size_bytes` bytes.
+    """Return the next `size_bytes` bytes. A timeout of the socket is the time for all of them.
 
     Raises:
         PeerLost: The stream ended, broke or timed out before.
     """
     data = bytearray(size_bytes)
     left = memoryview(data)
+    timeout_s = sock.gettimeout()
+    until_s = time.monotonic() + (timeout_s or 0.0)
     try:
         while left:
             if not (received := sock.recv_into(left, 0, socket.MSG_WAITALL)):
                 raise PeerLost("the stream ended")
             left = left[received:]
+            if timeout_s is not None:  # each call would begin it again, for a byte
+                sock.settimeout(max(0.0, until_s - time.monotonic()) if left else timeout_s)
     except OSError as error:
         raise PeerLost(f"the stream broke: {error}") from error
     return bytes(data)

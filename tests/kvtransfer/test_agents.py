@@ -414,6 +414,20 @@ def test_when_the_data_path_breaks_the_link_is_lost_and_the_next_request_makes_a
     decode.next(Landed)
 
 
+def test_a_prefill_with_two_addresses_goes_on_with_the_rooms_of_one_when_it_is_asked_at_the_other(
+    cluster,
+):
+    prefill, decode = cluster.prefill("tcp://0.0.0.0:0"), cluster.decode()
+    rooms = {Room(1): "127.0.0.1", Room(2): "127.0.0.2"}
+    for room, host in rooms.items():
+        prefill.agent.expect(room)
+        decode.agent.request(room, host, prefill.agent.port, [DECODE_PAGES[room]])
+        assert prefill.next(Granted).room == room
+    for room in rooms:
+        push_all(prefill, [PROMPT_PAGES[room]], room)
+        assert decode.next(Landed).room == room
+
+
 @pytest.mark.parametrize("make", [LoopbackTransport, ShmTransport, TcpTransport])
 def test_a_prefill_that_goes_away_is_lost_and_its_successor_is_greeted(cluster, make):
     cluster.use(make())

@@ -154,6 +154,26 @@ def test_memory_that_is_adopted_keeps_its_place_and_content_and_can_be_mapped_by
     assert done.returncode == 0, done.stderr
 
 
+BEHIND_A_HOLE = """
+import ctypes, mmap
+import numpy as np
+from tandem.kvtransfer.region import MemoryRegion
+
+half = 1 << 20
+memory = np.frombuffer(mmap.mmap(-1, 2 * half), np.uint8)
+begin = memory.ctypes.data
+assert ctypes.CDLL(None).munmap(ctypes.c_void_p(begin), ctypes.c_size_t(half)) == 0
+assert MemoryRegion.adopted(begin + half, half, is_shared=True).path is None
+"""
+
+
+def test_memory_of_another_allocator_which_has_nothing_before_it_stays_private():
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", BEHIND_A_HOLE], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_memory_that_may_lie_on_pages_with_other_objects_stays_private():
     own = np.zeros(1 << 20, np.uint8)
     region = MemoryRegion.adopted(own.ctypes.data + 32, 1 << 19, is_shared=True)

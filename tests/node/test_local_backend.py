@@ -10,7 +10,7 @@ from tandem.frontend.engine_client import EngineClient
 from tandem.node.config import NodeConfig
 from tandem.node.engine_process import Ready
 from tandem.node.life import Event
-from tandem.node.local_backend import LocalBackend
+from tandem.node.local_backend import LOOP_SILENCE_S, LocalBackend
 from tandem.node.metrics import Measures
 from tandem.wire.channel import Inbox
 from tandem.wire.generation import Epoch
@@ -71,10 +71,10 @@ def test_a_node_without_an_engine_still_says_what_state_it_is_in(backend):
 
 
 async def test_a_node_whose_loop_does_not_turn_is_unhealthy_though_its_link_stands():
-    config = msgspec.structs.replace(CONFIG, step_timeout_s=1.0)
+    config = msgspec.structs.replace(CONFIG, step_timeout_s=1.0, heartbeat_interval_ms=100.0)
     backend = LocalBackend(config, None, "")
     inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
-    linked = EngineClient(inbox.address)
+    linked = EngineClient(inbox.address, heartbeat=config.heartbeat)
     backend.attach(config, READY)
     backend.link(linked)
     backend.life.apply(Event.LOADED)
@@ -102,3 +102,21 @@ async def test_a_node_whose_loop_does_not_turn_is_unhealthy_though_its_link_stan
         running.cancel()
         await asyncio.wait([running])
         inbox.close()
+
+
+@pytest.mark.parametrize(
+    ("heartbeat_ms", "step_timeout_s"), [(500.0, 1.0), (20_000.0, 300.0), (60_000.0, 300.0)]
+)
+async def test_an_idle_engine_is_healthy_however_rarely_it_is_asked(heartbeat_ms, step_timeout_s):
+    config = msgspec.structs.replace(
+        CONFIG, heartbeat_interval_ms=heartbeat_ms, step_timeout_s=step_timeout_s
+    )
+    backend, linked = LocalBackend(config, None, ""), client()
+    backend.attach(config, READY)
+    backend.link(linked)
+    backend.life.apply(Event.LOADED)
+    linked.answered.set()
+    for num_intervals, is_serving in ((2.5, True), (5.5, False)):
+        silent_s = max(num_intervals * heartbeat_ms / 1000, 0 if is_serving else LOOP_SILENCE_S)
+        linked._heard_at = asyncio.get_running_loop().time() - silent_s
+        assert backend.health().is_serving is is_serving

@@ -10,6 +10,7 @@ import pytest
 from tandem.kvtransfer.region import SHM_DIR, MemoryRegion
 from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.shm import ShmTransport
+from tandem.wire.errors import TransferRefused
 from tandem.wire.generation import Room
 
 NUM_PAGES, ROOM = 4, Room(2**62 + 5)
@@ -47,3 +48,12 @@ def test_the_files_are_as_the_protocol_describes_them(listener):
         listener.fence(admission.peer)
         assert os.pread(control, 1, 0) == b"\1"
         assert not pool.with_suffix(f".{facts['peer']}.ctl").exists()
+
+
+def test_a_link_that_is_made_while_the_listener_closes_leaves_no_file(listener):
+    """As of a worker that had to wait for the address of its host."""
+    first = SHM_DIR / listener.admit("127.0.0.1").offer.descriptor["pool"]
+    listener.close()
+    with pytest.raises(TransferRefused):
+        listener.admit("127.0.0.1")
+    assert not [*SHM_DIR.glob(f"{first.stem}.*.ctl")]

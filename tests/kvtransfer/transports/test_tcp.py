@@ -46,6 +46,39 @@ def test_a_stream_without_the_secret_is_cut(rig):
     assert rig.listener.num_violations == 1
 
 
+class DrippingStream:
+    """Has a byte ready each time that it is asked, after a second of a clock of its own."""
+
+    def __init__(self, timeout_s):
+        self.timeout_s, self.now_s = timeout_s, 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def gettimeout(self):
+        return self.timeout_s
+
+    def settimeout(self, timeout_s):
+        self.timeout_s = timeout_s
+
+    def recv_into(self, buffer, _size, _flags):
+        self.now_s += min(1.0, self.timeout_s)
+        if self.timeout_s < 1.0:
+            raise TimeoutError
+        buffer[:1] = b"x"
+        return 1
+
+
+def test_a_stranger_that_sends_byte_after_byte_is_cut_when_its_time_is_up(monkeypatch):
+    stream = DrippingStream(5.0)
+    monkeypatch.setattr(frames, "time", stream)
+    for _ in range(2):  # each message has all of the time
+        frames.receive_exactly(stream, 5)
+    with pytest.raises(PeerLost):
+        frames.receive_exactly(stream, 6)
+    assert stream.now_s == 15.0
+
+
 @pytest.mark.parametrize("by", ["revoke", "fence"])
 def test_a_peer_that_still_sends_is_cut_and_its_pages_are_waited_for(rig, monkeypatch, by):
     peer, reading, let_go = rig.admission.peer, threading.Event(), threading.Event()
