@@ -19,7 +19,7 @@ from tandem.up import free_ports
 
 HERE = Path(__file__).parent
 START_S = 240
-NUM_NEW = 16
+NUM_NEW = 10
 """Tokens of an answer, unless a test asks for more."""
 NUM_AGAIN = 19
 # One core for each node, as many threads in vLLM alone: so that both add in the same order.
