@@ -41,7 +41,7 @@ def fuse(model: nn.Module, called: Collection[str]) -> int:
             their weights directly, and packed weights are opaque.
     """
     # Tied weights are packed once, for all layers that share them.
-    packed: dict[int, Product] = {}
+    packed: dict[tuple[int, int], Product] = {}
     num_products, is_small = 0, _narrow_bytes(model) <= _MOST_NARROW_BYTES
     # The list holds only parents, so that the weights of replaced layers are freed.
     parents = [each for each in model.named_modules() if type(each[1]) is not nn.Linear]
@@ -61,7 +61,8 @@ def fuse(model: nn.Module, called: Collection[str]) -> int:
             if type(child).__name__.endswith("RMSNorm"):
                 setattr(parent, name, _fused_norm(child))
             if type(child) is nn.Linear:
-                key = child.weight.data_ptr()
+                bias: torch.Tensor | None = child.bias
+                key = child.weight.data_ptr(), 0 if bias is None else bias.data_ptr()
                 if key not in packed:
                     packed[key] = Product(child.weight, child.bias, is_small=is_small)
                 setattr(parent, name, packed[key])

@@ -56,15 +56,11 @@ def speed_up(observed: Observed) -> None:
 class LlamaForward:
     """Computes a model's logits; see `llama_forward`."""
 
-    def __init__(self, module: Any, scorings: Sequence[Scoring], operators: Operators) -> None:
+    def __init__(self, module: Any, layers: Sequence[_Layer], operators: Operators) -> None:
         config = module.config
-        self._operators = operators
+        self._layers, self._operators = layers, operators
         self._num_heads, self._num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._embed, self._rotary = module.model.embed_tokens, module.model.rotary_emb
-        self._layers = [
-            _layer(layer, scoring)
-            for layer, scoring in zip(module.model.layers, scorings, strict=True)
-        ]
         self._norm, self._head = _norm(module.model.norm), module.lm_head
 
     def logits(
@@ -120,27 +116,22 @@ def llama_forward(module: Any, scorings: Sequence[Scoring]) -> LlamaForward | No
     is_known = kind.__name__ in _CLASSES and kind.__module__.startswith("transformers.")
     if not is_known or config.hidden_act != "silu":
         return None
-    if not all(_is_fused(layer) for layer in module.model.layers):
+    layers = [_layer(*each) for each in zip(module.model.layers, scorings, strict=True)]
+    fused = [layer for layer in layers if layer is not None]
+    if len(fused) < len(layers):
         return None
     weight = module.model.norm.weight
-    return LlamaForward(module, scorings, operators_for(weight.device, weight.dtype))
+    return LlamaForward(module, fused, operators_for(weight.device, weight.dtype))
 
 
-def _is_fused(layer: Any) -> bool:
-    attention, mlp = layer.self_attn, layer.mlp
-    singles = attention.o_proj, mlp.down_proj
-    groups = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
-    return all(isinstance(each, Product) for each in singles) and all(
-        shared_product(group) is not None for group in groups
-    )
-
-
-def _layer(layer: Any, scoring: Scoring) -> _Layer:
+def _layer(layer: Any, scoring: Scoring) -> _Layer | None:
+    """Return a layer's parts; None if its linear layers were not fused."""
     attention, mlp = layer.self_attn, layer.mlp
     qkv = shared_product((attention.q_proj, attention.k_proj, attention.v_proj))
     gate_up = shared_product((mlp.gate_proj, mlp.up_proj))
-    assert qkv is not None
-    assert gate_up is not None
+    is_fused = isinstance(attention.o_proj, Product) and isinstance(mlp.down_proj, Product)
+    if qkv is None or gate_up is None or not is_fused:
+        return None
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     return _Layer(
         scoring=scoring,

@@ -53,6 +53,7 @@ class NarrowProduct:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight, self._bias = weight.to(torch.bfloat16).contiguous(), bias
         self._kernel = _kernel(is_bfloat16=weight.dtype is torch.bfloat16)
+        self._dtype = weight.dtype
         self._most_elements = MOST_ROWS[weight.dtype] * weight.shape[1]
         self._call = Call(
             weight=self._weight.data_ptr(),
@@ -65,7 +66,7 @@ class NarrowProduct:
 
     def suits(self, rows: torch.Tensor) -> bool:
         """Return whether rows are so few that this is the fastest way."""
-        return rows.numel() <= self._most_elements
+        return rows.dtype is self._dtype and rows.numel() <= self._most_elements
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the product. Shape (..., num_in) → (..., num_out)."""

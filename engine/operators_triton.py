@@ -17,22 +17,12 @@ _BLOCK_COLUMNS = 1024
 
 
 class TritonOperators:
-    """Norm, rotation and gate on a GPU. Rows are 16-bit or float32; everything is computed in float32."""
+    """See `Operators`. Rows are 16-bit or float32."""
 
     def add_norm(
         self, rows: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Add `delta` to `rows` in place, if given, and return the RMS norm of the sum times `weight`.
-
-        The sum is rounded to the type of `rows` before it is normalized.
-
-        Args:
-            rows, delta: Shape (num_rows, width), contiguous.
-            weight: Shape (width,).
-
-        Returns:
-            Shape and type of `rows`.
-        """
+        """Add and normalize."""
         num_rows, width = rows.shape
         out = torch.empty_like(rows)
         block = triton.next_power_of_2(width)
@@ -50,12 +40,7 @@ class TritonOperators:
         return out
 
     def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Apply rotary position embedding in place, rounding once. Halves rotate as in `rotate_half` of transformers.
-
-        Args:
-            heads: Shape (num_rows, num_heads, head_dim); the last stride is 1.
-            cos, sin: Shape (num_rows, head_dim), contiguous, in the type of `heads`.
-        """
+        """Rotate in place; heads may have any stride."""
         num_rows, num_heads, head_dim = heads.shape
         triton_kernels.rotate[num_rows, triton.cdiv(num_heads, _BLOCK_HEADS)](
             heads,
@@ -70,14 +55,7 @@ class TritonOperators:
         )
 
     def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up, rounded once.
-
-        Args:
-            gate_up: Shape (num_rows, 2 * width), contiguous; the gate first.
-
-        Returns:
-            Shape (num_rows, width).
-        """
+        """Multiply."""
         num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty((num_rows, width))
         triton_kernels.gated[num_rows, triton.cdiv(width, _BLOCK_COLUMNS)](

@@ -67,6 +67,26 @@ def test_a_layer_whose_weights_are_read_is_left_alone():
     torch.testing.assert_close(reader(x), before)
 
 
+class Twins(nn.Module):
+    """Two layers of one weight, each with a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.right.weight = self.left.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.right(self.left(x))
+
+
+@torch.inference_mode()
+def test_layers_that_share_a_weight_keep_their_own_biases():
+    twins, x = Twins(), torch.randn(4, 8)
+    before = twins(x)
+    assert fuse(twins, dict(twins.named_modules())) == 2
+    torch.testing.assert_close(twins(x), before)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -95,8 +115,9 @@ def test_weights_that_bfloat16_holds_give_the_same_products(
 def test_only_products_of_few_rows_are_narrow(dtype):
     narrow = NarrowProduct(torch.zeros(3, 8, dtype=dtype), None)
     most = MOST_ROWS[dtype]
-    assert narrow.suits(torch.zeros(most, 8))
-    assert not narrow.suits(torch.zeros(most + 1, 8))
+    assert narrow.suits(torch.zeros(most, 8, dtype=dtype))
+    assert not narrow.suits(torch.zeros(most + 1, 8, dtype=dtype))
+    assert not narrow.suits(torch.zeros(most, 8, dtype=torch.float16))
 
 
 def test_only_weights_that_bfloat16_holds_are_narrow():
