@@ -31,7 +31,8 @@ Bytes = NDArray[np.uint8]
 def copy(plan: CopyPlan, source: Bytes, destination: Bytes) -> None:
     """Execute a plan, in any order. The caller has checked its bounds, and that nothing overlaps."""
     if len(plan) and (loop := kernel()) is not None:
-        plan = _stream(loop, plan, source.ctypes.data, destination.ctypes.data)
+        stream = _stream_one if len(plan) == 1 else _stream
+        plan = stream(loop, plan, source.ctypes.data, destination.ctypes.data)
     for begin, there, size in plan.copies():
         destination[there : there + size] = source[begin : begin + size]
 
@@ -84,6 +85,26 @@ def _stream(loop: Kernel, plan: CopyPlan, source: int, destination: int) -> Copy
         return plan[:0]
     rest = (begin + streamed[:, None], to + streamed[:, None], left)
     return CopyPlan(*(column[is_left] for column in rest))
+
+
+def _stream_one(loop: Kernel, plan: CopyPlan, source: int, destination: int) -> CopyPlan:
+    """Do what `_stream` does with a plan of one copy, in an eighth of the time: a page is copied in little more."""
+    ((begin, to, size_bytes),) = plan.copies()
+    piece = size_bytes // (LANES * TURN_BYTES) * TURN_BYTES
+    if not piece or (to + destination) % LINE_BYTES:
+        return plan
+    row = np.empty((3, LANES), np.int64)
+    row[:2] = np.arange(0, LANES * piece, piece)
+    row[0] += begin + source
+    row[1] += to + destination
+    row[2] = piece
+    at = row.ctypes.data
+    loop.run(at, at + row.strides[0], at + 2 * row.strides[0], 1)
+    done = LANES * piece
+    if done == size_bytes:
+        return plan[:0]
+    rest = (np.array([each]) for each in (begin + done, to + done, size_bytes - done))
+    return CopyPlan(*rest)
 
 
 def _lanes(plan: CopyPlan) -> Int64s:

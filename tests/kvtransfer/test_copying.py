@@ -58,6 +58,17 @@ def test_a_plan_writes_what_its_copies_write_one_by_one(pools, plan):
     np.testing.assert_array_equal(destination, expected)
 
 
+@pytest.mark.parametrize("to", [64, 65])
+@pytest.mark.parametrize("size_bytes", [1, 2047, 2048, 100_001])
+def test_a_single_copy_writes_its_bytes_and_none_beside_them(pools, size_bytes, to):
+    source, destination = pools
+    destination[:] = 0
+    plan = CopyPlan(*(np.array([each], np.int64) for each in (7, to, size_bytes)))
+    expected = one_by_one(plan, source, destination)
+    copying.copy(plan, source, destination)
+    np.testing.assert_array_equal(destination, expected)
+
+
 def test_without_a_compiler_a_plan_writes_the_same(pools, monkeypatch):
     source, destination = pools
     offsets = np.arange(0, POOL_BYTES, 4096, np.int64)
