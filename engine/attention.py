@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from tandem.engine.forward import Ints32
 from tandem.engine.kv_pool import KVPool
+from tandem.engine.operators import TorchOperators
 from tandem.wire.errors import ConfigInvalid
 
 NAME = "tandem_paged"
@@ -113,6 +114,8 @@ class LayerInputs:
         value: Shape (num_rows, num_kv_heads, value_dim); any strides. A view of `key`'s first elements
             if the layer stores latents.
         sinks: A score per head that takes weight but has no value, as in gpt-oss. Shape (num_heads,).
+        rotary: Cosines and sines, if query and key are yet to be rotated, in place: the backend may do so as it
+            writes K and V. Contiguous. Shape (num_rows, key_dim) each.
     """
 
     index: int
@@ -121,6 +124,14 @@ class LayerInputs:
     value: torch.Tensor
     scoring: Scoring
     sinks: torch.Tensor | None = None
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def rotate(self) -> None:
+        """Rotate query and key, if that is left to do."""
+        if self.rotary is not None:
+            for heads in (self.query, self.key):
+                TorchOperators().rotate(heads, *self.rotary)
+            self.rotary = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -244,6 +255,7 @@ class PagedBatch:
 
     def write(self, layer: LayerInputs) -> None:
         """Write K and V of every row into the pool, in the pool's type."""
+        layer.rotate()
         pages = self.pool.layers[layer.index]
         if pages.is_shared:  # the source layer has written them
             return

@@ -73,6 +73,7 @@ class CpuAttention:
 
     def attend(self, layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:
         """Write K and V, then attend."""
+        layer.rotate()
         has_kernel = batch.pool.layers[layer.index].joined is not None
         if not has_kernel or layer.sinks is not None or layer.scoring.chunk is not None:
             return self._reference.attend(layer, batch)

@@ -28,6 +28,8 @@ _MIN_KEYS_PER_SPLIT = 128
 _PROGRAMS_PER_PROCESSOR = 4
 # Splits that a program merges at a time: with a head dim of 128, 16 KiB of registers.
 _MERGED_TOGETHER = 32
+# Heads of one program: with a head dim of 128, two loads of 16 bytes for each thread of four warps.
+_ROTATED_HEADS = 16
 # The smallest number of rows that a tensor core multiplies.
 _MIN_GROUP = 16
 # Four programs with five stages of tiles of this size fit into an A100's shared memory.
@@ -222,13 +224,18 @@ def _on_device(splits: Splits, batch: PagedBatch) -> torch.Tensor:
 
 
 def write(batch: PagedBatch, layer: LayerInputs) -> None:
-    """Do the same as `PagedBatch.write`, in one launch if K and V have the same size."""
+    """Do the same as `PagedBatch.write`, in one launch if K and V have the same size.
+
+    Where the rotation is left to do, the elements of a head are neighbours.
+    """
     view = batch.pool.layers[layer.index]
     if view.joined is None:
         return batch.write(layer)
     if view.is_shared:
-        return None
+        return layer.rotate()
     pages = _pages(batch, layer)
+    if layer.rotary is not None:
+        return _rotate_and_write(batch, layer, pages)
     num_kv_heads, page_size, head_dim = pages.shape[2:]
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (layer.key, layer.value))
     triton_kernels.write_rows[len(key),](
@@ -251,6 +258,35 @@ def write(batch: PagedBatch, layer: LayerInputs) -> None:
         is_fp8=_is_fp8(batch),
     )
     return None
+
+
+def _rotate_and_write(batch: PagedBatch, layer: LayerInputs, pages: torch.Tensor) -> None:
+    assert layer.rotary is not None
+    query, key, value = layer.query, layer.key, layer.value
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, page_size = pages.shape[2:4]
+    num_blocks = triton.cdiv(num_heads, _ROTATED_HEADS) + triton.cdiv(num_kv_heads, _ROTATED_HEADS)
+    triton_kernels.rotate_and_write[len(query), num_blocks](
+        query,
+        key,
+        value,
+        *layer.rotary,
+        pages,
+        batch.write_pages,
+        batch.write_offsets,
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *pages.stride()[:2],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        head_dim=head_dim,
+        block_heads=_ROTATED_HEADS,
+        block_half=triton.next_power_of_2(head_dim // 2),
+        is_fp8=_is_fp8(batch),
+    )
+    layer.rotary = None
 
 
 def _attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) -> None:

@@ -75,6 +75,8 @@ class LlamaForward:
         sizes = [self._num_heads, self._num_kv_heads, self._num_kv_heads]
         rows: torch.Tensor = self._embed(token_ids)
         cos, sin = (part[0] for part in self._rotary(rows, positions.unsqueeze(0)))
+        rotate = operators.rotate
+        rotary = (cos, sin) if rotate is None else None
         delta = None
         for index, layer in enumerate(self._layers):
             normed = operators.add_norm(rows, delta, layer.input_norm.weight, layer.input_norm.eps)
@@ -85,11 +87,14 @@ class LlamaForward:
                     self._normed(part, norm)
                     for part, norm in zip((query, key), layer.head_norms, strict=True)
                 )
-                operators.rotate(query, cos, sin)
-                operators.rotate(key, cos, sin)
+                rotated = [query, key]
             else:
-                operators.rotate(heads[:, : sizes[0] + sizes[1]], cos, sin)
-            attended = attend(LayerInputs(index, query, key, value, layer.scoring))
+                rotated = [heads[:, : sizes[0] + sizes[1]]]  # at once
+            if rotate is not None:
+                for part in rotated:
+                    rotate(part, cos, sin)
+            inputs = LayerInputs(index, query, key, value, layer.scoring, rotary=rotary)
+            attended = attend(inputs)
             delta = layer.out(attended.reshape(num_rows, -1))
             normed = operators.add_norm(rows, delta, layer.post_norm.weight, layer.post_norm.eps)
             delta = layer.down(operators.gated(layer.gate_up(normed)))

@@ -7,6 +7,7 @@
 | `TritonOperators` | GPUs | `operators_triton.py` |
 """
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -33,12 +34,12 @@ class Operators(Protocol):
             Shape (num_rows, width).
         """
 
-    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Apply rotary position embedding in place, to halves as transformers' `rotate_half`.
+    @property
+    def rotate(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None:
+        """Apply rotary position embedding in place, to halves as transformers' `rotate_half`; None: attention does it.
 
-        Args:
-            heads: Heads and dimensions are contiguous, rows may have any stride. Shape (num_rows, num_heads, head_dim).
-            cos, sin: Contiguous. Shape (num_rows, head_dim).
+        Args (heads, cos, sin): Heads and dimensions are contiguous, rows may have any stride. Shape (num_rows,
+            num_heads, head_dim). Angles are contiguous. Shape (num_rows, head_dim).
         """
 
     def gated(self, gate_up: torch.Tensor) -> torch.Tensor:

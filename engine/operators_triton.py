@@ -1,4 +1,4 @@
-"""What a Llama-shaped model computes beside products and attention, as Triton kernels in `triton_kernels.py`.
+"""Norms and gates of Llama-shaped models, as Triton kernels in `triton_kernels.py`.
 
 Each operator is one pass over memory. Grids depend only on shapes, so CUDA graphs can record them. The kernels have
 not run on a GPU: tests interpret them, and compile them for GPUs.
@@ -11,13 +11,14 @@ import triton
 
 from tandem.engine import triton_kernels
 
-# Heads, and columns of a gate, of one program: two loads of 16 bytes for each thread of four warps.
-_BLOCK_HEADS = 16
+# Columns of a gate of one program: two loads of 16 bytes for each thread of four warps.
 _BLOCK_COLUMNS = 1024
 
 
 class TritonOperators:
     """See `Operators`. Rows are 16-bit or float32."""
+
+    rotate = None
 
     def add_norm(
         self, rows: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -38,21 +39,6 @@ class TritonOperators:
             num_warps=norm_warps(block),
         )
         return out
-
-    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotate in place; heads may have any stride."""
-        num_rows, num_heads, head_dim = heads.shape
-        triton_kernels.rotate[num_rows, triton.cdiv(num_heads, _BLOCK_HEADS)](
-            heads,
-            cos,
-            sin,
-            heads.stride(0),
-            heads.stride(1),
-            num_heads=num_heads,
-            head_dim=head_dim,
-            block_heads=_BLOCK_HEADS,
-            block_half=triton.next_power_of_2(head_dim // 2),
-        )
 
     def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Multiply."""

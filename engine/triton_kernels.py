@@ -47,6 +47,15 @@ def _to_e4m3(value):
 
 
 @triton.jit
+def _put(target, values, is_real, is_fp8: tl.constexpr):
+    """Store values in the pool's type."""
+    if is_fp8:
+        tl.store(target, _to_e4m3(values.to(tl.float32)), mask=is_real)
+    else:
+        tl.store(target, values.to(target.dtype.element_ty), mask=is_real)
+
+
+@triton.jit
 def write_rows(
     key,
     value,
@@ -76,12 +85,80 @@ def write_rows(
     k = tl.load(key + row * key_row + heads * key_head + dims, mask=is_real, other=0.0)
     v = tl.load(value + row * value_row + heads * value_head + dims, mask=is_real, other=0.0)
     target = pool + page * pool_page + (heads * page_size + offset) * head_dim + dims
-    if is_fp8:
-        tl.store(target, _to_e4m3(k.to(tl.float32)), mask=is_real)
-        tl.store(target + pool_value, _to_e4m3(v.to(tl.float32)), mask=is_real)
+    _put(target, k, is_real, is_fp8)
+    _put(target + pool_value, v, is_real, is_fp8)
+
+
+@triton.jit
+def rotate_and_write(
+    query,
+    key,
+    value,
+    cos,
+    sin,
+    pool,
+    write_pages,
+    write_offsets,
+    query_row,
+    query_head,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    pool_page,
+    pool_value,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    page_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_heads: tl.constexpr,
+    block_half: tl.constexpr,
+    is_fp8: tl.constexpr,
+):
+    """Rotate some heads of one row in place; write K, so rotated, and V into the row's page.
+
+    Grid (num_rows, blocks of query heads, then blocks of KV heads).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    query_blocks: tl.constexpr = (num_heads + block_heads - 1) // block_heads
+    block = tl.program_id(1)
+    heads = tl.arange(0, block_heads)
+    half: tl.constexpr = head_dim // 2
+    dims = tl.arange(0, block_half)
+    is_half = dims < half
+    angles = row * head_dim + dims
+    cos_left = tl.load(cos + angles, mask=is_half, other=0.0).to(tl.float32)
+    cos_right = tl.load(cos + angles + half, mask=is_half, other=0.0).to(tl.float32)
+    sin_left = tl.load(sin + angles, mask=is_half, other=0.0).to(tl.float32)
+    sin_right = tl.load(sin + angles + half, mask=is_half, other=0.0).to(tl.float32)
+    is_query = block < query_blocks
+    if is_query:
+        heads += block * block_heads
+        at = query + row * query_row + heads[:, None] * query_head + dims[None, :]
+        is_real = (heads < num_heads)[:, None] & is_half[None, :]
     else:
-        tl.store(target, k.to(pool.dtype.element_ty), mask=is_real)
-        tl.store(target + pool_value, v.to(pool.dtype.element_ty), mask=is_real)
+        heads += (block - query_blocks) * block_heads
+        at = key + row * key_row + heads[:, None] * key_head + dims[None, :]
+        is_real = (heads < num_kv_heads)[:, None] & is_half[None, :]
+    left = tl.load(at, mask=is_real, other=0.0).to(tl.float32)
+    right = tl.load(at + half, mask=is_real, other=0.0).to(tl.float32)
+    new_left = left * cos_left[None, :] - right * sin_left[None, :]
+    new_right = right * cos_right[None, :] + left * sin_right[None, :]
+    new_left = new_left.to(query.dtype.element_ty)
+    new_right = new_right.to(query.dtype.element_ty)
+    tl.store(at, new_left, mask=is_real)
+    tl.store(at + half, new_right, mask=is_real)
+    if not is_query:
+        page = tl.load(write_pages + row).to(tl.int64)
+        offset = tl.load(write_offsets + row)
+        target = pool + page * pool_page
+        target += (heads[:, None] * page_size + offset) * head_dim + dims[None, :]
+        _put(target, new_left, is_real, is_fp8)
+        _put(target + half, new_right, is_real, is_fp8)
+        at = value + row * value_row + heads[:, None] * value_head + dims[None, :]
+        target += pool_value
+        _put(target, tl.load(at, mask=is_real, other=0.0), is_real, is_fp8)
+        _put(target + half, tl.load(at + half, mask=is_real, other=0.0), is_real, is_fp8)
 
 
 @triton.jit
@@ -452,39 +529,6 @@ def add_norm(
     scale = tl.rsqrt(tl.sum(row * row, 0) / width + eps)
     result = row * scale * tl.load(weight + columns, mask=is_real, other=0.0).to(tl.float32)
     tl.store(out + begin + columns, result.to(out.dtype.element_ty), mask=is_real)
-
-
-@triton.jit
-def rotate(
-    heads,
-    cos,
-    sin,
-    heads_row,
-    heads_head,
-    num_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    block_heads: tl.constexpr,
-    block_half: tl.constexpr,
-):
-    """Rotate some heads of one row in place. Grid (num_rows, num_heads / block_heads)."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)
-    half: tl.constexpr = head_dim // 2
-    dims = tl.arange(0, block_half)
-    is_half = dims < half
-    angles = row * head_dim + dims
-    cos_left = tl.load(cos + angles, mask=is_half, other=0.0).to(tl.float32)
-    cos_right = tl.load(cos + angles + half, mask=is_half, other=0.0).to(tl.float32)
-    sin_left = tl.load(sin + angles, mask=is_half, other=0.0).to(tl.float32)
-    sin_right = tl.load(sin + angles + half, mask=is_half, other=0.0).to(tl.float32)
-    is_real = (head < num_heads)[:, None] & is_half[None, :]
-    at = heads + row * heads_row + head[:, None] * heads_head + dims[None, :]
-    left = tl.load(at, mask=is_real, other=0.0).to(tl.float32)
-    right = tl.load(at + half, mask=is_real, other=0.0).to(tl.float32)
-    new_left = left * cos_left[None, :] - right * sin_left[None, :]
-    new_right = right * cos_right[None, :] + left * sin_right[None, :]
-    tl.store(at, new_left.to(heads.dtype.element_ty), mask=is_real)
-    tl.store(at + half, new_right.to(heads.dtype.element_ty), mask=is_real)
 
 
 @triton.jit

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import torch
 from torch.nn import functional
-from transformers.models.llama.modeling_llama import rotate_half
 
 from tandem.engine.operators_triton import TritonOperators
 
@@ -20,8 +19,6 @@ from tandem.engine.operators_triton import TritonOperators
 DTYPES = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
 # Rows and width of norms and gates.
 SIZES = ((1, 1), (3, 7), (2, 64), (5, 300), (2, 2050), (0, 8))
-# Rows, heads and head dim.
-HEADS = ((1, 1, 2), (3, 5, 6), (2, 17, 80), (4, 40, 64), (0, 2, 8))
 EPS = 1e-3
 
 
@@ -47,19 +44,6 @@ def norm_errors(dtype: torch.dtype, num_rows: int, width: int) -> Iterator[tuple
         yield f"{name}, in place", error(own, sums)
 
 
-def rotation_error(dtype: torch.dtype, num_rows: int, num_heads: int, head_dim: int) -> float:
-    """Return the error of heads that lie between other columns, which must not change."""
-    rows = torch.randn(num_rows, 3 + num_heads * head_dim + 2).to(dtype)
-    cos, sin = torch.randn(2, num_rows, head_dim).to(dtype)  # as if halves had angles of their own
-    expected, inner = rows.clone(), slice(3, -2)
-    heads = rows[:, inner].float().view(num_rows, num_heads, head_dim)
-    rotated = heads * cos[:, None].float() + rotate_half(heads) * sin[:, None].float()
-    expected[:, inner] = rotated.flatten(1).to(dtype)
-    own = rows[:, inner].unflatten(1, (num_heads, head_dim))
-    TritonOperators().rotate(own, cos, sin)
-    return error(rows, expected)
-
-
 def gate_error(dtype: torch.dtype, num_rows: int, width: int) -> float:
     """Return the error of gates, extreme ones included."""
     rows = (torch.randn(num_rows, 2 * width) * 4).to(dtype)
@@ -75,7 +59,7 @@ def errors_of(dtype: torch.dtype) -> dict[str, float]:
     for size in SIZES:
         found |= {f"{name} {size}": value for name, value in norm_errors(dtype, *size)}
         found[f"gate {size}"] = gate_error(dtype, *size)
-    return found | {f"rotation {size}": rotation_error(dtype, *size) for size in HEADS}
+    return found
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from tests.engine.triton_compiled import SAMPLER, Geometry, compile_kernel, comp
 from tests.engine.triton_interpreted import KV_DTYPES, generate
 from tests.interpreter import interpreted
 
-KERNELS = ("write_rows", "attend_prompts", "attend_decodes", "merge_splits")
+KERNELS = ("write_rows", "rotate_and_write", "attend_prompts", "attend_decodes", "merge_splits")
 
 
 @pytest.fixture(scope="module")

@@ -92,6 +92,20 @@ class Reversed(TorchOperators):
         return super().gated(gate_up.roll(gate_up.shape[1] // 2, dims=1))
 
 
+class WithoutRotation(TorchOperators):
+    """Leaves it to attention, as on GPUs."""
+
+    rotate = None
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_what_is_left_to_rotate_is_rotated_by_attention(kind):
+    def leave(direct) -> None:
+        direct._operators = WithoutRotation()
+
+    assert off(uneven(CONFIGS[kind]()), leave) < 1e-4
+
+
 def test_an_operator_that_is_wrong_shows():
     def spoil(direct) -> None:
         assert isinstance(direct._operators, CpuOperators)

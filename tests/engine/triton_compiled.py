@@ -78,6 +78,7 @@ class Geometry:
             "block_dim": blocks.dim,
             "block_keys": blocks.keys,
             "block_heads": triton.next_power_of_2(self.num_kv_heads),
+            "block_half": triton.next_power_of_2(self.head_dim // 2),
             "block_splits": 32,
             **asdict(self),
         }
@@ -92,7 +93,7 @@ class Geometry:
         return "*u8" if name == "pool" and self.is_fp8 else f"*{NAMES[self.dtype]}"
 
 
-POINTERS = {"query", "key", "value", "pool", "sinks", "out", *INT32, *INT64, *FLOAT32}
+POINTERS = {"query", "key", "value", "cos", "sin", "pool", "sinks", "out", *INT32, *INT64, *FLOAT32}
 
 
 def compile_kernel(name: str, geometry: Geometry, capability: int):
@@ -123,26 +124,20 @@ def operators(dtype: torch.dtype) -> dict[str, Typed]:
     """Return the kernels of operators with the sizes of Llama-3-8B."""
     pointer = f"*{NAMES[dtype]}"
     of_norm = {**dict.fromkeys(("rows", "delta", "weight", "out"), pointer), "eps": "fp32"}
-    of_heads = dict.fromkeys(("heads", "cos", "sin"), pointer)
     return {
         "add_norm": (of_norm, {"width": 4096, "has_delta": 1, "block": 4096}, norm_warps(4096)),
-        "rotate": (
-            {**of_heads, "heads_row": "i32", "heads_head": "i32"},
-            {"num_heads": 40, "head_dim": 128, "block_heads": 16, "block_half": 64},
-            4,
-        ),
         "gated": (dict.fromkeys(("gate_up", "out"), pointer), {"width": 14336, "block": 1024}, 4),
     }
 
 
 def compile_typed(name: str, typed: Typed, capability: int):
-    """Return a kernel as triton compiles it for pointers and strides that are multiples of 16."""
+    """Return a kernel as triton compiles it for pointers that are multiples of 16."""
     types, constants, num_warps = typed
     signature = types | dict.fromkeys(constants, "constexpr")
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, (argument, kind) in enumerate(types.items())
-        if kind.startswith("*") or argument.startswith("heads_")
+        if kind.startswith("*")
     }
     source = ASTSource(getattr(triton_kernels, name), signature, constants, aligned)
     return _compile(source, capability, num_warps, num_stages=3)
