@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 from tandem.engine.config import EngineConfig
 from tandem.frontend.server import listen
@@ -27,6 +26,8 @@ from tandem.wire.options import add_flags, options_of, read_flags
 # Below the kernel's ephemeral ports (from 32768; net.ipv4.ip_local_port_range): no outgoing connection takes a
 # port between the check and a node's start. Drawn at random, so that clusters started together rarely collide.
 PORTS = range(20_000, 32_000)
+# The ranks of a prefill have the ports after its first.
+MOST_RANKS = 16
 ROUTER = "router"
 
 # Options that this command sets for each process.
@@ -226,11 +227,20 @@ def _forwarded(flags: Sequence[list[str]]) -> tuple[list[str], list[str]]:
 
 
 def free_ports(num: int) -> list[int]:
-    """Return free loopback ports outside the kernel's ephemeral range."""
-    drawn = random.sample(PORTS, len(PORTS))
-    found = list(islice(filter(_is_free, drawn), num))
-    assert len(found) == num
-    return found
+    """Return free loopback ports outside the kernel's ephemeral range, with free ones after each for more ranks.
+
+    Raises:
+        ConfigInvalid: There are not so many.
+    """
+    found, taken = list[int](), set[int]()
+    for first in random.sample(PORTS, len(PORTS)):
+        ports = range(first, first + MOST_RANKS)
+        if taken.isdisjoint(ports) and all(map(_is_free, ports)):
+            found.append(first)
+            taken.update(ports)
+        if len(found) == num:
+            return found
+    raise ConfigInvalid(f"there are no {num} free ports from {PORTS.start} on")
 
 
 def _is_free(port: int) -> bool:
@@ -248,11 +258,11 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(split_argv(argv)[0])
     if args.prefills < 1 or args.decodes < 1:
         parser.error("--prefills and --decodes are at least 1")
-    ports = free_ports(2 * args.prefills + args.decodes)
     gpus = 0 if is_cpu_build() else num_gpus()
     # Each process has its flags as arguments; inherited variables would also set the router's flags on nodes.
     others = (build_node_parser("tandem up", "prefill", "", 0), build_router_parser())
     try:
+        ports = free_ports(2 * args.prefills + args.decodes)
         *nodes, last = members(parser, argv, ports, os.cpu_count() or 1, gpus)
         for variable in set().union(*(each.variables() for each in (parser, *others))):
             os.environ.pop(variable, None)

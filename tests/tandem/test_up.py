@@ -1,6 +1,7 @@
 import os
 import socket
 import sys
+from itertools import pairwise
 
 import pytest
 from rich.console import Console
@@ -123,10 +124,16 @@ def test_a_misspelt_flag_of_a_node_is_answered_before_anything_starts(capsys):
     assert capsys.readouterr().err == answer
 
 
-def test_free_ports_are_distinct_and_none_that_the_kernel_gives_to_a_client():
-    ports = free_ports(20)
-    assert len(set(ports)) == 20
-    assert max(ports) < 32768
+def test_free_ports_leave_room_for_ranks_and_are_none_that_the_kernel_gives_to_a_client():
+    ports = sorted(free_ports(200))
+    assert all(later - port >= 16 for port, later in pairwise(ports))
+    assert ports[-1] + 16 < 32768
+
+
+def test_more_nodes_than_there_are_ports_are_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--decodes", "1000"])
+    assert "no 1002 free ports" in capsys.readouterr().err
 
 
 def test_flags_of_http_go_to_the_router_and_leave_the_nodes_open_to_it(tmp_path):
