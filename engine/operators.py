@@ -14,6 +14,13 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Applies rotary position embedding in place, to halves as transformers' `rotate_half`. It takes heads, cosines and sines.
+
+Heads have shape (num_rows, num_heads, head_dim); rows may have any stride, the rest is contiguous. Cosines and sines are
+contiguous, (num_rows, head_dim).
+"""
+
 
 class Operators(Protocol):
     """Computes in float32 and rounds once. All tensors of a call have one type and one device."""
@@ -35,12 +42,8 @@ class Operators(Protocol):
         """
 
     @property
-    def rotate(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None:
-        """Apply rotary position embedding in place, to halves as transformers' `rotate_half`; None: attention does it.
-
-        Args (heads, cos, sin): Heads and dimensions are contiguous, rows may have any stride. Shape (num_rows,
-            num_heads, head_dim). Angles are contiguous. Shape (num_rows, head_dim).
-        """
+    def rotate(self) -> Rotate | None:
+        """Rotates heads; None: the attention backend does so as it writes K and V (`LayerInputs.rotary`)."""
 
     def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Return silu(gate) * up.
