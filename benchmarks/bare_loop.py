@@ -1,7 +1,7 @@
 """The upper bound for decoding: a Llama decoder in plain torch without a serving engine.
 
 q, k and v are one matrix product, and so are gate and up. Grouped attention does not expand K and V. The KV
-cache of all streams is one dense tensor. There are no pages and no requests; sampling is argmax.
+cache of all streams is one dense tensor. It has no pages and no requests, and samples greedily.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,11 @@
-"""NIXL and UCX used directly: what our transports on them are held against.
+"""NIXL and UCX used directly, as baselines for our transports that use them.
 
-Each is a transport as far as `benchmarks.transfer` needs one, with nothing around the library: no permits, no fences, no limits.
-Links and memory are those of ours. What can be prepared is prepared at the first write of a plan, which is not measured.
+Each class implements only the part of the transport interface that `benchmarks.transfer` needs: no permits, fences or
+limits. Links and memory are the same as in our transports. Descriptors are prepared during the first write of a plan, which
+is not measured.
 
-NIXL's ends look every 50 µs: on two cores that is faster than looking all the time, and than NIXL's progress thread. UCX's ends
-wait for events.
+The NIXL ends poll every 50 µs: on two cores this is faster than continuous polling and than NIXL's progress thread. The
+UCX ends wait for events.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import numpy as np
 
 from tandem.kvtransfer.plan import CopyPlan, Int64s
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports.base import Admission, PeerKey, Pool, new_peer_key
+from tandem.kvtransfer.transports.base import PeerAdmission, PeerKey, Pool, new_peer_key
 from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
 
@@ -28,31 +29,31 @@ TAG = 7
 
 
 class BareListener:
-    """A pool that one peer may write; it is served until the process ends.
+    """The receiving end of a pool that one peer may write. It runs until the process ends.
 
     Args:
-        facts: What the peer needs to know.
+        facts: Content of the offer's descriptor.
     """
 
     def __init__(self, name: str, facts: Mapping[str, str | int]) -> None:
         self._offer = TransportOffer(name=name, descriptor={**facts})
 
-    def admit(self, toward_host: str) -> Admission:
-        """Return the offer."""
-        return Admission(new_peer_key(), self._offer)
+    def admit(self, toward_host: str) -> PeerAdmission:
+        """Return an admission with the offer."""
+        return PeerAdmission(new_peer_key(), self._offer)
 
     def permit(self, peer: PeerKey, room: Room, page_ids: Sequence[int]) -> None:
-        """Everything is permitted."""
+        """Do nothing: all writes are permitted."""
 
     def close(self) -> None:
-        """The process ends."""
+        """Do nothing: the end of the process releases everything."""
 
 
 class BareConnection:
     """The sending end.
 
     Args:
-        write: Writes a plan and returns when it is there.
+        write: Writes a plan and returns once all of it has arrived.
     """
 
     def __init__(self, write: Callable[[CopyPlan], None]) -> None:
@@ -63,11 +64,11 @@ class BareConnection:
         self._write(plan)
 
     def close(self) -> None:
-        """The process ends."""
+        """Do nothing: the end of the process releases everything."""
 
 
 class BareNixl:
-    """Descriptors prepared once, transfers made of their indices."""
+    """NIXL with descriptor lists that are prepared once per plan."""
 
     name = "bare nixl"
 
@@ -78,14 +79,14 @@ class BareNixl:
         self._lists: dict[int, tuple[Any, Any]] = {}
 
     def listen(self, pool: Pool) -> BareListener:
-        """Let a peer write."""
+        """Return the receiving end."""
         self._register(pool.region)
         threading.Thread(target=self._progress, daemon=True).start()
         metadata = self._agent.get_agent_metadata().hex()
         return BareListener(self.name, {"metadata": metadata, "address": pool.region.address})
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> BareConnection:
-        """Be ready to write."""
+        """Return the sending end."""
         self._register(region)
         facts = offer.descriptor
         self._here, self._there = region.address, int(facts["address"])
@@ -108,9 +109,9 @@ class BareNixl:
         assert state == "DONE", state
         handle.release()
 
-    def _prepared(self, whose: str, address: Int64s, plan: CopyPlan) -> Any:
+    def _prepared(self, agent_name: str, address: Int64s, plan: CopyPlan) -> Any:
         rows = np.stack([address, plan.size_bytes, np.zeros_like(address)], axis=1)
-        return self._agent.prep_xfer_dlist(whose, rows.astype(np.uint64), "DRAM")
+        return self._agent.prep_xfer_dlist(agent_name, rows.astype(np.uint64), "DRAM")
 
     def _register(self, region: MemoryRegion) -> None:
         self._agent.register_memory([(region.address, region.size_bytes, 0, "")], "DRAM")
@@ -122,7 +123,10 @@ class BareNixl:
 
 
 class BareUcx:
-    """A tagged message for each copy. A socket carries each plan once, then its number, and the answers."""
+    """UCX with one tagged message per copy.
+
+    A socket carries each plan once, then only its id. Acknowledgements return on the same socket.
+    """
 
     name = "bare ucx"
 
@@ -141,23 +145,23 @@ class BareUcx:
         self._plans: dict[int, CopyPlan] = {}
 
     def listen(self, pool: Pool) -> BareListener:
-        """Let a peer write."""
+        """Return the receiving end."""
         server = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._serve, args=(server, pool.region), daemon=True).start()
         return BareListener(self.name, {"port": server.getsockname()[1]})
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> BareConnection:
-        """Be ready to write."""
+        """Return the sending end."""
         peer = socket.create_connection(("127.0.0.1", int(offer.descriptor["port"])))
-        self._meet(peer)
+        self._exchange_addresses(peer)
         self._view = region.buffer
         return BareConnection(self._write)
 
-    def _meet(self, peer: socket.socket) -> None:
+    def _exchange_addresses(self, peer: socket.socket) -> None:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._stream = peer.makefile("rwb")
-        self._say(self._worker.address.tobytes())
-        address = self._library.UCXAddress.create_from_buffer(self._hear())
+        self._send(self._worker.address.tobytes())
+        address = self._library.UCXAddress.create_from_buffer(self._receive())
         self._endpoint = self._library.UCXEndpoint.create_from_worker_address(
             self._worker, address, True
         )
@@ -165,50 +169,50 @@ class BareUcx:
     def _write(self, plan: CopyPlan) -> None:
         is_new = id(plan) not in self._plans
         self._plans[id(plan)] = plan
-        self._say(id(plan).to_bytes(8, "little"))
+        self._send(id(plan).to_bytes(8, "little"))
         if is_new:
-            self._say(np.stack(plan.columns()).tobytes())
-        assert self._hear() == b"posted"
+            self._send(np.stack(plan.columns()).tobytes())
+        assert self._receive() == b"posted"
         send = self._endpoint.tag_send
         self._run(send, [self._view[at : at + size] for at, _, size in plan.copies()])
-        assert self._hear() == b"landed"
+        assert self._receive() == b"landed"
 
     def _serve(self, server: socket.socket, region: MemoryRegion) -> None:
         peer, _ = server.accept()
-        self._meet(peer)
+        self._exchange_addresses(peer)
         with contextlib.suppress(EOFError):
             while True:
-                number = int.from_bytes(self._hear(), "little")
-                if number not in self._plans:
-                    columns = np.frombuffer(self._hear(), np.int64).reshape(3, -1)
-                    self._plans[number] = CopyPlan(*columns)
-                copies = self._plans[number].copies()
+                plan_id = int.from_bytes(self._receive(), "little")
+                if plan_id not in self._plans:
+                    columns = np.frombuffer(self._receive(), np.int64).reshape(3, -1)
+                    self._plans[plan_id] = CopyPlan(*columns)
+                copies = self._plans[plan_id].copies()
                 views = [region.buffer[to : to + size] for _, to, size in copies]
-                self._run(self._endpoint.tag_recv, views, lambda: self._say(b"posted"))
-                self._say(b"landed")
+                self._run(self._endpoint.tag_recv, views, lambda: self._send(b"posted"))
+                self._send(b"landed")
 
     def _run(
         self,
         begin: Callable[[Any, Any], Any],
         views: Sequence[memoryview],
-        begun: Callable[[], None] = lambda: None,
+        on_posted: Callable[[], None] = lambda: None,
     ) -> None:
         requests = [begin(self._array(view), self._tag) for view in views]
-        begun()
+        on_posted()
         for request in requests:
             while not request.completed:
                 self._worker.progress_worker_event(1)
             request.check_error()
 
-    def _say(self, data: bytes) -> None:
+    def _send(self, data: bytes) -> None:
         self._stream.write(len(data).to_bytes(8, "little") + data)
         self._stream.flush()
 
-    def _hear(self) -> bytes:
+    def _receive(self) -> bytes:
         if not (size := self._stream.read(8)):
             raise EOFError
         return self._stream.read(int.from_bytes(size, "little"))
 
 
-# By the name of our transport on the library.
+# By the name of our transport that uses the library.
 BARE: dict[str, type[BareNixl] | type[BareUcx]] = {"nixl": BareNixl, "ucx": BareUcx}

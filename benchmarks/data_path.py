@@ -1,16 +1,17 @@
-"""CPU time of a hand-off beside the copying itself: both agents, their threads and messages, the plans of copies.
+"""CPU time of a hand-off without the copies: both agents, their threads and messages, and the copy plans.
 
-The transport writes nothing, so that what is measured is what every transport pays. A page is 2 MiB at 16 tokens
-(Llama-3-8B in bf16: 32 layers, 8 KV heads). Prompts are pushed as a whole, and layer by layer as a forward
-reports them, which computes as many bytes a second as the link carries.
+The transport writes nothing, so the result is the overhead that every transport pays. A page has 16 tokens and 2 MiB
+(Llama-3-8B in bf16: 32 layers, 8 KV heads). Prompts are pushed whole and layer by layer. In the second case, a
+simulated forward completes layers at the rate of the link.
 
     python -m benchmarks.data_path [--pages 1000] [--rounds 9] [--link-gbs 50] [--quick]
 
-Both ends are in one process, whose CPU time all threads share; what an idle process uses is subtracted. The table shows
-medians in milliseconds of CPU per GB.
+Both ends run in one process. The benchmark measures the CPU time of the process and subtracts that of an idle process. The
+first table shows medians in milliseconds of CPU per GB.
 
-A second table has prompts pushed layer by layer over an adapter that moves bytes at a given rate by itself, as RDMA does: which
-share of the time between the first byte and the last it is busy, with one write under way at a time and with several.
+The second table shows how busy a simulated RDMA adapter stays while prompts are pushed layer by layer. The adapter moves
+bytes at a fixed rate without the CPU. The table shows the share of the time from first to last byte in which it is busy, with
+one write in flight and with several.
 """
 
 import statistics
@@ -21,24 +22,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from benchmarks.rig import parse, parser_of, result
-from tandem.kvtransfer.bootstrap import SenderEnd
-from tandem.kvtransfer.events import Granted, Landed, PushDone
+from tandem.kvtransfer.agents.receiver import DecodeAgent
+from tandem.kvtransfer.agents.sender import PrefillAgent
+from tandem.kvtransfer.agents.sender_links import SenderEnd
+from tandem.kvtransfer.agents.sender_rooms import PageRun
+from tandem.kvtransfer.events import PushDone, RoomGranted, RoomLanded
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import CopyPlan, Int64s
-from tandem.kvtransfer.push_room import PageRun
-from tandem.kvtransfer.receiver import DecodeAgent
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.sharding import Shard
 from tandem.kvtransfer.transports.base import (
-    Admission,
     Connection,
+    PeerAdmission,
     PeerKey,
     Pool,
     Transport,
     new_peer_key,
 )
-from tandem.kvtransfer.transports.one_sided import OneSidedConnection, Places
+from tandem.kvtransfer.transports.one_sided import OneSidedConnection, PoolAddresses
 from tandem.wire.channel import Waker, wait
 from tandem.wire.generation import Room, new_epoch, new_room
 from tandem.wire.hand_off import TransportOffer
@@ -49,7 +50,7 @@ TOKEN = 7
 
 
 class NullConnection:
-    """Writes nothing. Counts the bytes."""
+    """A sending end that writes nothing and only counts bytes."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -59,15 +60,15 @@ class NullConnection:
         self.num_bytes += plan.total_bytes
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is nothing to close."""
 
 
 class Adapter:
-    """A sending end that moves bytes at a rate by itself, one write after the other, and none really.
+    """A simulated RDMA adapter: writes take time one after the other, and no bytes are copied.
 
     Attributes:
-        busy_s: How long it moved bytes.
-        first_s, last_s: When it began, and will have ended.
+        busy_s: Total time of its writes.
+        first_s, last_s: Start of the first write and end of the last one.
     """
 
     def __init__(self, gb_per_s: float) -> None:
@@ -76,16 +77,16 @@ class Adapter:
         self.reset()
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Reset the times."""
         self.busy_s, self.first_s, self.last_s = 0.0, 0.0, 0.0
 
     def read(self, address: int, into: Int64s) -> int:
-        """Read the token, at once."""
+        """Read the token, which takes no time."""
         into[:] = TOKEN
         return 0
 
     def writes(self, plan: CopyPlan) -> Iterator[int]:
-        """Begin to move the bytes of a plan when those before it have been moved."""
+        """Queue a plan behind the writes in flight; yield its id."""
         now_s, took_s = time.perf_counter(), plan.total_bytes / self._bytes_per_s
         self.first_s = self.first_s or now_s
         self.busy_s += took_s
@@ -94,18 +95,18 @@ class Adapter:
         yield len(self._ends_s) - 1
 
     def is_done(self, transfer: int) -> bool:
-        """Tell whether the time of a write is over."""
+        """Return whether a write has ended."""
         return time.perf_counter() >= self._ends_s[transfer]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is nothing to close."""
 
 
 class AdapterTransport:
-    """A transport over adapters.
+    """A transport with a simulated adapter.
 
     Args:
-        posts: Whether several writes may be under way.
+        posts: Whether several writes may be in flight.
     """
 
     name = "null"
@@ -119,7 +120,7 @@ class AdapterTransport:
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> Connection:
         """Return the sending end."""
-        places = Places(pool_address=1, pool_bytes=1 << 40, token_address=1, token=TOKEN)
+        places = PoolAddresses(pool_address=1, pool_bytes=1 << 40, token_address=1, token=TOKEN)
         connection = OneSidedConnection(places, region, lambda _token: self.adapter, 2)
         return connection if self._posts else Blocking(connection)
 
@@ -132,29 +133,29 @@ class Blocking:
 
 
 class NullListener:
-    """Receives nothing."""
+    """A receiving end that receives nothing."""
 
     num_violations = 0
 
-    def admit(self, toward_host: str) -> Admission:
-        """Admit anybody."""
-        return Admission(new_peer_key(), TransportOffer(name="null", descriptor={}))
+    def admit(self, toward_host: str) -> PeerAdmission:
+        """Admit every peer."""
+        return PeerAdmission(new_peer_key(), TransportOffer(name="null", descriptor={}))
 
     def permit(self, peer: PeerKey, room: Room, page_ids: object) -> None:
-        """Nothing is checked."""
+        """Do nothing: writes are not checked."""
 
     def revoke(self, peer: PeerKey, room: Room) -> None:
-        """Nothing is checked."""
+        """Do nothing: writes are not checked."""
 
     def fence(self, peer: PeerKey) -> None:
-        """Nothing can arrive."""
+        """Do nothing: no write can arrive."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is nothing to close."""
 
 
 class NullTransport:
-    """A transport without a transport."""
+    """A transport whose writes do nothing."""
 
     name = "null"
 
@@ -173,11 +174,11 @@ class NullTransport:
 
 @dataclass(frozen=True)
 class Case:
-    """Two ends.
+    """The configurations of the two nodes.
 
     Attributes:
-        prefill_page, decode_page: Tokens of a page.
-        prefill_tp, decode_tp: Ranks, which divide the heads.
+        prefill_page, decode_page: Tokens per page.
+        prefill_tp, decode_tp: Number of ranks that share the heads.
     """
 
     name: str
@@ -196,13 +197,13 @@ CASES = (
 
 
 def layout_of(num_pages: int, page_size: int, tp: int) -> KVLayout:
-    """Return a rank's pool for prompts of so many pages of 16 tokens."""
+    """Return the layout of a rank's pool for a prompt of `num_pages` pages of 16 tokens."""
     own = num_pages * 16 // page_size + 1
     return KVLayout(own, page_size, LAYERS, HEADS // tp, HEAD_DIM, "bfloat16", ITEMSIZE)
 
 
 class Ends:
-    """The agents of all ranks of two nodes."""
+    """The agents of all ranks of both nodes."""
 
     def __init__(self, case: Case, num_pages: int, ending: ExitStack, transport: Transport) -> None:
         self.waker = Waker()
@@ -246,14 +247,18 @@ class Ends:
             self.decodes.append(agent_of_decode)
 
     def hand_off(self, num_pages: int, layer_s: float | None = None) -> None:
-        """Hand one prompt off: layer by layer, if a forward takes so many seconds for each."""
+        """Hand off one prompt.
+
+        Args:
+            layer_s: Seconds per layer of the simulated forward; None pushes the whole prompt at once.
+        """
         room, pages = new_room(), range(num_pages * 16 // self.case.prefill_page)
         granted = list(range(num_pages * 16 // self.case.decode_page))
         for decode in self.decodes:
             decode.request(room, "127.0.0.1", self.prefills[0].port, granted)
         for prefill in self.prefills:
             prefill.expect(room)
-        self._until(Granted, self.prefills)
+        self._until(RoomGranted, self.prefills)
         if layer_s is not None:
             forwards = [
                 prefill.push_by_layer([PageRun(room, pages, 0)]) for prefill in self.prefills
@@ -261,13 +266,13 @@ class Ends:
             began_s = time.perf_counter()
             for layer in range(LAYERS):
                 time.sleep(max(0.0, began_s + (layer + 1) * layer_s - time.perf_counter()))
-                for wrote in forwards:
-                    wrote(layer)
+                for on_layer_written in forwards:
+                    on_layer_written(layer)
         for prefill in self.prefills:
             prefill.push(room, pages, 0)
             prefill.finish(room, 1, 0)
         self._until(PushDone, self.prefills)
-        self._until(Landed, self.decodes)
+        self._until(RoomLanded, self.decodes)
 
     def _until(self, kind: type, agents: Sequence[PrefillAgent | DecodeAgent]) -> None:
         waiting, deadline = set(agents), time.monotonic() + PATIENCE_S
@@ -282,15 +287,15 @@ class Ends:
 
 
 def bytes_of(num_pages: int) -> int:
-    """Return the bytes of so many pages of 16 tokens."""
+    """Return the size in bytes of pages of 16 tokens."""
     return num_pages * 16 * LAYERS * 2 * HEADS * HEAD_DIM * ITEMSIZE
 
 
 def measure(case: Case, num_pages: int, rounds: int, layer_s: float | None = None) -> float:
-    """Return the median of the CPU milliseconds per GB of one case."""
+    """Return the median CPU milliseconds per GB of one case."""
     with ExitStack() as ending:
         ends = Ends(case, num_pages, ending, NullTransport())
-        ends.hand_off(num_pages, layer_s)  # links come up
+        ends.hand_off(num_pages, layer_s)  # connects the links
         idle = idle_cpu()
         samples = []
         for _ in range(rounds):
@@ -302,7 +307,7 @@ def measure(case: Case, num_pages: int, rounds: int, layer_s: float | None = Non
 
 
 def busy_share(num_pages: int, rounds: int, gb_per_s: float, *, posts: bool) -> float:
-    """Return the median share of the time in which an adapter is busy while a prompt is pushed by layer."""
+    """Return the median busy share of an adapter while a prompt is pushed layer by layer."""
     transport = AdapterTransport(gb_per_s, posts=posts)
     layer_s = bytes_of(num_pages) / LAYERS / gb_per_s / 1e9
     with ExitStack() as ending:
@@ -317,7 +322,7 @@ def busy_share(num_pages: int, rounds: int, gb_per_s: float, *, posts: bool) -> 
 
 
 def idle_cpu() -> float:
-    """Return the share of a core that the process uses without a hand-off."""
+    """Return the CPU time per second of the idle process."""
     began, cpu = time.monotonic(), time.process_time()
     threading.Event().wait(0.5)
     return (time.process_time() - cpu) / (time.monotonic() - began)
@@ -325,7 +330,7 @@ def idle_cpu() -> float:
 
 def lines(num_pages: int, rounds: int, gb_per_s: float) -> Iterator[str]:
     """Measure all cases; yield the tables, then the results."""
-    yield f"{num_pages} pages of 16 tokens, ms of CPU per GB of both ends together"
+    yield f"{num_pages} pages of 16 tokens; CPU ms per GB, both ends together"
     yield f"{'':18}{'whole':>10}{'by layer':>10}"
     figures, layer_s = {}, bytes_of(num_pages) / LAYERS / gb_per_s / 1e9
     for case in CASES:
@@ -333,7 +338,7 @@ def lines(num_pages: int, rounds: int, gb_per_s: float) -> Iterator[str]:
         layers = measure(case, num_pages, rounds, layer_s)
         figures[case.name] = whole, layers
         yield f"{case.name:18}{whole:10.2f}{layers:10.2f}"
-    yield f"an adapter of {gb_per_s:g} GB/s is busy"
+    yield f"busy share of an adapter of {gb_per_s:g} GB/s"
     yield f"{'':18}{'one write':>10}{'several':>10}"
     shares = []
     for pages in (num_pages // 16, num_pages):
@@ -350,10 +355,12 @@ def lines(num_pages: int, rounds: int, gb_per_s: float) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = parser_of("data_path", "CPU time of a hand-off beside the copying itself.")
-    parser.add_argument("--pages", type=int, default=1000, help="pages of 16 tokens a prompt")
-    parser.add_argument("--rounds", type=int, default=9, help="hand-offs of each case")
-    parser.add_argument("--link-gbs", type=float, default=50.0, help="GB/s of the adapter")
+    parser = parser_of("data_path", "Measure the CPU time of a hand-off without the copies.")
+    parser.add_argument("--pages", type=int, default=1000, help="pages of 16 tokens per prompt")
+    parser.add_argument("--rounds", type=int, default=9, help="hand-offs per case")
+    parser.add_argument(
+        "--link-gbs", type=float, default=50.0, help="rate of the simulated adapter in GB/s"
+    )
     args = parse(parser, {"pages": 32, "rounds": 1})
     for line in lines(args.pages, args.rounds, args.link_gbs):
         print(line, flush=True)

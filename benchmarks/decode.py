@@ -1,8 +1,9 @@
-"""Decoding in one process: the engine against a bare loop in torch, `generate`, and reading the weights once.
+"""Decoding in one process: the engine compared with a bare torch loop, `generate`, and the time to read the weights.
 
-Each stream has a prompt of 128 tokens and generates 32. The comparison with the bare loop times decoding
-only. The comparison with `generate`, which cannot be split, times prompt and decoding. A single stream cannot be faster
-than reading every weight once a token. Rounds alternate, and medians are compared. Run from the repository's root: `python -m benchmarks.decode`.
+Each stream has a prompt of 128 tokens and generates 32. The comparison with the bare loop times decoding only. The
+comparison with `generate` times prompt and decoding, because `generate` cannot be split. The time to read all weights once
+per token is the lower bound for a single stream. Rounds alternate, and medians are compared. Run from the repository's
+root: `python -m benchmarks.decode`.
 """
 
 import argparse
@@ -18,9 +19,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.bare_loop import BareLoop
-from benchmarks.engines import ask, make_engine, model_dir
+from benchmarks.engines import greedy_request, make_engine, model_dir
 from benchmarks.rig import parse, parser_of, result
-from tandem.engine.core import Engine
+from tandem.engine.scheduling.core import Engine
 
 GOAL_TO_BARE, GOAL_TO_GENERATE, GOAL_TO_READING = 1.0, 1.4, 1.5
 
@@ -31,20 +32,25 @@ def build_parser() -> argparse.ArgumentParser:
         "decode", "Measure decoding against a bare loop in plain torch, in one process."
     )
     add = parser.add_argument
-    add("--model", default=None, help="a Llama; nothing for the embedded model")
-    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of weights and KV")
-    add("--streams", type=int, nargs="+", default=[1, 8, 32], help="decoded together")
-    add("--threads", type=int, default=1, help="of torch")
-    add("--prompt", type=int, default=128, help="tokens of each prompt")
-    add("--new", type=int, default=32, help="tokens decoded")
-    add("--rounds", type=int, default=3, help="of which the median counts")
+    add("--model", default=None, help="directory of a Llama model; if not set, the embedded model")
+    add(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="type of weights and KV",
+    )
+    add("--streams", type=int, nargs="+", default=[1, 8, 32], help="numbers of streams to measure")
+    add("--threads", type=int, default=1, help="CPU threads of torch")
+    add("--prompt", type=int, default=128, help="tokens per prompt")
+    add("--new", type=int, default=32, help="tokens to decode per stream")
+    add("--rounds", type=int, default=3, help="number of rounds; the median is reported")
     return parser
 
 
 def engine_round(engine: Engine, prompts: list[list[int]], num_new: int) -> float:
     """Return the seconds per decoded token. All prompts are computed before the clock starts."""
     for prompt in prompts:
-        engine.submit(ask(prompt, num_new))
+        engine.submit(greedy_request(prompt, num_new))
     while engine.num_waiting or engine.num_prompts:
         engine.step()
     begin, num_tokens = time.perf_counter(), 0
@@ -57,7 +63,7 @@ def whole_round(engine: Engine, prompts: list[list[int]], num_new: int) -> float
     """Return the seconds per generated token, including the prompts' time."""
     begin = time.perf_counter()
     for prompt in prompts:
-        engine.submit(ask(prompt, num_new))
+        engine.submit(greedy_request(prompt, num_new))
     while engine.has_work:
         engine.step()
     return (time.perf_counter() - begin) / (len(prompts) * num_new)
@@ -87,7 +93,7 @@ def generate_round(model: Any, prompts: list[list[int]], num_new: int) -> float:
 
 
 def weights_of(model: Any) -> list[torch.Tensor]:
-    """Return what a decoded token needs of a model's weights: all, but of the embedding only what is the head's, too."""
+    """Return the weights that each decoded token reads: all except an embedding that is not tied to the output layer."""
     embedding, head = model.get_input_embeddings().weight, model.lm_head.weight
     weights = {each.data_ptr(): each for each in model.parameters()}
     if embedding.data_ptr() != head.data_ptr():
@@ -96,7 +102,7 @@ def weights_of(model: Any) -> list[torch.Tensor]:
 
 
 def reading_round(weights: list[torch.Tensor]) -> float:
-    """Return the seconds that reading all weights takes."""
+    """Return the seconds to read all weights once."""
     begin = time.perf_counter()
     for each in weights:
         each.sum()
@@ -104,7 +110,7 @@ def reading_round(weights: list[torch.Tensor]) -> float:
 
 
 def medians(rounds: int, runs: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """Run all in turn, after one round of warm-up; return the median tokens/s of each."""
+    """Run all in turn, after one warm-up round; return the median tokens/s of each."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         for name, run in runs.items():

@@ -1,7 +1,7 @@
 """CPU microseconds of the edge per streamed token, compared with a bare socket write.
 
 Stub nodes stream to `tandem lb`. The benchmark measures the CPU time of all the router's processes in a window in
-which every stream runs: ZMQ, detokenising with the embedded model's vocabulary, stop check, event, socket. The floor
+which all streams run: ZMQ, detokenizing with the embedded model's vocabulary, stop check, event, socket. The floor
 is a process that only writes events of the same size to as many sockets, at the same rate and in the same run.
 The process under measurement gets a dedicated core if the machine has two.
 """
@@ -31,9 +31,9 @@ from benchmarks.rig import (
 
 GOAL_RATIO = 1.6
 GOAL_OURS_US = 3.5
-# The rate of 72 GPUs at 2,000 tokens/s each.
+# The rate of a pool of 72 GPUs at 2,000 tokens/s each.
 POOL_TOKENS_PER_S = 144_000
-# Low enough that the edge fits on one core, and the nodes and clients on another.
+# Low enough that the edge fits on one core, and nodes and clients together on another.
 TOKENS_PER_S = 8_000
 MIN_STEP_S = 0.01
 NUM_NEW = 8000
@@ -55,7 +55,7 @@ class Row:
 
 
 def bodies() -> dict[str, tuple[str, str]]:
-    """Return path and body by the name of an API. Each body has a stop string."""
+    """Return the path and body of a request for each API. Each body has a stop string."""
     common = {"ignore_eos": True, "temperature": 0, "stop": ["###"]}
     prompt = "Tell me something that takes long to tell."
     sampling = common | {"max_new_tokens": NUM_NEW}
@@ -139,18 +139,26 @@ def rows(args: argparse.Namespace, streams: int) -> Iterator[Row]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = parser_of("edge", "Measure what a streamed token costs the edge beside a bare write.")
+    parser = parser_of(
+        "edge", "Measure the edge's CPU time per streamed token, compared with a bare socket write."
+    )
     add = parser.add_argument
-    add("--streams", type=int, nargs="+", default=[16, 256, 1024, 4096], help="open at once")
-    add("--rounds", type=int, default=5, help="how often each is measured, turn about")
-    add("--window", type=float, default=3.0, metavar="SECONDS", help="counted in each round")
+    add(
+        "--streams",
+        type=int,
+        nargs="+",
+        default=[16, 256, 1024, 4096],
+        help="numbers of concurrent streams",
+    )
+    add("--rounds", type=int, default=5, help="number of rounds; edge and floor alternate")
+    add("--window", type=float, default=3.0, metavar="SECONDS", help="measured time per round")
     args = parse(parser, {"streams": [16], "rounds": 1, "window": 1.0})
     print(f"{os.cpu_count()} cores; load average before the start {os.getloadavg()}")
     print(f"{'API':10}{'streams':>8}{'bytes':>8}{'edge us':>9}{'floor us':>9}{'ratio':>7}")
     measured = [row for streams in args.streams for row in rows(args, streams)]
     worst = max(measured, key=lambda row: row.ratio)
     cores = POOL_TOKENS_PER_S * worst.edge_us / 1e6
-    print(f"{POOL_TOKENS_PER_S} tokens/s take {cores:.1f} cores of edge workers at that cost")
+    print(f"{POOL_TOKENS_PER_S} tokens/s need {cores:.1f} cores of edge workers at this cost")
     ours = max(row.edge_us - row.floor_us for row in measured)
     print(result("edge_token_us", ours, GOAL_OURS_US, "us", is_lower_better=True))
     print(result("edge_vs_bare_write", worst.ratio, GOAL_RATIO, is_lower_better=True))

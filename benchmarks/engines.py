@@ -1,18 +1,18 @@
-"""An engine in the benchmark's process, and the directory of its model."""
+"""Engines that run in the benchmark's process, and the directories of their models."""
 
 from pathlib import Path
 
 import torch
 
-from tandem.engine.attention_backends import choose_backend
+from tandem.engine.attention.backends import choose_backend
 from tandem.engine.config import DType, EngineConfig
-from tandem.engine.core import Engine
-from tandem.engine.kv_pool import make_pool
-from tandem.engine.launcher import ModelLauncher
-from tandem.engine.model import load_model
-from tandem.engine.runner import ModelRunner
-from tandem.node.checkpoint import resolve_model
+from tandem.engine.execution.launcher import ModelLauncher
+from tandem.engine.execution.runner import ModelRunner
+from tandem.engine.model.loading import load_model
+from tandem.engine.pages.pool import make_pool
+from tandem.engine.scheduling.core import Engine
 from tandem.node.command import default_cache_dir
+from tandem.node.models.checkpoint import resolve_model
 from tandem.wire.generation import GenerateRequest, SamplingParams, new_request_id
 
 
@@ -40,7 +40,7 @@ def make_engine(path: Path, dtype: DType, max_total_tokens: int, chunk: int) -> 
     return Engine(launcher, shape, config, num_pages)
 
 
-def ask(prompt: list[int], num_new: int) -> GenerateRequest:
+def greedy_request(prompt: list[int], num_new: int) -> GenerateRequest:
     """Return a greedy request of exactly `num_new` tokens."""
     sampling = SamplingParams(max_new_tokens=num_new, temperature=0, ignore_eos=True)
     return GenerateRequest(request_id=new_request_id(), prompt_ids=prompt, sampling=sampling)

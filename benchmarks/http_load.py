@@ -1,6 +1,6 @@
-"""A small HTTP load generator on raw sockets: it times complete responses, and reads streams without parsing them.
+"""A small HTTP load generator on raw sockets. It times complete responses, and reads streams without parsing them.
 
-It reads a `Plan` as JSON from stdin and writes `Measured` as JSON. A request costs the client only 20 µs, so that
+It reads a `Plan` as JSON from stdin and writes a `Measured` as JSON to stdout. A request costs the client only 20 µs, so that
 the server dominates the measurement. The client also reads the server's CPU time over the measured window.
 """
 
@@ -17,7 +17,8 @@ from typing_extensions import override
 from benchmarks.rig import OTHER_CORES, cpu_s, pinned
 
 STALL_TIMEOUT_S = 120.0
-# With the end of the line before: the last header may end in a 0, as one id in 16 does.
+# Includes the end of the previous line. Without it, a response whose last header ends in 0 would match, such as one
+# with a hexadecimal id (1 in 16).
 LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 
@@ -26,12 +27,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         body: Body of each timed POST.
-        connections: Connections with timed requests, one in flight on each.
+        connections: Number of connections with timed requests, one in flight on each.
         pause_s: Pause between a response and the next request on a connection; 0: none.
-        warm_up_s: Requests that begin within this time are not counted.
-        num_streams: Connections that repeat a streaming request.
+        warm_up_s: Requests that start within this time are not counted.
+        num_streams: Number of connections that repeat a streaming request.
         stream_body: Body of each streaming POST.
-        warm_events: Mean number of events per stream before the window begins.
+        warm_events: Mean number of events per stream before the measured window starts.
         pids: Processes whose CPU time is measured.
     """
 
@@ -49,7 +50,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of the window.
+    """The results of the measured window.
 
     Attributes:
         latencies_ms: Latencies of the responses with status 200.
@@ -76,7 +77,9 @@ class _Connection(asyncio.Protocol):
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's has another class
+        self._transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's transport is of a different class
         self._send()
 
     @override

@@ -1,6 +1,6 @@
-"""How long prompts disturb running streams: separate prefill and decode nodes against `tandem serve`.
+"""Inter-token latency while long prompts arrive: separate prefill and decode nodes compared with `tandem serve`.
 
-Both run on the same two cores: a separate node gets one core, `serve` gets both. A few streams generate while
+Both run on the same two cores: separate nodes get one core each, `serve` gets both. A few streams generate while
 prompts of 2,000 tokens arrive one after the other. The benchmark compares the 99th percentile of the streams'
 inter-token latency.
 """
@@ -12,7 +12,7 @@ import statistics
 
 from benchmarks.rig import Target, parse, parser_of, result, tandem, tandem_pair
 from benchmarks.streams import closed_loop
-from tandem.bench.report import LoadReport
+from tandem.tools.bench.report import LoadReport
 
 GOAL_RATIO = 3.0
 
@@ -28,13 +28,18 @@ async def disturbed(args: argparse.Namespace, target: Target, seed: int) -> Load
 
 def main() -> None:
     """Run the benchmark."""
-    parser = parser_of("interference", "Measure how long prompts disturb running answers.")
+    parser = parser_of(
+        "interference",
+        "Measure the effect of long prompts on the inter-token latency of running streams.",
+    )
     add = parser.add_argument
-    add("--streams", type=int, default=8, help="answers under way")
-    add("--output-tokens", type=int, default=256, help="of each answer")
-    add("--prompt-tokens", type=int, default=2000, help="of each long prompt")
-    add("--prompts", type=int, default=6, help="long prompts, one after the other")
-    add("--rounds", type=int, default=2, help="turn about; the median counts")
+    add("--streams", type=int, default=8, help="number of running streams")
+    add("--output-tokens", type=int, default=256, help="tokens per answer")
+    add("--prompt-tokens", type=int, default=2000, help="tokens per long prompt")
+    add("--prompts", type=int, default=6, help="number of long prompts, sent one after the other")
+    add(
+        "--rounds", type=int, default=2, help="number of alternating rounds; the median is reported"
+    )
     quick = {"streams": 2, "output_tokens": 16, "prompt_tokens": 200, "prompts": 1, "rounds": 1}
     args = parse(parser, quick)
     print(f"{os.cpu_count()} cores; load average before the start {os.getloadavg()}")

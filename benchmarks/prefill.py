@@ -1,4 +1,4 @@
-"""Prefill in one process: the engine against a plain forward of transformers.
+"""Prefill in one process: the engine compared with a plain forward of transformers.
 
 Both compute the same prompt and the logits of its last token. Rounds alternate, and medians are
 compared. Run from the repository's root: `python -m benchmarks.prefill`.
@@ -14,29 +14,34 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.decode import medians
-from benchmarks.engines import ask, make_engine, model_dir
+from benchmarks.engines import greedy_request, make_engine, model_dir
 from benchmarks.rig import parse, parser_of, result
-from tandem.engine.core import Engine
+from tandem.engine.scheduling.core import Engine
 
 GOAL_RATIO = 1.0
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    parser = parser_of("prefill", "Measure prompts against a plain forward of transformers.")
+    parser = parser_of("prefill", "Compare prefill with a plain forward of transformers.")
     add = parser.add_argument
-    add("--model", default=None, help="nothing for the embedded model")
-    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of weights and KV")
-    add("--tokens", type=int, nargs="+", default=[256, 1024], help="of each prompt")
-    add("--chunk", type=int, default=512, help="tokens of one forward of the engine")
-    add("--threads", type=int, default=1, help="of torch")
-    add("--rounds", type=int, default=5, help="of which the median counts")
+    add("--model", default=None, help="model directory; if not set, the embedded model")
+    add(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="type of weights and KV",
+    )
+    add("--tokens", type=int, nargs="+", default=[256, 1024], help="prompt lengths to measure")
+    add("--chunk", type=int, default=512, help="tokens per forward of the engine")
+    add("--threads", type=int, default=1, help="CPU threads of torch")
+    add("--rounds", type=int, default=5, help="number of rounds; the median is reported")
     return parser
 
 
 def engine_round(engine: Engine, prompt: list[int]) -> float:
     """Return the engine's seconds per prompt token."""
-    engine.submit(ask(prompt, 1))
+    engine.submit(greedy_request(prompt, 1))
     begin = time.perf_counter()
     while engine.has_work:
         engine.step()

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: command line, servers under measurement, their CPU time, and the result line."""
+"""Code shared by the benchmarks: the command line, servers under measurement, their CPU time, and the result line."""
 
 import argparse
 import contextlib
@@ -23,9 +23,9 @@ from tandem.node.machine import cpu_flags
 # The first start converts the model and may compile, which takes minutes on two cores.
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
-# Instruction sets that matrix products are written for.
+# Instruction sets that kernels for matrix products use.
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
-# What torch, oneDNN, MKL and numba read at their start: they then take the CPU for one with AVX2 alone.
+# Environment variables that limit torch, oneDNN, MKL and numba to AVX2. They read them at their start.
 AVX2_ALONE = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
@@ -52,35 +52,37 @@ def parse(
     quick: Mapping[str, object],
     argv: Sequence[str] | None = None,
     *,
-    far_ends: Sequence[str] = (),
+    child_options: Sequence[str] = (),
 ) -> argparse.Namespace:
-    """Add `--quick` and `--avx2` to the parser, parse the command line, and print on which machine this runs.
+    """Add `--quick` and `--avx2` to the parser, parse the command line, and print the machine line.
 
-    With `--avx2` the process starts again, under `AVX2_ALONE`.
+    `--avx2` restarts the process with `AVX2_ALONE` in its environment.
 
     Args:
         quick: Values that `--quick` sets, by destination.
-        far_ends: Destinations of options by which the benchmark runs processes of its own, which do not print it.
+        child_options: Destinations of options with which the benchmark starts child processes. These print no machine line.
     """
-    parser.add_argument("--quick", action="store_true", help="smoke test; the figures mean nothing")
-    parser.add_argument("--avx2", action="store_true", help="as if this CPU had AVX2 alone")
+    parser.add_argument(
+        "--quick", action="store_true", help="smoke test; the figures are meaningless"
+    )
+    parser.add_argument("--avx2", action="store_true", help="limit this CPU to AVX2")
     args = parser.parse_args(argv)
     is_limited = os.environ.items() >= AVX2_ALONE.items()
     if args.avx2 and not is_limited:
         os.execve(sys.executable, sys.orig_argv, os.environ | AVX2_ALONE)
     if args.quick:
         vars(args).update(quick)
-    if not any(getattr(args, name) for name in far_ends):
+    if not any(getattr(args, name) for name in child_options):
         flags = {"avx2"} if is_limited else cpu_flags()
         print(machine(flags), flush=True)
     return args
 
 
 def machine(flags: Set[str]) -> str:
-    """Return `machine: CORES of CPU, INSTRUCTIONS; VERSIONS; DATE`: what figures depend on.
+    """Return the machine line, `machine: CORES x CPU, INSTRUCTIONS; VERSIONS; DATE`, on which all figures depend.
 
     Args:
-        flags: The CPU's, as /proc/cpuinfo names them.
+        flags: Flags of the CPU, named as in /proc/cpuinfo.
     """
     names = re.findall(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     kinds = [flag for flag in INSTRUCTIONS if flag in flags]
@@ -118,7 +120,7 @@ class Target:
 
 
 def free_port() -> int:
-    """Return a loopback port that is free now."""
+    """Return a loopback port that is currently free."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port: int = sock.getsockname()[1]
         return port
@@ -136,7 +138,7 @@ def get(url: str) -> bytes:
 
 
 def pinned(cores: str) -> list[str]:
-    """Return the prefix of a command that pins it to these cores."""
+    """Return the command prefix that pins a process to these cores."""
     return ["taskset", "-c", cores] if cores else []
 
 
@@ -196,7 +198,7 @@ def _wait_serving(target: Target, process: subprocess.Popen[bytes], log_path: st
             return
         time.sleep(0.2)
     with open(log_path, encoding="utf-8") as log:
-        raise SystemExit(f"{target.name} does not serve:\n{log.read()[-4000:]}")
+        raise SystemExit(f"{target.name} did not become ready:\n{log.read()[-4000:]}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -217,6 +219,6 @@ def family(pid: int) -> list[int]:
 
 
 def cpu_s(pids: Sequence[int]) -> float:
-    """Return the CPU seconds of running processes, summed over all their threads by the scheduler."""
+    """Return the CPU seconds that running processes have used, over all their threads."""
     threads = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
     return sum(int((task / "schedstat").read_text().split()[0]) for task in threads) / 1e9

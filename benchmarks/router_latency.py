@@ -1,17 +1,17 @@
 """The cost of a router for a request that does not stream: added latency and CPU time.
 
-Compares `tandem lb` with sglang-router, vllm-router and nginx. Each runs on a dedicated core, in front of backends
-that answer at once; clients and backends run on the other cores. Each router gets three loads:
+The benchmark compares `tandem lb` with sglang-router, vllm-router and nginx. Each runs on a dedicated core, in front of
+backends that answer at once; clients and backends run on the other cores. Each router gets three loads:
 
 - *light*: four connections with pauses. The added latency is the router's quantile minus the quantile of the same
   request sent directly to an HTTP backend.
 - *full*: sixteen connections without pauses. This measures CPU time per request over all the router's processes.
-- *beside streams*: light, while each of 1,000 streams gets a token every 100 ms, all at once as from one batch.
-  The baseline is the same load with the same streams, sent directly.
+- *with streams*: the light load, while each of 1,000 streams gets a token every 100 ms, all at once as from one batch.
+  The baseline is the same load, with the same streams, sent directly.
 
-`tandem lb` tokenizes prompts and the other routers do not. Its goal is therefore the cheaper Rust router's CPU time
-plus the tokenizing time of the prompt, measured here. `--peers-python DIR/bin/python` names an environment with
-`pip install sglang-router vllm-router`. A router that is not installed is skipped, with a message.
+`tandem lb` tokenizes prompts and the other routers do not. Its goal is therefore the CPU time of the cheaper Rust
+router plus the measured time to tokenize the prompt. `--peers-python DIR/bin/python` names an environment with
+`pip install sglang-router vllm-router`. Routers that are not installed are skipped, with a message.
 """
 
 import argparse
@@ -41,9 +41,9 @@ from benchmarks.rig import (
     result,
     running,
 )
-from tandem.frontend.tokenizer import Tokenizer
-from tandem.node.checkpoint import resolve_model
+from tandem.frontend.text.tokenizer import Tokenizer
 from tandem.node.command import default_cache_dir
+from tandem.node.models.checkpoint import resolve_model
 
 GOAL_ADDED_P99_MS = 1.0
 BEAT_S, STREAM_TOKENS, NEW_TOKENS = 0.1, 50, 4
@@ -58,7 +58,7 @@ PROMPT = (
 
 
 class Missing(Exception):
-    """A peer is not installed; the sentence names what to install."""
+    """A router is not installed. The message names the package to install."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Quantiles:
     def of(cls, measured: Measured) -> "Quantiles":
         """Return the quantiles of at least two responses."""
         if len(measured.latencies_ms) < 2:
-            raise SystemExit(f"too few answers: give more --seconds; {measured.errors}")
+            raise SystemExit(f"too few responses: raise --seconds; {measured.errors}")
         cuts = statistics.quantiles(measured.latencies_ms, n=100, method="inclusive")
         return cls(cuts[49], cuts[98])
 
@@ -86,7 +86,7 @@ class Row:
     """The measurements of one router."""
 
     light: Quantiles
-    beside: Quantiles
+    with_streams: Quantiles
     cpu_us: float
 
 
@@ -95,8 +95,8 @@ def body(path: str, new_tokens: int, *, is_stream: bool = False) -> str:
     if path == "/generate":
         sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
         return json.dumps({"text": PROMPT, "sampling_params": sampling, "stream": is_stream})
-    asked = {"model": "stub", "prompt": PROMPT, "max_tokens": new_tokens, "temperature": 0}
-    return json.dumps(asked | {"stream": is_stream})
+    fields = {"model": "stub", "prompt": PROMPT, "max_tokens": new_tokens, "temperature": 0}
+    return json.dumps(fields | {"stream": is_stream})
 
 
 def load(
@@ -135,15 +135,15 @@ def measure(args: argparse.Namespace, target: Target, straight: Target, path: st
     full = load(args, target, path, 16, pause_s=0.0)
     cpu_us = full.cpu_s / max(1, len(full.latencies_ms)) * 1e6
     direct = Quantiles.of(load(args, straight, path, 4, pause_s=PAUSE_S, num_streams=args.streams))
-    beside = Quantiles.of(
+    with_streams = Quantiles.of(
         load(args, target, path, 4, pause_s=PAUSE_S, num_streams=args.streams)
     ).minus(direct)
     print(
-        f"{target.name:<15}{light.p50:>8.2f}{light.p99:>8.2f}{beside.p50:>9.2f}{beside.p99:>8.2f}"
+        f"{target.name:<15}{light.p50:>8.2f}{light.p99:>8.2f}{with_streams.p50:>9.2f}{with_streams.p99:>8.2f}"
         f"{cpu_us:>9.0f}{1e6 / cpu_us:>12.0f}",
         flush=True,
     )
-    return Row(light, beside, cpu_us)
+    return Row(light, with_streams, cpu_us)
 
 
 @contextlib.contextmanager
@@ -196,15 +196,15 @@ def nginx() -> Iterator[Target]:
 
 
 def peer(python: Path | None, name: str) -> Path:
-    """Return the folder of programs of a Python environment that must have this package.
+    """Return the program folder of a Python environment in which a package is installed.
 
     Raises:
         Missing: The package is not installed there.
     """
     package = name.replace("-", "_")
-    asked = f"import importlib.util as u; raise SystemExit(not u.find_spec({package!r}))"
-    if python is None or subprocess.run([str(python), "-c", asked], check=False).returncode:
-        raise Missing(f"{name}: give --peers-python of an environment that has it")
+    code = f"import importlib.util as u; raise SystemExit(not u.find_spec({package!r}))"
+    if python is None or subprocess.run([str(python), "-c", code], check=False).returncode:
+        raise Missing(f"{name}: set --peers-python to the Python of an environment with {name}")
     return python.parent
 
 
@@ -235,13 +235,13 @@ def tokenize_us(times: int = 500) -> float:
 def verdicts(rows: dict[str, Row], tokenizing_us: float) -> list[str]:
     """Return the result lines for the routers that were measured."""
     ours, theirs = rows[OURS], [rows[name] for name in RUST if name in rows]
-    added = ours.beside.p99
+    added = ours.with_streams.p99
     results = []
     if theirs:
         allowed = min(row.cpu_us for row in theirs) + tokenizing_us
         ratio = ours.cpu_us / allowed
         results.append(result("router_cpu_vs_rust_and_tokenizing", ratio, 1, is_lower_better=True))
-        ratio = added / min(row.beside.p99 for row in theirs)
+        ratio = added / min(row.with_streams.p99 for row in theirs)
         results.append(result("router_added_p99_vs_rust", ratio, 1, is_lower_better=True))
     results.append(result("router_added_p99", added, GOAL_ADDED_P99_MS, "ms", is_lower_better=True))
     return results
@@ -249,11 +249,17 @@ def verdicts(rows: dict[str, Row], tokenizing_us: float) -> list[str]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = parser_of("router_latency", "Measure what routers add to a request.")
+    parser = parser_of(
+        "router_latency", "Measure the latency and CPU time that routers add to a request."
+    )
     add = parser.add_argument
-    add("--peers-python", type=Path, help="of an environment with sglang-router and vllm-router")
-    add("--seconds", type=float, default=5, help="of each load")
-    add("--streams", type=int, default=1000, help="beside the requests of the third load")
+    add(
+        "--peers-python",
+        type=Path,
+        help="Python of an environment with sglang-router and vllm-router",
+    )
+    add("--seconds", type=float, default=5, help="duration of each load")
+    add("--streams", type=int, default=1000, help="number of streams in the third load")
     args = parse(parser, {"seconds": 1.0, "streams": 20})
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -264,7 +270,7 @@ def main() -> None:
         "nginx": ("/generate", nginx),
     }
     tokenizing_us = tokenize_us()
-    print(f"tokenizing the prompt takes {tokenizing_us:.0f} us of CPU")
+    print(f"tokenizing the prompt takes {tokenizing_us:.0f} us of CPU time")
     print(
         f"{'added, ms':15}{'p50':>8}{'p99':>8}{'streams':>9}{'p99':>8}{'CPU us':>9}{'req/s/core':>12}"
     )
@@ -275,7 +281,7 @@ def main() -> None:
                 with start() as target:
                     rows[name] = measure(args, target, straight, path)
             except Missing as missing:
-                print(f"left out: {missing}")
+                print(f"skipped {missing}")
     print("\n".join(verdicts(rows, tokenizing_us)))
 
 

@@ -1,10 +1,10 @@
-"""How many nodes one router worker carries: CPU per request, memory, threads and descriptors at 8, 64 and 512 nodes.
+"""Resources of one router worker at 8, 64 and 512 nodes: CPU time per request, memory, threads and file descriptors.
 
     python -m benchmarks.scale [--nodes 8 64 512] [--seconds 10] [--quick]
 
-Half of the nodes are prefills and half decodes. They are stubs of one process that answer at once, on other cores than
-the router's. What the router uses without requests, for heartbeats and reports of load, is measured first and subtracted.
-The goal of CPU, threads and descriptors per request: the same at every number of nodes.
+Half of the nodes are prefill nodes and half are decode nodes. All are stubs in one process, on different cores than the
+router, and answer at once. The router's CPU time without requests (heartbeats and load reports) is measured first and
+subtracted. The goal: CPU time per request and the number of threads are the same at every number of nodes.
 """
 
 import argparse
@@ -29,22 +29,22 @@ from benchmarks.rig import (
     tandem,
 )
 from benchmarks.router_latency import NEW_TOKENS, body
-from tandem.up import free_ports
+from tandem.cli.up import free_ports
 
 CONNECTIONS = 16
-# Links come up one after the other.
+# The router connects to its nodes one after the other.
 SETTLE_S = 5.0
 GOAL_GROWTH = 1.25
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a router uses with a number of nodes.
+    """Resources of a router at one number of nodes.
 
     Attributes:
-        cpu_us: Per request, beyond what it uses without requests.
-        idle_ms: CPU per second without requests.
-        num_threads, num_files: Of all its processes.
+        cpu_us: CPU time per request, without that of an idle router.
+        idle_ms: CPU time per second of an idle router.
+        num_threads, num_files: Threads and file descriptors of all its processes.
     """
 
     num_nodes: int
@@ -72,7 +72,7 @@ def router(num_nodes: int) -> Iterator[Target]:
 
 
 def measure(num_nodes: int, seconds: float) -> Row:
-    """Measure a router with so many nodes."""
+    """Measure a router with `num_nodes` nodes."""
     with router(num_nodes) as target:
         time.sleep(SETTLE_S)
         pids = family(target.pid)
@@ -102,7 +102,7 @@ def measure(num_nodes: int, seconds: float) -> Row:
 
 
 def _memory_bytes(pid: int) -> int:
-    """Return the memory that a process has for itself, and its share of what it shares."""
+    """Return the proportional set size (PSS) of a process: its private memory and its share of shared memory."""
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     [line] = [line for line in rollup if line.startswith("Pss:")]
     return int(line.split()[1]) * 1024
@@ -122,7 +122,7 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
 
 
 def results(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield how much more the last row uses than the first."""
+    """Yield the result lines: the ratios of the last row to the first."""
     first, last = rows[0], rows[-1]
     growth = last.cpu_us / first.cpu_us
     threads = last.num_threads / first.num_threads
@@ -131,10 +131,16 @@ def results(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = parser_of("scale", "What a router worker uses with few and with many nodes.")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[8, 64, 512], help="even numbers")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    """Run the benchmark."""
+    parser = parser_of("scale", "Measure the resources of a router worker by number of nodes.")
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        nargs="+",
+        default=[8, 64, 512],
+        help="numbers of nodes; each must be even",
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of each measurement")
     args = parse(parser, {"nodes": [2, 8], "seconds": 1.0})
     for line in lines(args):
         print(line, flush=True)

@@ -1,11 +1,11 @@
-"""Serving: a disaggregated cluster against one colocated engine, in the same run.
+"""Serving: a disaggregated cluster compared with one colocated engine in the same run.
 
 The benchmark starts `tandem up` and `tandem serve` on free ports (or uses --url and --baseline-url). It drives both
-with the same load in alternating order, and prints latencies, throughput and their ratio.
+with the same load in alternating order, and prints latencies, throughput and the ratio of throughputs.
 
-The baseline runs once with one thread and once with one thread per core; the ratio is to the better of them. On a
-busy host torch's threads wait for each other at every operation: two threads have been 60 times slower than one. A
-ratio to such a baseline would not measure disaggregation.
+The baseline runs once with one thread and once with one thread per core; the ratio uses the faster of them. On a busy
+host torch's threads wait for each other at every operation: two threads have been 60 times slower than one. A ratio to
+such a slow baseline would not measure disaggregation.
 """
 
 import argparse
@@ -16,27 +16,42 @@ from collections.abc import Sequence
 
 from benchmarks.rig import Target, parse, parser_of, result, tandem
 from benchmarks.streams import closed_loop
-from tandem.bench.report import LoadReport
+from tandem.tools.bench.report import LoadReport
 
 GOAL_RATIO = 1.0
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    parser = parser_of("serve", "Measure a cluster against `tandem serve` under the same load.")
-    parser.epilog = "Flags after -- go to every node of both, such as: -- --model DIR"
+    parser = parser_of("serve", "Compare a cluster with `tandem serve` under the same load.")
+    parser.epilog = "Flags after -- are passed to all nodes of both, for example: -- --model DIR"
     add = parser.add_argument
-    add("--url", default="", help="of a running cluster, instead of starting `tandem up`")
-    add("--baseline-url", default="", help="of a running baseline, not to start `tandem serve`")
-    add("--prefills", type=int, default=1, help="prefill nodes of the cluster")
-    add("--decodes", type=int, default=1, help="decode nodes of the cluster")
+    add("--url", default="", help="URL of a running cluster; if not set, start `tandem up`")
+    add(
+        "--baseline-url",
+        default="",
+        help="URL of a running baseline; if not set, start `tandem serve`",
+    )
+    add("--prefills", type=int, default=1, help="number of prefill nodes")
+    add("--decodes", type=int, default=1, help="number of decode nodes")
     threads = sorted({1, os.cpu_count() or 1})
-    add("--baseline-threads", type=int, nargs="+", default=threads, help="of each baseline")
-    add("--concurrency", type=int, nargs="+", default=[1, 8], help="requests open at once")
-    add("--requests-per-stream", type=int, default=4, help="requests of a round: times concurrency")
-    add("--input-tokens", type=int, default=128, help="random ids in each prompt")
-    add("--output-tokens", type=int, default=64, help="generated for each prompt")
-    add("--rounds", type=int, default=1, help="how often both are measured, turn about")
+    add(
+        "--baseline-threads",
+        type=int,
+        nargs="+",
+        default=threads,
+        help="numbers of threads; one baseline each",
+    )
+    add("--concurrency", type=int, nargs="+", default=[1, 8], help="numbers of concurrent requests")
+    add(
+        "--requests-per-stream",
+        type=int,
+        default=4,
+        help="requests per stream and round",
+    )
+    add("--input-tokens", type=int, default=128, help="tokens per prompt, random ids")
+    add("--output-tokens", type=int, default=64, help="tokens to generate per prompt")
+    add("--rounds", type=int, default=1, help="number of rounds; the targets alternate")
     add("node_flags", nargs="*", default=[], help=argparse.SUPPRESS)
     return parser
 
@@ -102,7 +117,7 @@ def main() -> None:
     print(f"{os.cpu_count()} cores; load average before the start {os.getloadavg()}")
     with contextlib.ExitStack() as stack:
         targets = start_targets(args, stack)
-        for target in targets:  # the first request includes lazy initialisation
+        for target in targets:  # warm up: the first request includes lazy initialization
             one_round(args, target, 1, 999)
         heads = "".join(f"{f'{name} p50/90/99 ms':>18}" for name in ("TTFT", "ITL"))
         print(f"{'server':<22}{'streams':>8}{'failed':>7}{'tokens/s':>10}{heads}")

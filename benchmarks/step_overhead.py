@@ -1,9 +1,9 @@
 """The CPU time of the engine's loop per step, without the device's work.
 
 The benchmark runs the unmodified loop of a node: inbox, admission, batch, inputs, sampling, delivery, one
-message to the edge worker. Only the forward is replaced: it always returns the same logits, over a vocabulary
-of 128 tokens, because argmax and sums over a real vocabulary are the device's work. It measures the CPU time
-of the loop's thread, as medians. Run from the repository's root: `python -m benchmarks.step_overhead`.
+message to the edge worker. Only the forward is replaced: it always returns the same logits. The vocabulary has
+128 tokens, because argmax and sums over a real vocabulary are the device's work. The result is the median CPU time
+of the loop's thread per step. Run from the repository's root: `python -m benchmarks.step_overhead`.
 """
 
 import argparse
@@ -15,10 +15,10 @@ import torch
 
 from benchmarks.rig import parse, parser_of, result
 from tandem.decode.role import DecodeRole
-from tandem.engine.config import EngineConfig
-from tandem.engine.core import Engine
-from tandem.engine.forward import ForwardInputs, Wrote
-from tandem.engine.launcher import ModelLauncher
+from tandem.engine.config import EngineOptions
+from tandem.engine.execution.launcher import ModelLauncher
+from tandem.engine.scheduling.core import Engine
+from tandem.engine.scheduling.forward import ForwardInputs, OnLayerWritten
 from tandem.engine.shape import ModelShape
 from tandem.node.answers import Answers
 from tandem.node.loop import EngineLoop
@@ -30,12 +30,12 @@ from tandem.wire.messages import FromEngine, Ping, StartColocated, ToEngine
 VOCAB_SIZE = 128
 PAGE_SIZE = 16
 PROMPT_TOKENS = 16
-# Goals by batch size: 1 % of the time of a large model on a GPU for the same batch.
+# Goals by batch size: 1 % of the step time of a large model on a GPU.
 GOALS_MS = {64: 0.5, 256: 2.0}
 
 
 class FreeRunner:
-    """A forward that costs nothing."""
+    """A runner whose forward takes no time."""
 
     device = torch.device("cpu")
 
@@ -47,7 +47,7 @@ class FreeRunner:
         self,
         inputs: ForwardInputs,
         sampled: torch.Tensor | None = None,
-        wrote: Wrote | None = None,
+        on_layer_written: OnLayerWritten | None = None,
     ) -> torch.Tensor:
         """Return precomputed logits."""
         del sampled
@@ -57,11 +57,17 @@ class FreeRunner:
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     parser = parser_of(
-        "step_overhead", "Measure the CPU time of the engine's loop around a free forward."
+        "step_overhead", "Measure the CPU time of the engine's loop per step, without the forward."
     )
     add = parser.add_argument
-    add("--batches", type=int, nargs="+", default=[1, 16, 64, 256, 1024], help="running requests")
-    add("--steps", type=int, default=200, help="measured for each; the median counts")
+    add(
+        "--batches",
+        type=int,
+        nargs="+",
+        default=[1, 16, 64, 256, 1024],
+        help="batch sizes to measure",
+    )
+    add("--steps", type=int, default=200, help="steps per batch size; the median is reported")
     return parser
 
 
@@ -79,8 +85,7 @@ def make_engine(batch: int, steps: int) -> Engine:
         kv_dtype="bfloat16",
         fingerprint="free",
     )
-    config = EngineConfig(
-        model_dir="",
+    config = EngineOptions(
         page_size=PAGE_SIZE,
         max_running_requests=batch,
         chunked_prefill_size=batch * PROMPT_TOKENS,
@@ -106,7 +111,7 @@ def step_ms(batch: int, steps: int, sampling: SamplingParams) -> float:
         begin = time.thread_time()
         loop.run_once(0.0)
         times.append(time.thread_time() - begin)
-    assert engine.num_running == batch, "requests ended before the measurement did"
+    assert engine.num_running == batch, "requests ended before the measurement"
     done.set()
     edge.join()
     inbox.close()
@@ -151,7 +156,7 @@ def main() -> None:
             temperature=0.8, top_p=0.95, seed=1, max_new_tokens=num_new, ignore_eos=True
         ),
     }
-    print("CPU milliseconds of one step beside the forward, medians")
+    print("median CPU milliseconds per step, without the forward")
     print(f"{'requests':>9}" + "".join(f"{name:>10}" for name in kinds))
     found: dict[int, float] = {}
     for batch in args.batches:

@@ -1,11 +1,11 @@
-"""The load of serving benchmarks: a closed loop of `tandem bench`'s client."""
+"""The load of the serving benchmarks: a closed loop with the client of `tandem bench`."""
 
 import time
 
-from tandem.bench.client import drive
-from tandem.bench.config import BenchConfig, Load
-from tandem.bench.report import LoadReport, summarise
-from tandem.bench.workload import make_jobs
+from tandem.tools.bench.client import drive
+from tandem.tools.bench.config import BenchConfig
+from tandem.tools.bench.load import planned
+from tandem.tools.bench.report import LoadReport, summarise
 
 # Every measured model has at least this many token ids.
 VOCAB_SIZE = 40_000
@@ -30,12 +30,13 @@ async def closed_loop(
         url=url,
         api="completions" if model else "native",
         model=model,
+        max_concurrency=concurrency,
         num_prompts=num_requests,
         input_tokens=prompt_tokens,
         output_tokens=new_tokens,
         vocab_size=VOCAB_SIZE,
         seed=seed,
     )
-    load, began_s = Load(concurrency), time.process_time()
-    samples = await drive(config, make_jobs(config, load, 0), concurrency)
-    return summarise(load, samples, time.process_time() - began_s)
+    began_s = time.process_time()
+    samples = await drive(config, planned(config), concurrency)
+    return summarise(samples, time.process_time() - began_s)

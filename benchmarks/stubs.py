@@ -1,12 +1,12 @@
-"""Backends that answer at once, so that measurements show the router's cost only.
+"""Backends that answer at once, so that measurements show only the router's cost.
 
     python -m benchmarks.stubs http --port N [--event-bytes N]   an HTTP server
-    python -m benchmarks.stubs nodes --port N M [N M ...]        prefill and decode nodes of Tandem, by turns
+    python -m benchmarks.stubs nodes --port N M [N M ...]        Tandem nodes: prefill and decode alternate
 
-The HTTP server answers a GET with its route's body, or an empty JSON object. A POST gets one canned answer, valid for
-native and OpenAI clients and for routers that pass KV parameters. With `"stream": true` it gets one event per beat,
-all streams at once as from an engine's batch. The node stubs use the real wire protocol: prefill sends the first
-token and the hand-off; decode sends a token per pass, or per beat if the request asks for many tokens.
+The HTTP server answers a GET with its route's body, or an empty JSON object. A POST gets one fixed response, valid for
+native and OpenAI clients and for routers that pass KV parameters. With `"stream": true` it gets one event per interval;
+all streams get theirs at the same time, as from an engine's batch. The node stubs use the real wire protocol: prefill sends
+the first token and the hand-off. Decode sends a token per pass of its loop, or per interval for requests of many tokens.
 """
 
 import argparse
@@ -24,9 +24,10 @@ import uvloop
 import zmq
 from typing_extensions import override
 
-from tandem.frontend.tokenizer import tokenizer_files, tokenizer_hash
-from tandem.node.checkpoint import resolve_model
+from tandem.frontend.text.tokenizer import tokenizer_hash
+from tandem.frontend.text.tokenizer_files import tokenizer_files
 from tandem.node.command import default_cache_dir
+from tandem.node.models.checkpoint import resolve_model
 from tandem.wire.channel import Inbox, Peer
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import Epoch, Finish, new_epoch
@@ -44,7 +45,7 @@ from tandem.wire.messages import (
     TokenDelta,
 )
 
-# Requests for at most this many tokens get one token per pass, longer ones one per beat.
+# Requests for at most this many tokens get one token per pass of the loop, longer ones one per interval.
 MOST_UNPACED = 16
 VOCAB_SIZE, FIRST_ID, NUM_IDS = 49_152, 1_000, 40_000
 # High enough that admission never queues.
@@ -90,16 +91,16 @@ class Streams:
         self._left: dict[asyncio.WriteTransport, int] = {}
 
     def begin(self, transport: asyncio.WriteTransport) -> None:
-        """Start a stream: send the headers now, and events from the next beat on."""
+        """Start a stream: send the headers now, and events from the next interval on."""
         transport.write(EVENTS)
         self._left[transport] = self._num_events
 
     def end(self, transport: asyncio.WriteTransport) -> None:
-        """Forget a client that has disconnected."""
+        """Remove the stream of a client that has disconnected."""
         self._left.pop(transport, None)
 
     async def run(self) -> None:
-        """Write one event to every stream at each beat."""
+        """Write one event to every stream per interval."""
         due_s = time.monotonic()
         while True:
             due_s = max(due_s + self._interval_s, time.monotonic())
@@ -112,10 +113,10 @@ class Streams:
 
 
 class StubConnection(asyncio.Protocol):
-    """One connection, without pipelined requests.
+    """One HTTP connection. Pipelining is not supported.
 
     Args:
-        routes: Bodies of GETs by their path.
+        routes: Response bodies of GET requests, by path.
     """
 
     def __init__(self, routes: Mapping[str, bytes], streams: Streams | None = None) -> None:
@@ -125,7 +126,9 @@ class StubConnection(asyncio.Protocol):
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's has another class
+        self._transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's transport is of a different class
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
@@ -165,7 +168,7 @@ class StubConnection(asyncio.Protocol):
 async def serve_http(
     routes: Mapping[int, Mapping[str, bytes]], streams: Streams | None = None
 ) -> None:
-    """Serve routes by port until cancelled."""
+    """Serve each port's routes until cancelled."""
     loop = asyncio.get_running_loop()
     for port, of_port in routes.items():
         await loop.create_server(
@@ -178,7 +181,7 @@ async def serve_http(
 
 
 class StubEngine:
-    """The inbox of one role, and its unfinished answers."""
+    """One node stub: its inbox and its unfinished answers."""
 
     def __init__(self, role: str, interval_s: float) -> None:
         self.role, self.epoch = role, new_epoch()
@@ -195,12 +198,12 @@ class StubEngine:
 
     @property
     def wait_s(self) -> float:
-        """Seconds until `run_once` must be called again, with work."""
+        """Seconds until `run_once` must be called again while an answer is unfinished."""
         is_busy = any(not _is_paced(start) for start in self._starts.values())
         return 0.0 if is_busy else max(0.0, self._beat_at_s - time.monotonic())
 
     def run_once(self) -> None:
-        """Read all received messages, and send one pass of answers."""
+        """Handle all received messages, then send the next tokens of the answers."""
         batches = defaultdict[Peer, TokenBatch](lambda: TokenBatch(epoch=self.epoch, deltas=[]))
         while (envelope := self.inbox.receive()) is not None:
             self._read(envelope.peer, envelope.message, batches)
@@ -239,7 +242,7 @@ class StubEngine:
     def _send(self, peer: Peer, message: TokenBatch | Pong) -> None:
         try:
             self.inbox.send(peer, message)
-        except PeerLost:  # the peer stopped listening
+        except PeerLost:  # the peer has disconnected
             self._starts = {key: start for key, start in self._starts.items() if key[0] != peer}
 
 
@@ -262,7 +265,7 @@ def _delta(start: StartPrefill | StartDecode, index: int, reason: str = "") -> T
 
 
 def run_nodes(ports: Sequence[int], interval_s: float) -> None:
-    """Run nodes that neither compute nor transfer, a prefill and a decode by turns, until stopped."""
+    """Run node stubs, alternately prefill and decode, until stopped. They neither compute nor transfer."""
     files = tokenizer_files(resolve_model(None, default_cache_dir() / "models"))
     roles = itertools.cycle(("prefill", "decode"))
     engines = [StubEngine(role, interval_s) for role, _ in zip(roles, ports, strict=False)]
@@ -274,9 +277,9 @@ def run_nodes(ports: Sequence[int], interval_s: float) -> None:
         poller.register(socket, zmq.POLLIN)
     while True:
         wait_s = min((engine.wait_s for engine in busy), default=interval_s)
-        # Of hundreds only those with something to do: else the router would wait for its nodes.
-        heard = [of_socket[socket] for socket, _ in poller.poll(int(wait_s * 1000))]
-        for engine in {*heard, *busy}:
+        # Run only nodes that have work. A pass over hundreds of nodes would make the router wait for its answers.
+        readable = [of_socket[socket] for socket, _ in poller.poll(int(wait_s * 1000))]
+        for engine in {*readable, *busy}:
             engine.run_once()
         busy = [engine for engine in engines if engine.has_work]
 
@@ -314,11 +317,15 @@ def main() -> None:
         type=int,
         nargs="+",
         required=True,
-        help="one of http; of nodes by turns a prefill's and a decode's",
+        help="http: one port; nodes: alternately ports of prefill and decode nodes",
     )
-    parser.add_argument("--events", type=int, default=50, help="of each stream of http")
-    parser.add_argument("--event-bytes", type=int, default=EVENT_BYTES, help="size of an event")
-    parser.add_argument("--interval-ms", type=float, default=100, help="between two beats")
+    parser.add_argument("--events", type=int, default=50, help="events per HTTP stream")
+    parser.add_argument(
+        "--event-bytes", type=int, default=EVENT_BYTES, help="size of each event in bytes"
+    )
+    parser.add_argument(
+        "--interval-ms", type=float, default=100, help="interval between events of a stream"
+    )
     args = parser.parse_args()
     interval_s = args.interval_ms / 1000
     if args.kind == "nodes":

@@ -1,17 +1,17 @@
-"""The rate of page transfers between two processes, against the limits of memory and of a socket.
+"""The rate of page transfers between two processes, compared with the limits of memory and of a socket.
 
-The limits are measured in the same run: memcpy on one core, one bare TCP socket (sendall and
-recv_into, without any framing), and the libraries of `nixl` and `ucx` without our transports.
+The limits are measured in the same run: memcpy on one core, one bare TCP socket (sendall and recv_into, without framing),
+and the NIXL and UCX libraries without our transports.
 
     python -m benchmarks.transfer [--size-mib 512] [--rounds 7] [--tp] [--quick]
 
-Two processes. *contiguous* is one copy; *pages* are random pages of 2 MiB (Llama-3-8B in bf16, 16 tokens
-each: 512 MiB is a prompt of 4,096); *scattered* is random blocks of 64 KiB. Hashes verify the result. The
-rounds of all cases are interleaved, so that load of the host affects all alike; the table shows medians.
-CPU-s/GB counts both processes. A result's ratio is the lowest over the patterns.
+*contiguous* is one copy, *pages* are random pages of 2 MiB (16 tokens of Llama-3-8B in bf16, so 512 MiB is a prompt of 4,096
+tokens), and *scattered* are random blocks of 64 KiB. Hashes verify the result. The rounds of all cases are interleaved, so
+that load of the host affects all of them; the table shows medians. CPU-s/GB counts both processes. The ratio in a result
+line is the lowest over the patterns.
 
-`--tp` adds what ranks of unequal `--tp` move: half of the heads of pages, which are 64 slices of 16 KiB in a page. The
-results then compare that with whole pages, for each transport.
+`--tp` adds transfers between nodes whose `--tp` differs by a factor of two. A rank then moves half of the heads: 64 slices of
+16 KiB per page. The result lines compare them with whole pages for each transport.
 """
 
 import argparse
@@ -47,8 +47,8 @@ ROOM = Room(1)
 BLOCK_BYTES, PAGE_BYTES = 64 << 10, 2 << 20
 PATTERNS = ("contiguous", "pages", "scattered")
 TP_PATTERNS = ("tp 2 to 1", "tp 1 to 2")
-# Transports that are measured only if their library is installed.
-LIBRARIES = {"nixl": "nixl_cu12", "ucx": "ucxx", "mooncake": "mooncake"}
+# Transports that are measured only if their libraries are installed.
+LIBRARIES = {"nixl": "nixl_cu12", "ucx": "ucxx", "mooncake": "tandem_mooncake"}
 NAMES = ("shm", "tcp", "nccl", *(name for name in LIBRARIES if find_spec(LIBRARIES[name])))
 DIRECT = {BARE[name].name: BARE[name] for name in NAMES if name in BARE}
 NUM_LATENCIES = 200
@@ -63,7 +63,7 @@ class Sample:
 
 
 class FarEnd:
-    """The receiving process, and the connection to it. Queries are lines on its stdin."""
+    """The receiving process and the connection to it. It reads queries from stdin, one per line."""
 
     def __init__(self, name: str, pool_bytes: int, region: MemoryRegion) -> None:
         command = [sys.executable, "-m", "benchmarks.transfer", "--listen", name, str(pool_bytes)]
@@ -73,16 +73,16 @@ class FarEnd:
         offer = msgspec.json.decode(self._read(), type=TransportOffer)
         self.connection = _transport(name).connect(offer, region)
 
-    def ask(self, question: str) -> str:
-        """Return the far end's reply: its CPU seconds for `cpu`, its pool's hash for `hash`."""
+    def query(self, query: str) -> str:
+        """Send a query; return the reply. `cpu`: its CPU seconds; `hash`: the hash of its pool."""
         assert self._child.stdin is not None
-        self._child.stdin.write(question + "\n")
+        self._child.stdin.write(query + "\n")
         self._child.stdin.flush()
         return self._read()
 
     def cpu_s(self) -> float:
         """Return the CPU seconds that the far end has used."""
-        return float(self.ask("cpu"))
+        return float(self.query("cpu"))
 
     def halt(self) -> None:
         """Stop the process, so that it uses no CPU time, not even for polling."""
@@ -157,7 +157,7 @@ def _random_plan(size_bytes: int, pool_bytes: int, unit_bytes: int) -> CopyPlan:
 
 
 def make_tp_plans(size_bytes: int, pool_bytes: int) -> dict[str, CopyPlan]:
-    """Return the plans of a rank of two that hands off to one of one, and the reverse: each of half as many bytes."""
+    """Return the plans of one rank for --tp 2 to 1 and 1 to 2. Each moves half of `size_bytes`."""
     rng = np.random.default_rng(0)
     num_pages = size_bytes // PAGE_BYTES
     whole, half = (
@@ -176,14 +176,14 @@ def make_tp_plans(size_bytes: int, pool_bytes: int) -> dict[str, CopyPlan]:
 
 
 def copy_here(plan: CopyPlan, source: MemoryRegion, destination: MemoryRegion) -> None:
-    """Copy a plan within this process: the limit for the transports."""
+    """Copy a plan within this process with memcpy, the limit of the transports."""
     begin, to = source.array(), destination.array()
     for at, there, size in plan.copies():
         to[there : there + size] = begin[at : at + size]
 
 
 class BareSocket:
-    """The limit of TCP: a child process that receives into memory and acknowledges."""
+    """A bare TCP socket, the limit of `tcp`, to a child process that receives into memory and acknowledges."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -234,17 +234,17 @@ def measure(write: Callable[[], None], far_cpu_s: Callable[[], float], size_byte
 
 
 def check(far: FarEnd, last: CopyPlan, source: MemoryRegion, expected: MemoryRegion) -> None:
-    """Exit with an error unless the far end's pool equals the result of plain copies, the `last` of them included."""
+    """Apply the `last` plan to `expected`. Exit with an error unless the far end's pool has the same content."""
     copy_here(last, source, expected)
-    if far.ask("hash") != digest(expected):
-        raise SystemExit("the bytes that arrived are not those that were sent")
+    if far.query("hash") != digest(expected):
+        raise SystemExit("the received bytes differ from the sent bytes")
 
 
 Samples = dict[tuple[str, str], list[Sample]]
 
 
 def run(size_bytes: int, num_rounds: int, *, with_tp: bool) -> tuple[Samples, dict[str, float]]:
-    """Return the samples of each (transport, pattern), and the µs that a page takes over shm and by memcpy."""
+    """Return the samples by (transport, pattern), and the time in µs to copy one page over shm and by memcpy."""
     pool_bytes = size_bytes + size_bytes // 2
     plans = make_plans(size_bytes, pool_bytes)
     plans |= make_tp_plans(size_bytes, pool_bytes) if with_tp else {}
@@ -256,7 +256,7 @@ def run(size_bytes: int, num_rounds: int, *, with_tp: bool) -> tuple[Samples, di
         far_ends = {name: FarEnd(name, pool_bytes, source) for name in (*NAMES, *DIRECT)}
         bare = BareSocket(size_bytes)
         bare.write(source)
-        for plan in plans.values():  # also touches every page before the measurement
+        for plan in plans.values():  # this also touches every page before the measurement
             copy_here(plan, source, here)
             for far in far_ends.values():
                 far.connection.write(ROOM, plan)
@@ -272,7 +272,7 @@ def run(size_bytes: int, num_rounds: int, *, with_tp: bool) -> tuple[Samples, di
                 }
                 for name, far in far_ends.items():
                     cases[name] = partial(far.measure, plan)
-                names = list(cases)  # rotate the order, because a case affects the next
+                names = list(cases)  # the order rotates, because a case affects the next one
                 for name in names[index % len(names) :] + names[: index % len(names)]:
                     samples.setdefault((name, pattern), []).append(cases[name]())
         for far in far_ends.values():
@@ -292,7 +292,7 @@ def run(size_bytes: int, num_rounds: int, *, with_tp: bool) -> tuple[Samples, di
 
 
 def one_page_us(ways: Mapping[str, Callable[[CopyPlan], None]], num_pages: int) -> dict[str, float]:
-    """Return the median microseconds in which each way copies one page, a different page each time."""
+    """Return the median time in µs that each way takes to copy one page. Each copy uses a different page."""
     took_s: dict[str, list[float]] = {name: [] for name in ways}
     for index in range(NUM_LATENCIES):
         at = np.array([index % num_pages * PAGE_BYTES], np.int64)
@@ -326,21 +326,21 @@ def report(samples: Samples, page_us: Mapping[str, float]) -> None:
         if name in BARE:
             print(result(f"{name}_vs_bare", worst(name, BARE[name].name), 0.95))
     print(result("tcp_vs_socket", worst("tcp", "socket"), 0.95))
-    print(f"one page: {page_us['shm']:.0f} us over shm, {page_us['memcpy']:.0f} by memcpy")
+    print(f"one page: {page_us['shm']:.0f} us over shm, {page_us['memcpy']:.0f} us by memcpy")
     print(result("shm_page_latency_us", page_us["shm"], 200, "us", is_lower_better=True))
     print(result("shm_vs_memcpy", worst("shm", "memcpy"), 0.8))
 
 
 def main() -> None:
     """Run the benchmark, or one of its far ends."""
-    parser = parser_of("transfer", "Measure how fast pages move between two processes.")
+    parser = parser_of("transfer", "Measure the rate of page transfers between two processes.")
     add = parser.add_argument
-    add("--size-mib", type=int, default=512, help="moved in each round")
-    add("--rounds", type=int, default=7, help="rounds of every case")
-    add("--tp", action="store_true", help="also measure ranks of unequal --tp")
+    add("--size-mib", type=int, default=512, help="data per round in MiB")
+    add("--rounds", type=int, default=7, help="rounds per case")
+    add("--tp", action="store_true", help="also measure nodes with different --tp")
     add("--listen", nargs=2, metavar=("NAME", "BYTES"), help=argparse.SUPPRESS)
     add("--drain", nargs=2, metavar=("PORT", "BYTES"), help=argparse.SUPPRESS)
-    args = parse(parser, {"size_mib": 64, "rounds": 2}, far_ends=("listen", "drain"))
+    args = parse(parser, {"size_mib": 64, "rounds": 2}, child_options=("listen", "drain"))
     if args.drain:
         drain(int(args.drain[0]), int(args.drain[1]))
     elif args.listen:

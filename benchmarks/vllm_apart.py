@@ -1,7 +1,7 @@
-"""vLLM's prefill and decode apart: by Tandem, by NixlConnector, and vLLM in one process, each under the same load.
+"""vLLM with separate prefill and decode, through Tandem and through NixlConnector, compared with vLLM in one process.
 
-Apart each role has one core; together vLLM has both. Run it in the environment of `make test-vllm`, which lacks
-NixlConnector's library: `pip install --no-deps nixl-cu12==1.5.1 nixl==1.5.1`.
+All get the same load. With separate roles, each has one core; vLLM in one process has both cores. Run the benchmark in the
+environment of `make test-vllm`. For NixlConnector, add `pip install --no-deps nixl-cu12==1.5.1 nixl==1.5.1`.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from benchmarks.rig import Target, free_port, parse, parser_of, result, running
 from benchmarks.streams import closed_loop
-from tandem.bench.report import LoadReport
-from tandem.node.checkpoint import resolve_model
 from tandem.node.command import default_cache_dir
+from tandem.node.models.checkpoint import resolve_model
+from tandem.tools.bench.report import LoadReport
 
 NAME = "model"
 ENVIRONMENT = {
@@ -28,25 +28,38 @@ ENVIRONMENT = {
     "UCX_TLS": "tcp",
 }
 LONG_PROMPT_TOKENS = 1500
-NUM_BESIDE = 8
+NUM_SHORT = 8
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    parser = parser_of("vllm_apart", "Measure vLLM apart against NixlConnector and together.")
+    parser = parser_of(
+        "vllm_apart", "Compare vLLM through Tandem with NixlConnector and with vLLM in one process."
+    )
     add = parser.add_argument
-    add("--model", default="", help="a transformers directory; without it, the embedded model")
+    add("--model", default="", help="model directory; if not set, the embedded model")
     add("--dtype", default="bfloat16", help="type of weights and KV")
-    add("--concurrency", type=int, nargs="+", default=[1, 8, 32], help="requests open at once")
-    add("--requests-per-stream", type=int, default=2, help="requests of a round: times concurrency")
-    add("--input-tokens", type=int, default=256, help="random ids in each prompt")
-    add("--output-tokens", type=int, default=48, help="generated for each prompt")
-    add("--only", nargs="+", default=["tandem", "nixl", "together"], help="which to measure")
+    add(
+        "--concurrency",
+        type=int,
+        nargs="+",
+        default=[1, 8, 32],
+        help="numbers of concurrent requests",
+    )
+    add(
+        "--requests-per-stream",
+        type=int,
+        default=2,
+        help="requests per stream and round",
+    )
+    add("--input-tokens", type=int, default=256, help="tokens per prompt, random ids")
+    add("--output-tokens", type=int, default=48, help="tokens to generate per prompt")
+    add("--only", nargs="+", default=["tandem", "nixl", "together"], help="servers to measure")
     return parser
 
 
 class Servers:
-    """Starts one way of serving after the other. `flags`: of vLLM, the same for all."""
+    """Starts the servers to compare, one at a time. All get the same vLLM flags."""
 
     def __init__(self, model: Path, dtype: str) -> None:
         self._model = str(model)
@@ -55,7 +68,7 @@ class Servers:
 
     @contextlib.contextmanager
     def start(self, name: str) -> Iterator[Target]:
-        """Start a way of serving by its name; yield what clients ask."""
+        """Start the server `name`; yield the target for clients."""
         with contextlib.ExitStack() as stack:
             yield {"tandem": self._tandem, "nixl": self._nixl, "together": self._together}[name](
                 stack
@@ -122,13 +135,13 @@ def load(args: argparse.Namespace, url: str, concurrency: int) -> LoadReport:
     )
 
 
-def beside_long_prompts(args: argparse.Namespace, url: str) -> LoadReport:
-    """Return the report of short streams while long prompts come one after the other."""
+def with_long_prompts(args: argparse.Namespace, url: str) -> LoadReport:
+    """Return the report of short streams while long prompts arrive one after the other."""
 
     async def both() -> LoadReport:
-        num_short = NUM_BESIDE * args.requests_per_stream
+        num_short = NUM_SHORT * args.requests_per_stream
         short = asyncio.ensure_future(
-            closed_loop(url, NUM_BESIDE, num_short, 32, args.output_tokens, seed=77, model=NAME)
+            closed_loop(url, NUM_SHORT, num_short, 32, args.output_tokens, seed=77, model=NAME)
         )
         seed = 1000
         while not short.done():
@@ -155,7 +168,7 @@ def main() -> None:
             load(args, target.url, 1)
             rounds = {str(count): load(args, target.url, count) for count in args.concurrency}
             if not args.quick:
-                rounds["beside long"] = beside_long_prompts(args, target.url)
+                rounds["+ long prompts"] = with_long_prompts(args, target.url)
         for streams, one in rounds.items():
             seen[name, streams] = one
             itl = f"{one.itl_ms.p50:.0f}/{one.itl_ms.p99:.0f}"
@@ -168,7 +181,7 @@ def main() -> None:
 
 
 def summarise(args: argparse.Namespace, seen: dict[tuple[str, str], LoadReport]) -> None:
-    """Print the result lines of what was measured."""
+    """Print the result lines for the measured servers."""
     if {"tandem", "nixl"} <= set(args.only):
         pairs = [(seen["tandem", str(n)], seen["nixl", str(n)]) for n in args.concurrency]
         rate = min(ours.output_tokens_per_s / theirs.output_tokens_per_s for ours, theirs in pairs)
@@ -176,7 +189,7 @@ def summarise(args: argparse.Namespace, seen: dict[tuple[str, str], LoadReport])
         print(result("vllm_apart_throughput_vs_nixl", rate, 1.0))
         print(result("vllm_apart_ttft_vs_nixl", ttft, 0.9, is_lower_better=True))
     if {"tandem", "together"} <= set(args.only):
-        ours, theirs = (seen[name, "beside long"] for name in ("tandem", "together"))
+        ours, theirs = (seen[name, "+ long prompts"] for name in ("tandem", "together"))
         print(result("vllm_apart_itl_p99_gain", theirs.itl_ms.p99 / ours.itl_ms.p99, 3.0))
 
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""A decode half that is not Tandem's: it takes over the KV of a prompt from a prefill node.
+"""An independent decode half that receives the KV of a prompt from a prefill node.
 
-It follows docs/protocol.md alone. It speaks version 1 and transport `tcp` to a prefill node of one
-rank. There is no model behind it: it shows the first token and holds the pages.
+It is written from docs/protocol.md alone. It supports protocol version 1, transport `tcp` and prefill nodes
+with one rank. It has no model: it prints the first token and keeps the pages.
 
-    pip install msgpack pyzmq
+    pip install msgpack pyzmq xxhash
     python examples/decode_half.py http://127.0.0.1:7000 1 2 3 4 5 6 7 8
 
-The numbers are token ids. TANDEM_CLUSTER_KEY is the cluster's secret, if it has one.
+The numbers are token ids. If the cluster has a secret, set it as TANDEM_CLUSTER_KEY.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
+import xxhash
 import zmq
 from zmq.utils import z85
 
@@ -37,75 +38,15 @@ _ANY = dict.fromkeys(("page_size", "num_layers", "num_kv_heads", "head_dim", "it
 
 
 class LinkLost(Exception):
-    """There is no link, or not any more. `answer` is prefill's message, if it gave one."""
+    """The link could not be opened, or it was lost. `answer` is prefill's message; empty if it sent none."""
 
     def __init__(self, why: str, answer: dict[str, Any] | None = None) -> None:
         super().__init__(why)
         self.answer = answer or {}
 
 
-# ── XXH3-64 with seed 0; see xxhash.com ──────────────────────────────────────────────────────────
-
-_KEY = bytes.fromhex(
-    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
-    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
-    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
-    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
-    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
-    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
-)
-_M64, _M32, _PRIME_32, _PRIME_64 = (1 << 64) - 1, (1 << 32) - 1, 0x9E3779B1, 0x9E3779B185EBCA87
-_LANES = struct.Struct("<8Q")
-_START = (
-    *(0xC2B2AE3D, _PRIME_64, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
-    *(0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, _PRIME_32),
-)
-
-
-def _word(data: bytes, at: int) -> int:
-    return int.from_bytes(data[at : at + 8], "little")
-
-
-def _fold(a: int, b: int) -> int:
-    return a * b & _M64 ^ a * b >> 64
-
-
-def xxh3_64(data: bytes) -> int:
-    """Return the sum of 8 bytes, or of more than 240. No slab of a real model has fewer."""
-    size, h = len(data), len(data) * _PRIME_64
-    if size == 8:
-        h = (_word(data, 0) << 32 & _M64 | _word(data, 0) >> 32) ^ _word(_KEY, 8) ^ _word(_KEY, 16)
-        h ^= (h << 49 | h >> 15) & _M64 ^ (h << 24 | h >> 40) & _M64
-        h = h * 0x9FB21C651E98DF25 & _M64
-        h = (h ^ (h >> 35) + size) * 0x9FB21C651E98DF25 & _M64
-        return h ^ h >> 28
-    if size <= 240:
-        raise ValueError(f"{size} bytes are fewer than this half can sum up")
-    words = [lane ^ _word(_KEY, 11 + 8 * i) for i, lane in enumerate(_lanes(data))]
-    h = (h + sum(_fold(words[i], words[i + 1]) for i in range(0, 8, 2))) & _M64
-    h = (h ^ h >> 37) * 0x165667919E3779F9 & _M64
-    return h ^ h >> 32
-
-
-def _lanes(data: bytes) -> list[int]:
-    lanes = list(_START)
-    num_stripes = (len(data) - 1) // 64
-    stripes = [(64 * number, number % 16 * 8) for number in range(num_stripes)]
-    for number, (at, key_at) in enumerate([*stripes, (len(data) - 64, 121)], 1):
-        keys = _LANES.unpack_from(_KEY, key_at)
-        for i, (word, key) in enumerate(zip(_LANES.unpack_from(data, at), keys, strict=True)):
-            lanes[i ^ 1] = lanes[i ^ 1] + word & _M64
-            lanes[i] = lanes[i] + ((word ^ key) & _M32) * ((word ^ key) >> 32) & _M64
-        if number % 16 == 0 and number <= num_stripes:
-            keys = _LANES.unpack_from(_KEY, 128)
-            lanes = [
-                (n ^ n >> 47 ^ key) * _PRIME_32 & _M64 for n, key in zip(lanes, keys, strict=True)
-            ]
-    return lanes
-
-
 class Pool:
-    """Memory of `num_pages` pages, laid out as prefill's are."""
+    """Memory of `num_pages` pages with the layout of prefill's pages."""
 
     def __init__(self, layout: dict[str, Any], num_pages: int) -> None:
         self.layout = {"dtype": "", **layout, "num_pages": num_pages, "strips": []}
@@ -113,7 +54,7 @@ class Pool:
         heads, dim = layout["num_kv_heads"], layout["head_dim"]
         alike = {"num_kv_heads": heads, "key_dim": dim, "value_dim": dim}
         layers = layout.get("layers") or [alike] * layout["num_layers"]
-        # Where each slab begins in a page, its heads, and its bytes of one token in one head.
+        # For each slab (K or V of a layer): offset in a page, number of heads, bytes per token and head.
         self._slabs: list[tuple[int, int, int]] = []
         self.page_bytes = 0
         for layer, name in itertools.product(layers, ("key_dim", "value_dim")):
@@ -124,26 +65,26 @@ class Pool:
         self.memory = bytearray(self.page_bytes * num_pages)
 
     def checksum(self, room: int, page: int, num_tokens: int, one_in: int) -> int:
-        """Return the sum of the first tokens of a page."""
-        draw = xxh3_64(room.to_bytes(8, "little"))
+        """Return the checksum of the first `num_tokens` tokens of a page, over one in `one_in` slabs."""
+        draw = xxhash.xxh3_64_intdigest(room.to_bytes(8, "little"))
         hashed = self._slabs[draw % min(one_in, len(self._slabs)) :: one_in]
         written = bytearray()
         for begin, heads, token_bytes in hashed:
             for head in range(heads):
                 at = page * self.page_bytes + begin + head * self.page_size * token_bytes
                 written += self.memory[at : at + num_tokens * token_bytes]
-        return xxh3_64(bytes(written))
+        return xxhash.xxh3_64_intdigest(written)
 
 
 @dataclass(eq=False)
 class _Peer:
     secret: bytes
-    rooms: dict[int, int] = field(default_factory=dict)  # the room that may write a page
+    rooms: dict[int, int] = field(default_factory=dict)  # the room that may write each page
     reading: dict[socket.socket, int | None] = field(default_factory=dict)
 
 
 class Receiver:
-    """Takes bytes of admitted peers into open pages, one thread a stream."""
+    """Receives bytes from admitted peers into permitted pages, with one thread per stream."""
 
     def __init__(self, pool: Pool, host: str) -> None:
         self._pool, self._host = pool, host
@@ -154,7 +95,7 @@ class Receiver:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def admit(self) -> tuple[str, dict[str, Any]]:
-        """Return the name of a new peer, and an offer for it."""
+        """Admit a new peer; return its name and the offer to send to it."""
         name, secret = secrets.token_hex(8), secrets.token_bytes(32)
         with self._changed:
             self._peers[name] = _Peer(secret)
@@ -163,19 +104,19 @@ class Receiver:
         return name, {"name": "tcp", "descriptor": descriptor}
 
     def permit(self, peer: str, room: int, pages: Sequence[int]) -> None:
-        """Open pages for a room."""
+        """Permit writes of a room to these pages."""
         with self._changed:
             self._peers[peer].rooms.update(dict.fromkeys(pages, room))
 
     def revoke(self, peer: str, room: int) -> None:
-        """Close the pages of a room. After it nobody reads into them."""
+        """End the permission of a room. When this returns, no stream writes to its pages."""
         with self._changed:
             known = self._peers[peer]
             known.rooms = {page: each for page, each in known.rooms.items() if each != room}
             self._stop(known, lambda reads: reads == room)
 
     def fence(self, peer: str) -> None:
-        """Cut a peer off. After it no write of it can arrive any more."""
+        """Disconnect a peer. When this returns, none of its writes can arrive any more."""
         with self._changed:
             if known := self._peers.pop(peer, None):
                 known.rooms.clear()
@@ -183,13 +124,13 @@ class Receiver:
                     _shut(stream)
                 self._stop(known, lambda reads: reads is not None)
 
-    def _stop(self, peer: _Peer, is_meant: Callable[[int | None], bool]) -> None:
-        for stream in [each for each, reads in peer.reading.items() if is_meant(reads)]:
+    def _stop(self, peer: _Peer, matches: Callable[[int | None], bool]) -> None:
+        for stream in [each for each, reads in peer.reading.items() if matches(reads)]:
             _shut(stream)
-        self._changed.wait_for(lambda: not any(map(is_meant, peer.reading.values())))
+        self._changed.wait_for(lambda: not any(map(matches, peer.reading.values())))
 
     def close(self) -> None:
-        """Fence everybody and stop listening."""
+        """Fence all peers and stop listening."""
         for peer in list(self._peers):
             self.fence(peer)
         _shut(self._server)
@@ -227,7 +168,7 @@ class Receiver:
                     del peer.reading[stream]
 
     def _take_batch(self, stream: socket.socket, reader: io.BufferedIOBase, peer: _Peer) -> bool:
-        """Read one batch into memory; False: it is not allowed."""
+        """Read one batch into memory; return whether it was permitted."""
         room, num_copies = struct.unpack("<qq", _read(reader, 16))
         is_few = 0 < num_copies <= 8192
         copies = list(struct.iter_unpack("<qq", _read(reader, 16 * num_copies))) if is_few else []
@@ -270,11 +211,11 @@ def _read(reader: io.BufferedIOBase, size: int) -> bytes:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a room ended: `landed`, `corrupted`, `released` or `withdrawn`. `word` is prefill's message."""
+    """How a room ended: `landed`, `corrupted`, `released` or `withdrawn`. `message` is prefill's last message."""
 
     room: int
     kind: str
-    word: dict[str, Any]
+    message: dict[str, Any]
 
 
 @dataclass
@@ -286,15 +227,15 @@ class _Room:
 
 
 class DecodeHalf:
-    """A link to one bootstrap port, and the pages that are granted over it. For one thread.
+    """A link to one bootstrap port, and the pages granted over it. Not thread-safe.
 
     Args:
-        secret: The cluster's; empty for none.
-        layout: Of our pages, as in the protocol; None takes on fingerprint and layout of prefill.
-        host: Where prefill reaches our transport.
+        secret: The cluster's secret; empty if it has none.
+        layout: Layout of our pages, as in the protocol; None adopts prefill's fingerprint and layout.
+        host: Address at which prefill reaches our transport.
 
     Raises:
-        LinkLost: Nobody answers, or prefill refuses.
+        LinkLost: No answer, or prefill refuses the link.
     """
 
     def __init__(
@@ -309,7 +250,7 @@ class DecodeHalf:
     ) -> None:
         self.epoch, self._rooms = secrets.randbits(63), dict[int, _Room]()
         self._theirs, self._heard_s, self._beat_s = 0, 0.0, 0.0
-        self.free = list(range(num_pages))  # the caller's, with those of rooms that landed
+        self.free = list(range(num_pages))  # the caller adds the pages of landed rooms
         try:
             self._link(address, secret, host, fingerprint, layout or _ANY)
         except LinkLost as lost:
@@ -318,7 +259,7 @@ class DecodeHalf:
             self._link(address, secret, host, lost.answer["fingerprint"], lost.answer["layout"])
 
     def grant(self, room: int, num_tokens: int, have_tokens: int = 0) -> list[int]:
-        """Grant pages for the prompt's tokens from `have_tokens` on; return them, in order."""
+        """Grant pages for the prompt's tokens from `have_tokens` on; return the pages in order."""
         num_pages = -(-(num_tokens - have_tokens) // self.pool.page_size)
         if num_pages > len(self.free):
             raise MemoryError(f"{num_pages} pages are needed, {len(self.free)} are free")
@@ -329,16 +270,20 @@ class DecodeHalf:
         return pages
 
     def withdraw(self, room: int) -> None:
-        """Ask for a room's pages back. They are free when its outcome comes, and not before."""
+        """Withdraw a room's grant. Its pages become free only with its outcome."""
         if (known := self._rooms.get(room)) and not known.is_withdrawn:
             known.is_withdrawn, known.deadline_s = True, time.monotonic() + RELEASED_S
             self._send("Withdraw", room=room)
 
     def poll(self, timeout_s: float) -> list[Outcome]:
-        """Return what ended, at once when something did. `LinkLost`: all grants ended, their pages are free."""
+        """Wait up to `timeout_s` for rooms to end; return their outcomes.
+
+        Raises:
+            LinkLost: All grants have ended, and their pages are free.
+        """
         deadline_s = time.monotonic() + timeout_s
         try:
-            while not (ended := self._hear()):
+            while not (ended := self._receive_outcomes()):
                 self._keep_alive()
                 if (left_s := deadline_s - time.monotonic()) <= 0:
                     return []
@@ -349,52 +294,58 @@ class DecodeHalf:
         return ended
 
     def close(self) -> None:
-        """Hang up, and cut off what was granted: it is free then."""
+        """Close the link and fence prefill. All granted pages are then free."""
         self._socket.close(linger=0)
         self.receiver.close()
         self.free += [page for room in self._rooms.values() for page in room.pages]
         self._rooms.clear()
 
-    def _hear(self) -> list[Outcome]:
+    def _receive_outcomes(self) -> list[Outcome]:
         ended = []
-        while (word := _receive(self._socket)) is not None:
+        while (message := _receive(self._socket)) is not None:
             self._heard_s = time.monotonic()
-            if word["type"] in ("Refused", "Welcome", "Redirect"):
-                raise LinkLost(word.get("error", {}).get("message", "prefill broke the protocol"))
-            is_last = word["type"] in ("Landed", "Released") and word.get("epoch") == self._theirs
-            if is_last and (room := self._rooms.pop(word.get("room", -1), None)) is not None:
-                ended.append(self._end(word, room))
+            if message["type"] in ("Refused", "Welcome", "Redirect"):
+                raise LinkLost(
+                    message.get("error", {}).get("message", "prefill violated the protocol")
+                )
+            is_last = (
+                message["type"] in ("Landed", "Released") and message.get("epoch") == self._theirs
+            )
+            if is_last and (room := self._rooms.pop(message.get("room", -1), None)) is not None:
+                ended.append(self._end(message, room))
         return ended
 
-    def _end(self, word: dict[str, Any], room: _Room) -> Outcome:
-        self.receiver.revoke(self._peer, word["room"])
+    def _end(self, message: dict[str, Any], room: _Room) -> Outcome:
+        self.receiver.revoke(self._peer, message["room"])
         kind = "released"
-        if word["type"] == "Landed":
-            kind = "landed" if self._is_whole(word, room) else "corrupted"
+        if message["type"] == "Landed":
+            kind = "landed" if self._is_whole(message, room) else "corrupted"
         if room.is_withdrawn:
             kind = "withdrawn"
         if kind != "landed":
             self.free += room.pages
-        return Outcome(word["room"], kind, word)
+        return Outcome(message["room"], kind, message)
 
-    def _is_whole(self, word: dict[str, Any], room: _Room) -> bool:
-        sums, one_in = word.get("checksums", []), word.get("checksum_one_in", 1)
+    def _is_whole(self, message: dict[str, Any], room: _Room) -> bool:
+        sums, one_in = message.get("checksums", []), message.get("checksum_one_in", 1)
         size, end = self.pool.page_size, room.have_tokens + self.pool.page_size * len(room.pages)
-        left = [(word.get("end_token") or end) - at for at in range(room.have_tokens, end, size)]
+        left = [(message.get("end_token") or end) - at for at in range(room.have_tokens, end, size)]
         if not sums or one_in < 1 or min(left, default=1) < 1:
             return not sums
         pages = zip(room.pages, left, strict=True)
         sum_of = self.pool.checksum
-        return list(sums) == [sum_of(word["room"], page, min(size, n), one_in) for page, n in pages]
+        return list(sums) == [
+            sum_of(message["room"], page, min(size, n), one_in) for page, n in pages
+        ]
 
     def _keep_alive(self) -> None:
         now_s = time.monotonic()
         if now_s - self._heard_s > 3.5 * BEAT_S:
-            raise LinkLost("prefill fell silent")
+            raise LinkLost("prefill sent no message within the timeout")
         for number, room in self._rooms.items():
             if now_s >= room.deadline_s:
                 if room.is_withdrawn:
-                    raise LinkLost("prefill does not answer a Withdraw")
+                    raise LinkLost("prefill did not answer Withdraw")
                 self.withdraw(number)
         if now_s >= self._beat_s:
             self._beat_s = now_s + BEAT_S
@@ -416,23 +367,25 @@ class DecodeHalf:
     def _hello(self, fingerprint: str, offer: dict[str, Any]) -> None:
         deadline_s = time.monotonic() + CONNECT_S
         if not self._socket.poll(int(1000 * CONNECT_S), zmq.POLLOUT):
-            raise LinkLost("nobody answers there, or not with our key")
+            raise LinkLost("no answer from the bootstrap port, or its key differs from ours")
         self._send("Hello", fingerprint=fingerprint, layout=self.pool.layout, offers=[offer])
-        word: dict[str, Any] = {"type": "LinkPing"}
-        while word["type"] == "LinkPing":
+        message: dict[str, Any] = {"type": "LinkPing"}
+        while message["type"] == "LinkPing":
             if time.monotonic() >= deadline_s:
                 raise LinkLost("prefill did not answer Hello")
             self._socket.poll(int(1000 * BEAT_S))
             self._send("LinkPing")
-            word = _receive(self._socket) or word
-        if word["type"] != "Welcome":
-            raise LinkLost(word.get("error", {}).get("message", f"no {word['type']} here"), word)
-        heads = word.get("num_heads")
-        if word.get("more_ports") or heads not in (None, self.pool.layout["num_kv_heads"]):
-            raise LinkLost("this half takes a prefill node of one rank only")
-        if word.get("protocol", 1) != 1 or word["transport"] != "tcp":
-            raise LinkLost("prefill answers with what was not offered")
-        self._theirs, self._heard_s, self._beat_s = word["epoch"], time.monotonic(), 0
+            message = _receive(self._socket) or message
+        if message["type"] != "Welcome":
+            raise LinkLost(
+                message.get("error", {}).get("message", f"unexpected {message['type']}"), message
+            )
+        heads = message.get("num_heads")
+        if message.get("more_ports") or heads not in (None, self.pool.layout["num_kv_heads"]):
+            raise LinkLost("this half supports only prefill nodes with one rank")
+        if message.get("protocol", 1) != 1 or message["transport"] != "tcp":
+            raise LinkLost("prefill chose a protocol version or transport that was not offered")
+        self._theirs, self._heard_s, self._beat_s = message["epoch"], time.monotonic(), 0
 
     def _send(self, kind: str, **fields: Any) -> None:
         try:
@@ -460,20 +413,20 @@ def _dealer(address: str, secret: str) -> "zmq.Socket[bytes]":
 
 
 def _receive(dealer: "zmq.Socket[bytes]") -> dict[str, Any] | None:
-    """Return the next message, or None. Frames that are none are passed over."""
+    """Return the next message, or None if there is none. Skip invalid frames."""
     while True:
         try:
-            word = msgpack.unpackb(dealer.recv(zmq.NOBLOCK), strict_map_key=False)
+            message = msgpack.unpackb(dealer.recv(zmq.NOBLOCK), strict_map_key=False)
         except zmq.Again:
             return None
         except (ValueError, msgpack.UnpackException):
             continue
-        if isinstance(word, dict) and isinstance(word.get("type"), str):
-            return word
+        if isinstance(message, dict) and isinstance(message.get("type"), str):
+            return message
 
 
 def main() -> None:
-    """Have a prefill node compute a prompt, and take over its KV."""
+    """Let a prefill node compute a prompt, and receive its KV."""
     url, prompt_ids = sys.argv[1], [int(each) for each in sys.argv[2:]]
     secret = os.environ.get("TANDEM_CLUSTER_KEY", "")
     with urllib.request.urlopen(f"{url}/server_info", timeout=10) as answer:
@@ -485,13 +438,15 @@ def main() -> None:
     half = DecodeHalf(f"tcp://{host}:{info['bootstrap_port']}", 256, secret=secret, host=own)
     room = secrets.randbits(63)
     pages = half.grant(room, len(prompt_ids))
-    # What a router does: it asks prefill's engine for the other half of the room.
+    # Do what a router does: start the prefill half of the room.
     request = {"request_id": secrets.token_hex(12), "prompt_ids": prompt_ids, "sampling": {}}
     engine.poll(int(1000 * CONNECT_S), zmq.POLLOUT)
     engine.send(msgpack.packb({"type": "StartPrefill", "request": request, "room": room}))
     while not (ended := half.poll(BEAT_S)):
-        engine.send(msgpack.packb({"type": "Ping"}), zmq.NOBLOCK)  # or it takes us for lost
-    print(f"{ended[0].kind} in pages {pages}: {ended[0].word}")
+        engine.send(
+            msgpack.packb({"type": "Ping"}), zmq.NOBLOCK
+        )  # without it, prefill counts us as lost
+    print(f"{ended[0].kind} in pages {pages}: {ended[0].message}")
     half.close()
     engine.close()
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Find resources that a built site loads from other hosts: it must be readable without a network.
+"""Find resources that a built site loads from other hosts. The site must be readable without a network.
 
 scripts/check_site.py site
 """
@@ -56,13 +56,13 @@ def loads(path: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what was found; return 1 if there is any, or no page at all."""
+    """Print the resources found; return 1 if there is any, or if the site has no page."""
     paths = [p for p in Path(sys.argv[1]).rglob("*") if p.suffix in {".html", ".css", ".svg"}]
     found = [(path, address) for path in paths for address in loads(path)]
     for path, address in found:
         print(f"{path}: loads {address}")
     if not any(path.suffix == ".html" for path in paths):
-        print(f"{sys.argv[1]}: no page is there")
+        print(f"{sys.argv[1]} has no HTML page")
         return 1
     return int(bool(found))
 

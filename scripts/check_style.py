@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tandem.parsers import parsers
+from tandem.cli.completion import parsers
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = {"models.md", "fault-matrix.md"}
@@ -36,7 +36,7 @@ MARKUP = [
     (re.compile(r"[*_]{1,2}(\S(?:.*?\S)?)[*_]{1,2}"), r"\1"),
 ]
 LIST_ITEM = re.compile(r"\s*(?:[-*]|\d+\.)\s+")
-# A sentence ends before a capital, a digit or code; not after an abbreviation.
+# A sentence ends before a capital, a digit or code, but not after an abbreviation.
 END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!vs)[.!?:;]['\")]*\s+(?=[A-Z0-9*(\"'])")
 WORD = re.compile(r"\w[\w'.,/-]*")
 
@@ -55,7 +55,7 @@ def main(paths: list[str]) -> int:
         found += [
             f"{source}: {problem}" for source, text in help_texts() for problem in problems(text)
         ]
-    print("\n".join(found) or "The English of docs and help is in style.")
+    print("\n".join(found) or "no problems in the English of docs and help")
     return int(bool(found))
 
 

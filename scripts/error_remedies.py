@@ -2,9 +2,9 @@
 
 # code -> remedy. scripts/reference.py fails if an error is missing here.
 REMEDIES = {
-    "response_not_found": "Send the whole conversation as `input`; see [responses](../features.md#responses).",
     "invalid_request": "Change the request: the message names the field and its allowed values.",
-    "body_timeout": "Send the whole body within 60 s. A proxy in front must read the body before it connects.",
+    "context_length_exceeded": "Shorten the conversation, or start the nodes with a larger `--context-length` or KV pool.",
+    "body_timeout": "Send the whole body within 60 s. Configure a proxy in front to buffer request bodies.",
     "unsupported_encoding": "Send the body as plain JSON, without `Content-Encoding`.",
     "unauthorized": "Send one of the server's keys (`--api-key`, `--api-key-file`) as `Authorization: Bearer KEY`. "
     "[Routes of operators](../threat-model.md#what-is-for-operators) need the key that `tandem operator-key` prints.",
@@ -19,47 +19,46 @@ REMEDIES = {
     "timeout": "Ask for fewer tokens, or raise `--request-timeout-s`.",
     "out_of_pages": "Shorten the prompt or `max_new_tokens`, or give the node a larger pool: `--max-total-tokens`, on a GPU "
     "`--mem-fraction-static`.",
-    "aborted": "If nobody cancelled it, a node lost the edge worker: look for `edge` and `link` in the node's log.",
-    "no_node_available": "`GET /health` of the router names the missing nodes, and `GET /nodes` the reason of each. The router "
-    "waited `--node-wait-s` for one: [replay](../replay.md#how-long-it-goes-on).",
-    "node_draining": "Send it to a router, or to another node: [draining](../operations.md#draining).",
+    "aborted": "If the client did not cancel the request, a node lost its link to the edge worker: look for `edge` and `link` in the node's log.",
+    "no_node_available": "The router's `GET /health` names the missing nodes, and `GET /nodes` the reason for each. The router "
+    "waited `--node-wait-s` for a node: [replay](../replay.md#how-many-attempts).",
+    "node_draining": "Send the request to a router, or to a different node: [draining](../operations.md#draining).",
     "peer_draining": "As `node_draining`.",
-    "attempts_used_up": "The message names the last failure. If one request fails on every pair, it may cause the failures: read the "
+    "attempts_used_up": "The message names the last failure. If a request fails on every pair, the request itself may be the cause: read the "
     "nodes' logs first. `--max-attempts` limits the attempts.",
-    "peer_lost": "No other node was there to continue. Look for `node.lost` and `kv_link.lost` in the logs: "
+    "peer_lost": "No other node could continue the request. Look for `node.lost` and `kv_link.lost` in the logs: "
     "[replay](../replay.md#how-soon-a-loss-is-noticed).",
     "peer_behind": "The other process is stopped or lacks CPU time. Check the load of its machine.",
     "transfer_timeout": "Decode must reach prefill's `--bootstrap-port`. Without Tandem's router both halves need the same "
-    "`bootstrap_room`. `tandem doctor --node URL --node URL` checks a pair.",
-    "transfer_refused": "One of the nodes restarted during the transfer. If it persists, run `tandem doctor --node URL --node URL`.",
+    "`bootstrap_room`. `tandem doctor` tests the [link](../doctor.md).",
+    "transfer_refused": "One of the nodes restarted during the transfer. If it persists, compare `GET /server_info` of both nodes.",
     "transfer_failed": "The node's log has the library's message. `tandem doctor --transfer-backend NAME` tests one "
     "[transport](../transports.md).",
     "kv_corrupted": "The router computes the request again. If `tandem_corrupted_total` keeps rising, test the link and the memory of "
     "both hosts: [checksums](../architecture.md#how-bytes-are-checked).",
     "layout_mismatch": "Start both nodes with the same model files, `--dtype` and `--kv-cache-dtype`. `--tp` and `--page-size` may differ. "
     "`GET /server_info` of a node shows its `fingerprint`.",
-    "protocol_mismatch": "Update the older node. Releases that are one apart [work together](../protocol.md#versions).",
-    "engine_failed": "Read the traceback in the node's log. The node continues. Report a request that always fails.",
+    "protocol_mismatch": "Run the same release on both nodes; see [versions](../protocol.md#versions).",
+    "engine_failed": "Read the traceback in the node's log. The node continues to serve. If a request always fails, report a bug.",
     "grammar_violated": "Run the same release on all nodes, or report a bug.",
     "not_now": "The message names the node's state. Drain a node before you change its role, and wait until it has loaded.",
-    "message_invalid": "A program that is no node, or a node of a much older release, uses a node's port: see the server's log.",
+    "message_invalid": "A program other than Tandem, or a much older release, connects to a node's port: see the server's log.",
     "message_too_large": "As `message_invalid`.",
 }
-# Printed by commands, or internal: never sent over HTTP.
+# Errors that commands print, and internal errors. They are never sent over HTTP.
 NOT_OVER_HTTP = frozenset(
     {
         *(
             "config_invalid",
             "drain_failed",
             "key_refused",
-            "router_away",
             "tier_failed",
-            "unanswered",
+            "query_failed",
         ),
         "unexpected_event",
     }
 )
-# Errors of the HTTP server without a class of their own: status, whether a retry helps, meaning, remedy.
+# Errors that the HTTP server sends and that have no error class: status, whether a retry helps, meaning, remedy.
 OTHER_ERRORS = {
     "internal_error": (
         500,
@@ -71,18 +70,18 @@ OTHER_ERRORS = {
         404,
         False,
         "There is no such route.",
-        "The message names what to use instead of a route of SGLang, vLLM or OpenAI. `/docs` lists the routes.",
+        "For a route of SGLang, vLLM or OpenAI, the message names the replacement. `/docs` lists the routes.",
     ),
     "method_not_allowed": (
         405,
         False,
-        "The route takes another method.",
-        "The message and the header `Allow` name it.",
+        "The route does not support this method.",
+        "The message and the header `Allow` name the supported methods.",
     ),
     "http_error": (
         400,
         False,
-        "The bytes are no valid HTTP request.",
+        "The bytes are not a valid HTTP request.",
         "Check the client and the proxies in front of the server.",
     ),
 }

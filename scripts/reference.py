@@ -17,18 +17,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.error_remedies import NOT_OVER_HTTP, OTHER_ERRORS, REMEDIES
-from tandem.frontend.anthropic_body import UNSUPPORTED_IN_MESSAGES
+from tandem.cli.completion import parsers
+from tandem.frontend.apis.anthropic_body import UNSUPPORTED_IN_MESSAGES
+from tandem.frontend.apis.responses_body import REFUSED as UNSUPPORTED_IN_RESPONSES
 from tandem.frontend.app import FrontendOptions, route_table
-from tandem.frontend.body import UNSUPPORTED, UNSUPPORTED_IN_CHATS, UNSUPPORTED_IN_INFERENCE
-from tandem.frontend.openapi import document
-from tandem.frontend.responses_body import REFUSED as UNSUPPORTED_IN_RESPONSES
-from tandem.node.flags import MEANINGLESS
-from tandem.parsers import parsers
+from tandem.frontend.chat.body import UNSUPPORTED, UNSUPPORTED_IN_CHATS, UNSUPPORTED_IN_INFERENCE
+from tandem.frontend.http.api_errors import ANTHROPIC_STATUSES, ERROR_TYPES, OPENAI_CODES
+from tandem.frontend.http.openapi import document
+from tandem.node.flags import FLAGS_WITHOUT_EFFECT
 from tandem.router.arguments import IGNORED_FLAGS
 from tandem.wire.errors import TandemError, errors_by_code
 
-# Modules with errors that no import above covers: the page must list all errors.
-for module in ("tandem.engine.errors", "tandem.node.life", "tandem.router.nodes_api"):
+# Imported only so that their errors are listed too.
+for module in ("tandem.engine.errors", "tandem.node.life.life", "tandem.router.nodes.api"):
     import_module(module)
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
@@ -36,9 +37,9 @@ MADE = "<!-- Written by scripts/reference.py; do not edit. -->\n\n"
 _DEFAULT = re.compile(r" ?\(default: ([^()]*)\)$")
 # A bound this large means no bound.
 _LARGEST = 2**63
-# Fewer fields than these that routes share are listed with each of them.
+# If routes share fewer fields than this, each route lists them.
 _LEAST_SHARED = 3
-_TOPIC = re.compile(r"tandem docs ([a-z][\w-]*)((?:#[\w-]+)?)")
+_PAGE = re.compile(r"docs/(?:reference/)?([a-z][\w-]*)\.md((?:#[\w-]+)?)")
 
 # Flags that several commands share are listed once, under these titles.
 SHARED = {
@@ -52,19 +53,19 @@ Row = tuple[str, tuple[str, str, str]]
 def command_line() -> str:
     """Return the page of all commands and flags. A flag that several commands share is listed once."""
     text = (
-        f"{MADE}# Command line\n\nEvery command and its flags. `tandem COMMAND --help` shows the important ones and examples, "
-        "`--help-all` all of them. A flag takes one value unless its line shows none or several. A flag that may be "
-        "repeated says so.\n"
+        f"{MADE}# Command line\n\nEvery command and its flags. `tandem COMMAND --help` shows the most important flags with examples, "
+        "`--help-all` shows all. The column *flag* shows the value that a flag needs, if any. The column *meaning* notes flags "
+        "that may be repeated.\n"
     )
     rows = {name: _rows(parser) for name, parser in parsers().items()}
     sections = {
-        "All commands": [row for row in rows["docs"] if all(row in of for of in rows.values())]
+        "All commands": [row for row in rows["top"] if all(row in of for of in rows.values())]
     }
     text += _section("All commands", "", sections["All commands"])
     for title, names in SHARED.items():
         shared = [row for row in rows[names[0]] if all(row in rows[name] for name in names)]
         sections[title] = _without(shared, sections.values())
-        text += _section(title, f"{_codes(names)} share:", sections[title])
+        text += _section(title, f"Flags of {_codes(names)}:", sections[title])
         text += f"\n{_without_effect(title)}" if title == "Nodes" else ""
     flags_of_lb = {"tandem lb": _without(rows["lb"], sections.values())}
     for name, parser in parsers().items():
@@ -84,7 +85,7 @@ def _without(rows: Iterable[Row], others: Iterable[Iterable[Row]]) -> list[Row]:
 
 
 def _also(rows: Iterable[Row], sections: Mapping[str, list[Row]], titles: Iterable[str]) -> str:
-    """Return the sentence that names a command's shared flags, given sections it shares nearly all of."""
+    """Return the sentence that names the sections of flags that a command shares, with exceptions."""
     text, own = "", [flag for _, flag in rows]
     titles = [title for title in titles if title in SHARED or title == "tandem lb"]
     if titles:
@@ -99,7 +100,7 @@ def _also(rows: Iterable[Row], sections: Mapping[str, list[Row]], titles: Iterab
         text += f", except {_codes(lacking)}." if lacking else "."
     for title in (title for title in SHARED if title not in titles):
         flags = [_name(flag) for _, flag in sections[title] if flag in own]
-        text += f" Also, as under {_link(title)}: {_codes(flags)}." if flags else ""
+        text += f" From {_link(title)}: {_codes(flags)}." if flags else ""
     return text
 
 
@@ -117,11 +118,13 @@ def _link(title: str) -> str:
 
 def _more(epilog: str) -> str:
     """Return links to the pages that a help text's epilog names."""
-    pages = [
-        f"[{topic}]({'' if f'{topic}.md' in PAGES else '../'}{topic}.md{anchor})"
-        for topic, anchor in _TOPIC.findall(epilog.partition("More:")[2])
-    ]
+    pages = [_page_link(page) for page in _PAGE.finditer(epilog.partition("More:")[2])]
     return f" More: {', '.join(pages)}." if pages else ""
+
+
+def _page_link(page: re.Match[str]) -> str:
+    name, anchor = page.groups()
+    return f"[{name}]({'' if f'{name}.md' in PAGES else '../'}{name}.md{anchor})"
 
 
 def _rows(parser: argparse.ArgumentParser) -> list[Row]:
@@ -131,7 +134,7 @@ def _rows(parser: argparse.ArgumentParser) -> list[Row]:
         ("" if group.title in untitled else group.title or "", _flag_row(action))
         for group in parser._action_groups  # argparse has no public API for this
         for action in group._group_actions
-        if _is_told(action)
+        if _is_documented(action)
     ]
 
 
@@ -144,12 +147,12 @@ def _section(title: str, about: str, rows: list[Row]) -> str:
     return text + (_table(("flag", "default", "meaning"), cells) if cells else "")
 
 
-def _is_told(action: argparse.Action) -> bool:
+def _is_documented(action: argparse.Action) -> bool:
     return action.help is not argparse.SUPPRESS and "--help" not in action.option_strings
 
 
 def _flag_row(action: argparse.Action) -> tuple[str, str, str]:
-    meaning = _help(action)
+    meaning = _PAGE.sub(_page_link, _help(action))
     default = "" if action.nargs == 0 or not action.default else str(action.default)
     default = "" if default in ("[]", argparse.SUPPRESS) else default
     if match := _DEFAULT.search(meaning):
@@ -174,8 +177,8 @@ def _value(action: argparse.Action) -> str:
 def _without_effect(name: str) -> str:
     flags = ", ".join(f"`{flag}`" for flag in IGNORED_FLAGS)
     if name == "Nodes":
-        flags = "; ".join(f"`{flag}` ({why})" for flag, why in MEANINGLESS.items())
-    return f"Accepted from commands of other servers, without effect: {flags}.\n"
+        flags = "; ".join(f"`{flag}` ({why})" for flag, why in FLAGS_WITHOUT_EFFECT.items())
+    return f"Accepted for compatibility with other servers, without effect: {flags}.\n"
 
 
 def http_api() -> str:
@@ -183,8 +186,8 @@ def http_api() -> str:
     described = document(route_table(FrontendOptions()), has_keys=False)
     schemas = described["components"]["schemas"]
     text = (
-        f"{MADE}# HTTP API\n\nThe routes of the router and of every node. A running server describes them at `/openapi.json`, and "
-        "shows them at `/docs`. [Keys, TLS and limits](../http.md) have a page of their own.\n"
+        f"{MADE}# HTTP API\n\nThe routes of the router and of every node. A running server has their OpenAPI document at `/openapi.json` and "
+        "an interactive page at `/docs`. See also [keys, TLS and limits](../http.md).\n"
     )
     text += _routes(described["paths"]) + _other_routes()
     text += _bodies(described["paths"], schemas) + _refused_fields()
@@ -205,8 +208,8 @@ def _routes(paths: Mapping[str, Any]) -> str:
         ("route", "task", "answer"), [(", ".join(names), *key) for key, names in rows.items()]
     )
     return (
-        f"\n## Routes\n{table}\nEvery other answer is an [Error](#error). Its status and code are on the page of [errors](errors.md). "
-        "The last event of a stream is `[DONE]`. Routes of `/v1/messages` have Anthropic's errors, and no `[DONE]`.\n"
+        f"\n## Routes\n{table}\nOther answers are an [Error](#error); [errors](errors.md) lists their statuses and codes. "
+        "The last event of a stream is `[DONE]`. Routes of `/v1/messages` use Anthropic's error format and send no `[DONE]`.\n"
     )
 
 
@@ -244,7 +247,7 @@ def _bodies(paths: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
         for route in routes:
             tables[(route,)] = rows + tables.get((route,), [])
     text = "\n## Bodies\n\nnull is the same as absent. Unknown fields are ignored, except [some](#fields-that-are-refused). "
-    text += "Those of `/v1/messages` are Anthropic's, those of `/v1/responses` OpenAI's: see [features](../features.md#anthropics-api).\n"
+    text += "`/v1/messages` has Anthropic's bodies and `/v1/responses` OpenAI's: see [features](../features.md#anthropics-api).\n"
     for routes, rows in sorted(tables.items(), key=lambda table: len(table[0]), reverse=True):
         text += f"\n### {', '.join(routes)}\n" + _table(("field", "type", "default"), rows)
     return text
@@ -257,8 +260,8 @@ def _refused_fields() -> str:
     in_messages = _codes(sorted(UNSUPPORTED_IN_MESSAGES))
     in_responses = _codes(sorted(UNSUPPORTED_IN_RESPONSES))
     return (
-        "\n## Fields that are refused\n\nSGLang, vLLM, OpenAI or Anthropic have these fields, and they would change the answer. A request that "
-        "sets one gets a 400 that names it. Null, false and empty values set nothing.\n\n"
+        "\n## Fields that are refused\n\nSGLang, vLLM, OpenAI or Anthropic support these fields, but Tandem does not. Because they would change the "
+        "answer, a request that sets one gets a 400 that names the field. Null, false and empty values are accepted.\n\n"
         f"{names}; in a chat {in_chats}; for `/inference/v1/generate` {in_inference}; in a message {in_messages}, and sampling parameters and "
         f"grammars of the other APIs; for `/v1/responses` {in_responses}; `best_of` other than `n`; in `structured_outputs` "
         "`whitespace_pattern`, `disable_any_whitespace` and `disable_additional_properties`.\n"
@@ -340,12 +343,13 @@ def _kind(schema: Mapping[str, Any]) -> str:
 
 
 def _bounds(schema: Mapping[str, Any]) -> str:
-    low = schema.get("minimum", schema.get("exclusiveMinimum"))
-    high = schema.get("maximum", schema.get("exclusiveMaximum"))
-    high = None if high is not None and high > _LARGEST else high
-    if low is None or high is None:
-        return f" ≥ {low}" if low is not None else f" ≤ {high}" if high is not None else ""
-    return f" {low}…{high}"
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [
+        f" {sign} {schema[key]}"
+        for key, sign in signs.items()
+        if key in schema and schema[key] <= _LARGEST
+    ]
+    return ",".join(bounds)
 
 
 def _named(text: str, schemas: Mapping[str, Any]) -> list[str]:
@@ -362,12 +366,16 @@ def _named(text: str, schemas: Mapping[str, Any]) -> list[str]:
 def errors() -> str:
     """Return the page of all error codes."""
     text = (
-        f"{MADE}# Errors\n\nEvery error over HTTP has one shape, except on the routes of `/v1/messages`, which have Anthropic's:\n\n"
+        f"{MADE}# Errors\n\nEvery error over HTTP has this format, except on routes of `/v1/messages`, which use Anthropic's:\n\n"
         '```json\n{"error": {"message": "…", "type": "…", "param": null, "code": "out_of_pages"}}\n```\n\n'
-        "Each section gives the status, the meaning and the remedy. *Retry*: the same request may succeed if it is sent again. 429 and "
-        "503 come with `Retry-After`. The router [retries](../replay.md) failures of nodes by itself. "
-        "`tandem docs CODE` shows one section.\n"
+        "Each section gives the status, the meaning and the remedy. *Retry*: the same request may succeed if it is sent again. 429, "
+        "503 and 529 have the header `Retry-After`. The router itself [retries](../replay.md) after failures of nodes.\n"
     )
+    rows = [(str(status), *map("`{}`".format, types)) for status, types in ERROR_TYPES.items()]
+    text += _table(("status", "`type`", "`type` on routes of `/v1/messages`"), rows)
+    codes = ", ".join(f"`{ours}` as `{theirs}`" for ours, theirs in OPENAI_CODES.items())
+    statuses = ", ".join(f"`{code}` has {status}" for code, status in ANTHROPIC_STATUSES.items())
+    text += f"\nClients get {codes}. On routes of `/v1/messages` {statuses}.\n"
     known = {
         code: (error.status, error.is_retryable, _meaning(error), REMEDIES[code])
         for code, error in errors_by_code().items()

@@ -1,8 +1,8 @@
 """Builds transfer agents for tests: new epochs, calm time limits and this host are the defaults."""
 
-from tandem.kvtransfer.bootstrap import SenderEnd
-from tandem.kvtransfer.receiver import DecodeAgent
-from tandem.kvtransfer.sender import PrefillAgent
+from tandem.kvtransfer.agents.receiver import DecodeAgent
+from tandem.kvtransfer.agents.sender import PrefillAgent
+from tandem.kvtransfer.agents.sender_links import SenderEnd
 from tandem.kvtransfer.sharding import Shard
 from tandem.wire.generation import new_epoch
 from tests.calm import calm_receiver, calm_sender

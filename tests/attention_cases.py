@@ -6,9 +6,15 @@ from functools import partial
 import numpy as np
 import torch
 
-from tandem.engine.attention import AttentionBackend, GraphBackend, LayerInputs, PagedBatch, Scoring
-from tandem.engine.attention_torch import TorchAttention
-from tandem.engine.kv_pool import KVPool
+from tandem.engine.attention.paged import (
+    AttentionBackend,
+    GraphBackend,
+    LayerInputs,
+    PagedBatch,
+    Scoring,
+)
+from tandem.engine.attention.torch import TorchAttention
+from tandem.engine.pages.pool import KVPool
 from tandem.engine.shape import ModelShape
 from tandem.wire.hand_off import LayerKV
 
@@ -37,11 +43,6 @@ class Case:
     @property
     def num_decodes(self) -> int:
         return sum(rows == 1 for _, rows in self.sequences)
-
-    @property
-    def is_special(self) -> bool:
-        """Whether a layer needs more than softmax over K and V of equal width, a window or a softcap."""
-        return self.has_sinks or self.chunk is not None or self.value_dim is not None
 
     @property
     def own_value_dim(self) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from tandem.kvtransfer.receiver import ReceiverTimeouts
-from tandem.kvtransfer.sender import SenderTimeouts
+from tandem.kvtransfer.agents.receiver import ReceiverTimeouts
+from tandem.kvtransfer.agents.sender import SenderTimeouts
 from tandem.wire.channel import Heartbeat
 
 LONG_S = 1000.0

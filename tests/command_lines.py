@@ -12,8 +12,8 @@ import re
 import shlex
 from collections.abc import Iterator
 
+from tandem.cli.completion import parsers
 from tandem.node.flags import split_argv
-from tandem.parsers import parsers
 
 PARSERS = parsers() | {"router": parsers()["lb"]}
 FENCE = re.compile(r"^([ \t]*)```[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)

@@ -9,7 +9,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from tandem.node.checkpoint import resolve_model
+from tandem.node.models.checkpoint import resolve_model
 
 CALM = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
 

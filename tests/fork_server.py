@@ -36,17 +36,36 @@ from pathlib import Path
 from typing import Any, NoReturn, Self, TextIO
 
 PRELOADED = (
-    *("tandem.prefill.command", "tandem.decode.command", "tandem.serve", "tandem.router.command"),
-    *("tandem.prefill.engine", "tandem.decode.engine", "tandem.serve", "tandem.node.rank"),
-    *("tandem.node.model_engine", "tandem.node.engine_host", "tandem.router.worker"),
-    *("tandem.router.launcher", "tandem.up", "tandem.drain", "tandem.batch.command"),
+    *(
+        "tandem.node.command",
+        "tandem.cli.serve",
+        "tandem.router.command",
+    ),
+    *(
+        "tandem.prefill.role",
+        "tandem.decode.role",
+        "tandem.cli.serve",
+        "tandem.node.process.rank_host",
+    ),
+    *(
+        "tandem.node.ranks.model_engine",
+        "tandem.node.process.engine_host",
+        "tandem.router.workers.worker",
+    ),
+    *(
+        "tandem.router.workers.launcher",
+        "tandem.cli.up",
+        "tandem.cli.drain",
+        "tandem.tools.batch.command",
+    ),
     *("tandem.kvtransfer.transports.tcp", "tandem.kvtransfer.transports.shm", "xgrammar"),
-    *("tandem.kvtier.disk", "tandem.kvtier.memory", "tandem.engine.attention_cpu"),
+    *("tandem.kvtier.disk", "tandem.kvtier.memory", "tandem.engine.attention.cpu"),
     *("transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2"),
     *(
         "transformers.models.qwen3.modeling_qwen3",
         "tokenizers",
         "transformers.tokenization_utils_tokenizers",
+        "transformers.models.auto.tokenization_auto",
     ),
 )
 ROOT = Path(__file__).resolve().parents[1]
@@ -337,10 +356,11 @@ def _become(
         # Duplicate first, because the number of one may be the target of another.
         for number, file in enumerate([os.dup(file) for file in files]):
             os.dup2(file, number)
+        # The numbers stay in use: libuv, of which the server has a copy, closes those of its pipe at each later fork.
+        null = os.open(os.devnull, os.O_RDWR)
         for name in os.listdir("/proc/self/fd"):
-            if (number := int(name)) > 2 and number not in kept:
-                with contextlib.suppress(OSError):  # the descriptor of the listing itself
-                    os.close(number)
+            if (number := int(name)) > 2 and number not in (null, *kept):
+                os.dup2(null, number, inheritable=False)
         os.chdir(cwd or ".")
         os.environ.clear()
         os.environ.update(environment)
@@ -408,7 +428,7 @@ def _is_ours(argv: Sequence[Any]) -> bool:
     words = [os.fsdecode(word) for word in argv[:4]]
     # Not forked: a conversion runs once, and needs modules of transformers that the server has not imported. A
     # download's library reads the environment when it is imported.
-    is_fresh = words[3:] in (["tandem.node.checkpoint"], ["tandem.node.hub"])
+    is_fresh = words[3:] in (["tandem.node.models.checkpoint"], ["tandem.node.models.hub"])
     is_module = words[:3] == [sys.executable, "-P", "-m"] and words[3].startswith("tandem")
     return is_module and not is_fresh
 

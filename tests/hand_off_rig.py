@@ -6,21 +6,21 @@ from collections import defaultdict
 import torch
 
 from tandem.decode.role import DecodeRole
-from tandem.engine.attention_backends import choose_backend
+from tandem.engine.attention.backends import choose_backend
 from tandem.engine.config import EngineConfig
-from tandem.engine.core import Engine
-from tandem.engine.kv_pool import make_pool
-from tandem.engine.launcher import ModelLauncher
-from tandem.engine.model import load_model
-from tandem.engine.request import ActiveRequest, Stage
-from tandem.engine.runner import ModelRunner
-from tandem.kvtransfer.receiver import ReceiverTimeouts
+from tandem.engine.execution.launcher import ModelLauncher
+from tandem.engine.execution.runner import ModelRunner
+from tandem.engine.model.loading import load_model
+from tandem.engine.pages.pool import make_pool
+from tandem.engine.scheduling.core import Engine
+from tandem.engine.scheduling.request import ActiveRequest, Stage
+from tandem.kvtransfer.agents.receiver import ReceiverTimeouts
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import transports
 from tandem.node.answers import Ticket
-from tandem.node.pool import PoolPlan, bytes_of
-from tandem.node.tiering import Tiering
+from tandem.node.ranks.pool import PoolPlan, bytes_of
+from tandem.node.tiers.tiering import Tiering
 from tandem.prefill.role import PrefillRole
 from tandem.wire.channel import Peer, Waker, wait
 from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams, new_room
@@ -84,7 +84,7 @@ class BrokenRunner:
 
     device = torch.device("cpu")
 
-    def forward(self, inputs, sampled=None, wrote=None):
+    def forward(self, inputs, sampled=None, on_layer_written=None):
         raise ZeroDivisionError
 
 
@@ -128,7 +128,7 @@ class Pair:
         allowed = transports(transport, TransportConfig()) if is_named else [transport]
         common = {"fingerprint": self.prefill_engine.shape.fingerprint, "waker": self.waker}
         self.sender = prefill_agent(
-            plan.layout, source, allowed, least_bytes=1, verify="always", **common
+            plan.layout, source, allowed, min_push_bytes=1, verify="always", **common
         )
         self.receiver = decode_agent(
             decode_plan.layout, target, allowed, timeouts=timeouts, **common

@@ -12,7 +12,7 @@ from typing import Literal
 
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports.base import Admission, PeerKey, Permits, Pool, new_peer_key
+from tandem.kvtransfer.transports.base import PeerAdmission, PeerKey, Permits, Pool, new_peer_key
 from tandem.wire.errors import PeerLost, TransferRefused
 from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
@@ -89,12 +89,12 @@ class LoopbackListener:
         self._lock = threading.Lock()
         self.num_violations = 0
 
-    def admit(self, toward_host: str) -> Admission:
+    def admit(self, toward_host: str) -> PeerAdmission:
         del toward_host
         peer = new_peer_key()
         self._permits[peer] = Permits(self._pool)
         self._all[peer] = self
-        return Admission(peer, TransportOffer(name="loopback", descriptor={"peer": peer}))
+        return PeerAdmission(peer, TransportOffer(name="loopback", descriptor={"peer": peer}))
 
     def permit(self, peer: PeerKey, room: Room, page_ids: Sequence[int]) -> None:
         with self._lock:

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import torch
 
-from tandem.engine.attention import PagedModel
-from tandem.engine.attention_backends import choose_backend
+from tandem.engine.attention.backends import choose_backend
+from tandem.engine.attention.paged import PagedModel
 from tandem.engine.config import EngineConfig
-from tandem.engine.core import Engine
-from tandem.engine.kv_pool import make_pool
-from tandem.engine.launcher import ModelLauncher
-from tandem.engine.model import load_model
-from tandem.engine.request import ActiveRequest
-from tandem.engine.runner import ModelRunner
+from tandem.engine.execution.launcher import ModelLauncher
+from tandem.engine.execution.runner import ModelRunner
+from tandem.engine.model.loading import load_model
+from tandem.engine.pages.pool import make_pool
+from tandem.engine.scheduling.core import Engine
+from tandem.engine.scheduling.request import ActiveRequest
+from tandem.engine.scheduling.step import Token
 from tandem.engine.shape import ModelShape
-from tandem.engine.step import Token
-from tandem.wire.generation import GenerateRequest, LogprobsWanted, RequestId, SamplingParams
+from tandem.wire.generation import GenerateRequest, LogprobOptions, RequestId, SamplingParams
 
 
 def tokens_of_one_engine(
@@ -64,7 +64,7 @@ def ask(
     num_prior: int = 0,
     priority: int = 0,
     salt: str = "",
-    logprobs: LogprobsWanted | None = None,
+    logprobs: LogprobOptions | None = None,
     **sampling,
 ) -> GenerateRequest:
     """Return a request; by default it is greedy and ignores the end of sequence."""
@@ -105,7 +105,7 @@ def run_together(
     engine: Engine,
     prompts: Sequence[list[int]],
     sampling: Sequence[SamplingParams],
-    logprobs: LogprobsWanted | None = None,
+    logprobs: LogprobOptions | None = None,
 ) -> list[list[Token]]:
     """Submit all prompts at once; return the tokens that the engine generates for each."""
     names = [RequestId(str(i)) for i in range(len(prompts))]

@@ -9,9 +9,8 @@ import yaml
 
 from scripts import check_style, reference
 from scripts.error_remedies import NOT_OVER_HTTP
-from tandem.__main__ import MODULES
-from tandem.manual.pages import Manual, Page, shipped
-from tandem.parsers import parsers
+from tandem.cli.completion import parsers
+from tandem.cli.main import MODULES
 from tests.command_lines import (
     PARSERS,
     flags_of,
@@ -21,26 +20,16 @@ from tests.command_lines import (
     shown_in_text,
     unknown_flags,
 )
+from tests.pages import anchor_of, find, sections_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [*ROOT.glob("*.md"), *sorted(DOCS.rglob("*.md"))]
-OURS = [
-    "tandem",
-    "router",
-    "prefill",
-    "decode",
-    "node",
-    "frontend",
-    "engine",
-    "kvtransfer",
-    "kvtier",
-    "wire",
-    "telemetry",
-]
-FILE = re.compile(rf"`((?:{'|'.join(OURS)}|tests|docs|benchmarks)/[\w/.]*)`")
+PACKAGE = ROOT / "src" / "tandem"
+ROOMS = [path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]
+FILE = re.compile(rf"`((?:{'|'.join(ROOMS)}|tests|docs|benchmarks)/[\w/.]*)`")
 LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
-TOPIC = re.compile(r"tandem docs ([a-z][\w-]*(?:#[\w-]+)?)")
+NAMED = re.compile(r"\bdocs/[\w/-]+\.md(?:#[\w-]+)?")
 LISTED = re.compile(r"^\*\*(Same|Ignored|Not taken)\*\*: (.+)$", re.MULTILINE)
 HERE = re.compile(r"\| `(--[\w-]+)` \| (same|ignored|not taken|alias of `(--[\w-]+)`) \|")
 each_page = pytest.mark.parametrize(
@@ -51,7 +40,11 @@ each_page = pytest.mark.parametrize(
 @each_page
 def test_every_file_that_a_page_names_is_there(page):
     named = FILE.findall(page.read_text())
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    assert [name for name in named if not is_file_of_ours(name)] == []
+
+
+def is_file_of_ours(name):
+    return (ROOT / name).exists() or (PACKAGE / name).exists() or (PACKAGE / f"{name}.py").exists()
 
 
 @each_page
@@ -69,17 +62,10 @@ def test_every_link_of_a_page_leads_to_a_page_and_a_section_of_it(page):
 
 @pytest.mark.parametrize(("way", "at_most"), [("request", 12), ("token", 8), ("page", 8)])
 def test_every_hop_of_a_drawing_is_a_file_and_there_are_few(way, at_most):
-    text = shipped().find(f"architecture#the-way-of-a-{way}")
-    hops = re.findall(r"^ +(\d+)  (\w+/\w+) ", text, re.MULTILINE)
+    text = find(f"docs/architecture.md#the-way-of-a-{way}")
+    hops = re.findall(r"^ +(\d+)  (\w+(?:/\w+)+) ", text, re.MULTILINE)
     assert [int(number) for number, _ in hops] == list(range(1, at_most + 1))
-    missing = [
-        hop for _, hop in hops if not any((ROOT / f"{hop}{end}").exists() for end in ("", ".py"))
-    ]
-    assert missing == []
-
-
-def sections_of(path):
-    return Page(path.stem, path.read_text()).sections
+    assert [hop for _, hop in hops if not is_file_of_ours(hop)] == []
 
 
 @each_page
@@ -128,11 +114,6 @@ def test_the_front_page_leads_to_every_page():
     assert {path for path in DOCS.rglob("*.md") if path.stem != "index"} - linked == set()
 
 
-def test_no_two_pages_are_one_topic():
-    names = [path.stem for path in DOCS.rglob("*.md")]
-    assert len(names) == len(set(names))
-
-
 def test_pictures_say_in_words_what_they_show_and_load_nothing():
     for path in DOCS.glob("images/*.svg"):
         text = path.read_text()
@@ -146,7 +127,7 @@ def test_the_pages_of_the_reference_are_current():
 
 
 def test_every_error_of_ours_is_told_of():
-    told = shipped().pages["errors"].sections.keys() | NOT_OVER_HTTP
+    told = sections_of(DOCS / "reference/errors.md").keys() | NOT_OVER_HTTP
     codes = {
         fact.value.value
         for path in sources()
@@ -172,7 +153,7 @@ def test_every_error_of_ours_is_told_of():
 )
 def test_flags_of_other_servers_are_taken_as_the_page_says(page, section, command):
     parser = parsers()[command]
-    text = shipped().find(f"{page}#{section}")
+    text = find(f"docs/{page}.md#{section}")
     rows = HERE.findall(text)
     for said, flags in LISTED.findall(text):
         rows += [(flag, said.lower(), "") for flag in re.findall(r"`(--[\w-]+)`", flags)]
@@ -194,36 +175,65 @@ def taken(parser, flag, alias):
 @pytest.mark.parametrize("page", ["migrating-from-sglang", "migrating-from-vllm"])
 def test_a_flag_that_is_named_instead_is_one_of_ours(page):
     known = set().union(*map(flags_of, parsers().values()))
-    rows = re.findall(
-        r"^\| `--[\w-]+` \| [^|]+ \| (.*) \|$", shipped().pages[page].text, re.MULTILINE
-    )
+    text = find(f"docs/{page}.md")
+    rows = re.findall(r"^\| `--[\w-]+` \| [^|]+ \| (.*) \|$", text, re.MULTILINE)
     named = [flag for words in rows for flag in re.findall(r"`(--[\w-]+)", words)]
     assert named
     assert [flag for flag in named if flag not in known] == []
 
 
 def sources():
-    return [path for package in OURS for path in sorted((ROOT / package).rglob("*.py"))]
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def pages_in(path):
+    """Yield the pages of the documentation, and their sections, that a file's texts name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from NAMED.findall(node.value)
+
+
+def test_every_page_that_the_program_names_exists():
+    named = {(path.name, page) for path in sources() for page in pages_in(path)}
+    assert len(named) > 40
+    assert {(name, page) for name, page in named if find(page) is None} == set()
 
 
 def topics_in(path):
-    """Yield the documentation topics that a file's text and errors refer to."""
+    """Yield the pages that a file gives to its errors."""
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
-            case ast.Constant(value=str(text)):
-                yield from TOPIC.findall(text)
             case ast.keyword(arg="topic", value=ast.Constant(value=str(topic))) if topic:
                 yield topic
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(topic))):
-                if topic and (name == "topic" or re.fullmatch(r"[a-z-]+#[\w-]+", topic)):
-                    yield topic
+            case ast.Assign(targets=[ast.Name(id="topic")], value=ast.Constant(value=topic)):
+                yield from [topic] if topic else []
 
 
-def test_every_topic_that_the_program_sends_its_operators_to_is_there():
-    manual = shipped()
-    named = {(path.name, topic) for path in sources() for topic in topics_in(path)}
-    assert len(named) > 20
-    assert {(name, topic) for name, topic in named if manual.find(topic) is None} == set()
+def test_every_topic_of_an_error_is_a_page():
+    topics = {topic for path in sources() for topic in topics_in(path)}
+    assert len(topics) > 10
+    assert {topic for topic in topics if not NAMED.fullmatch(topic)} == set()
+
+
+def test_a_page_or_a_section_that_does_not_exist_is_found(tmp_path):
+    (tmp_path / "x.py").write_text(
+        'raise ConfigInvalid("no", topic="docs/transports.md#nowhere")\nLOG = "see docs/no.md"\n'
+    )
+    pages = set(pages_in(tmp_path / "x.py"))
+    assert pages == {"docs/transports.md#nowhere", "docs/no.md"}
+    assert {find(page) for page in pages} == {None}
+
+
+@pytest.mark.parametrize(
+    ("title", "anchor"),
+    [
+        ("What `x` does: a, b (and _c_)", "what-x-does-a-b-and-_c_"),
+        ("Prefill's end", "prefills-end"),
+        ("[A link](b.md) - two  spaces", "a-link-two-spaces"),
+    ],
+)
+def test_headings_have_the_anchors_of_the_site(title, anchor):
+    assert anchor_of(title) == anchor
 
 
 def test_every_command_is_in_the_reference():
@@ -232,15 +242,9 @@ def test_every_command_is_in_the_reference():
 
 def test_every_command_says_where_to_read_on():
     silent = [
-        name for name, parser in parsers().items() if "tandem docs" not in (parser.epilog or "")
+        name for name, parser in parsers().items() if "More: docs/" not in (parser.epilog or "")
     ]
     assert silent == []
-
-
-def test_a_topic_that_is_not_there_is_found(tmp_path):
-    (tmp_path / "x.py").write_text('raise ConfigInvalid("no", topic="transports#nowhere")\n')
-    (topic,) = topics_in(tmp_path / "x.py")
-    assert Manual(DOCS).find(topic) is None
 
 
 @pytest.mark.parametrize(

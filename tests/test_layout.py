@@ -1,59 +1,55 @@
-"""The top-level folders form one package."""
+"""The tree: one package, four links to it at the root, and what its wheel holds."""
 
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "tandem"
-ROOMS = sorted(path.name for path in PACKAGE.iterdir() if path.is_symlink())
 
 
-def test_every_room_is_a_relative_link_to_a_folder_at_the_top():
-    assert {"decode", "engine", "kvtransfer", "prefill", "router"} <= set(ROOMS)
-    targets = {room: str((PACKAGE / room).readlink()) for room in ROOMS}
-    assert targets == {room: f"../../{room}" for room in ROOMS}
-    assert all((ROOT / room / "__init__.py").is_file() for room in ROOMS)
+def test_the_links_at_the_root_lead_to_the_roles_and_the_transfer():
+    links = {path.name: str(path.readlink()) for path in ROOT.iterdir() if path.is_symlink()}
+    names = ("prefill", "decode", "router", "kvtransfer")
+    assert links == {name: f"src/tandem/{name}" for name in names}
 
 
-def test_a_wheel_installs_one_name_with_every_module_and_file_of_the_rooms(tmp_path):
+def test_the_packages_hold_every_module_of_tandem_and_no_test(tmp_path):
     tree = tmp_path / "tree"
     tree.mkdir()
-    for name in (*ROOMS, "src", "docs", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("src", "tests", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        options = {"symlinks": True} if copy is shutil.copytree else {}
-        copy(ROOT / name, tree / name, **options)
-    build = "import setuptools.build_meta as b; b.build_wheel('.')"
+        copy(ROOT / name, tree / name)
+    build = "import setuptools.build_meta as b; b.build_sdist('.'); b.build_wheel('.')"
     subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, capture_output=True)
-    (wheel,) = tree.glob("*.whl")
+    [source], [wheel] = tree.glob("*.tar.gz"), tree.glob("*.whl")
+    with tarfile.open(source) as archive:
+        assert not [name for name in archive.getnames() if "/tests/" in name]
     names = set(zipfile.ZipFile(wheel).namelist())
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"tandem"}
-    wanted = {
-        f"tandem/{room}/{path.relative_to(ROOT / room)}"
-        for room in ROOMS
-        for path in (ROOT / room).rglob("*.py")
-    }
-    assert wanted <= names
-    docs = ROOT / "docs"
-    pages = {f"tandem/manual/text/{page.relative_to(docs)}" for page in docs.rglob("*.md")}
-    assert {"tandem/router/page/index.html", *pages} <= names
+    modules = {f"tandem/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")}
+    assert modules <= names
+    assert "tandem/router/console/page/index.html" in names
 
 
-def test_a_checkout_whose_links_became_files_reports_it_at_the_first_import(tmp_path):
-    package = tmp_path / "tandem"
-    package.mkdir()
-    shutil.copy(PACKAGE / "__init__.py", package)
-    for room in ROOMS:
-        (package / room).write_text(f"../../{room}")
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", "import tandem"],
-        env={"PYTHONPATH": str(tmp_path)},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert "core.symlinks=true" in done.stderr
+ROOMS = {
+    path.parent.relative_to(PACKAGE).as_posix(): path.parent
+    for path in PACKAGE.rglob("__init__.py")
+    if path.parent != PACKAGE
+}
+
+
+def test_the_architecture_lists_every_room_and_no_other():
+    page = (ROOT / "docs" / "architecture.md").read_text().partition("## Processes")[0]
+    listed = re.findall(r"^\| `([a-z]+(?:/[a-z]+)*)` \|", page, re.MULTILINE)
+    assert sorted(listed) == sorted(ROOMS)
+
+
+def test_no_room_has_more_than_twelve_files():
+    sizes = {name: len([*path.glob("*.py")]) - 1 for name, path in ROOMS.items()}
+    assert {name: size for name, size in sizes.items() if size > 12} == {}

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = re.compile(r'sys\.executable,\s*(?P<flags>(?:"[^"]*",\s*)*)"-m",\s*(?P<module>[\w".]+)')
 # Modules that are not installed; Python finds them in the working directory, a checkout.
-OTHERS = ('"tests.', '"benchmarks.', "INTERPRETED", '"sglang_router.')
+OTHERS = ('"pytest', '"tests.', '"benchmarks.', "INTERPRETED", '"sglang_router.')
 
 
 def test_no_module_of_ours_is_started_with_the_working_directory_on_its_path():
@@ -18,6 +18,11 @@ def test_no_module_of_ours_is_started_with_the_working_directory_on_its_path():
         if not command["module"].startswith(OTHERS)
     ]
     modules = {command["module"] for _, command in commands}
-    assert {'"tandem.node.rank"', '"tandem.router.worker"', '"tandem"', "self._module"} <= modules
+    assert {
+        '"tandem.node.process.rank_host"',
+        '"tandem.router.workers.worker"',
+        '"tandem"',
+        "self._module",
+    } <= modules
     unsafe = [f"{path}: {command[0]}" for path, command in commands if '"-P"' not in command[0]]
     assert unsafe == []

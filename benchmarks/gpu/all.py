@@ -1,10 +1,9 @@
-"""Everything that a GPU can tell, in one command of at most 25 minutes.
+"""Runs every test and benchmark that needs a GPU, in at most 25 minutes.
 
     python -m benchmarks.gpu.all --out DIR [--only NAME ...]
 
-What matters most comes first: whether answers are right, then speed. Each part has a time limit, and writes its output
-to DIR/NAME.log as it goes. DIR/summary.txt lists every part that ended. A run that was cut off goes on with the first
-part that is not listed there.
+Correctness comes first, then speed. Each part has a time limit and writes its output to DIR/NAME.log while it runs.
+DIR/summary.txt lists every finished part. An interrupted run continues with the first part that is not listed there.
 """
 
 import argparse
@@ -39,10 +38,10 @@ SECONDS_TO_STOP = 10.0
 
 @dataclass(frozen=True)
 class Part:
-    """A command.
+    """A command to run.
 
     Attributes:
-        limit_s: After this long it is ended.
+        limit_s: Time limit in seconds, after which the command is terminated.
     """
 
     name: str
@@ -72,7 +71,7 @@ PARTS = (
 
 
 def run(part: Part, log: Path) -> str:
-    """Run a part; return how it ended."""
+    """Run a part; return its line of the summary."""
     began_s = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -81,14 +80,14 @@ def run(part: Part, log: Path) -> str:
         try:
             status = f"exit {process.wait(part.limit_s)}"
         except subprocess.TimeoutExpired:
-            status = f"ended after its {part.limit_s:g} s"
+            status = f"timed out after {part.limit_s:g} s"
         finally:
             stop(process)
     return f"{part.name}: {status}, {time.monotonic() - began_s:.0f} s"
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a command and the processes that it started."""
+    """Terminate a command and the processes that it started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -98,21 +97,21 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def results_of(log: Path) -> list[str]:
-    """Return the lines of a log that a summary needs: results, the counts of tests, and failures."""
+    """Return the lines of a log to show in the summary: results, test counts and failures."""
     lines = log.read_text(errors="replace").splitlines()
     beginnings = ("result: ", "FAILED", "ERROR")
     return [line for line in lines if line.startswith(beginnings) or " passed" in line]
 
 
 def run_all(parts: Sequence[Part], out: Path) -> int:
-    """Run the parts that the summary does not list; return how many of those failed."""
+    """Run the parts that the summary does not list yet; return how many of these failed."""
     out.mkdir(parents=True, exist_ok=True)
     summary = out / "summary.txt"
     ended = summary.read_text() if summary.exists() else ""
     num_failed = 0
     for part in parts:
         if f"\n{part.name}: " in f"\n{ended}":
-            print(f"{part.name}: ended before", flush=True)
+            print(f"{part.name}: skipped, already in the summary", flush=True)
             continue
         print(f"{part.name}: {' '.join(part.command[1:])}", flush=True)
         log = out / f"{part.name}.log"
@@ -130,7 +129,7 @@ def main(argv: list[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
     names = [part.name for part in parts]
     parser = parser_of("gpu.all", "Run every test and benchmark that needs a GPU.")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="for logs and summary"
+        "--out", type=Path, required=True, metavar="DIR", help="directory for logs and summary"
     )
     parser.add_argument(
         "--only", nargs="+", choices=names, default=argparse.SUPPRESS, metavar="NAME"

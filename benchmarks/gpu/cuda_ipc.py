@@ -1,12 +1,11 @@
-"""The rate of `cuda_ipc` compared with a copy by the device itself.
+"""The rate of `cuda_ipc` compared with torch's copy on the same devices.
 
     python -m benchmarks.gpu.cuda_ipc [--size-mib 1024] [--rounds 15]
 
 Two processes have pools of twice the size, on two GPUs if the host has them. *Contiguous* is one copy; *pages* and
 *scattered* copy random pages of 2 MiB and blocks of 64 KiB to random places; *tp* copies half of the heads of pages, in
-runs of 16 KiB. The limit is torch's copy of as many bytes between the same devices in one process, measured in
-interleaved rounds. The result line is for the contiguous case. The benchmark verifies that the received bytes equal
-the sent ones.
+runs of 16 KiB. The limit is torch's copy of the same number of bytes between the same devices in one process,
+measured in interleaved rounds. The result line is for the contiguous case. The benchmark verifies the received bytes.
 """
 
 import argparse
@@ -90,7 +89,9 @@ def run(size_bytes: int, num_rounds: int) -> dict[str, float]:
                 expected[to : to + size] = source[begin : begin + size]
         child.stdin.write("hash\n")
         child.stdin.flush()
-        assert child.stdout.readline().strip() == digest(expected), "other bytes arrived"
+        assert child.stdout.readline().strip() == digest(expected), (
+            "the received bytes differ from the sent bytes"
+        )
         connection.close()
     # The first round warms up.
     moved = {name: plan.total_bytes for name, plan in plans.items()} | {"device copy": size_bytes}
@@ -99,13 +100,13 @@ def run(size_bytes: int, num_rounds: int) -> dict[str, float]:
 
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = parser_of("gpu.cuda_ipc", "Measure `cuda_ipc` against a copy by the device itself.")
-    parser.add_argument("--size-mib", type=int, default=1024, help="moved in each round")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of every case")
+    parser = parser_of("gpu.cuda_ipc", "Compare `cuda_ipc` with torch's copy on the same devices.")
+    parser.add_argument("--size-mib", type=int, default=1024, help="data per round in MiB")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds per case")
     parser.add_argument("--listen", type=int, metavar="BYTES", help=argparse.SUPPRESS)
-    args = parse(parser, {"size_mib": 64, "rounds": 3}, far_ends=("listen",))
+    args = parse(parser, {"size_mib": 64, "rounds": 3}, child_options=("listen",))
     if not torch.cuda.is_available():
-        print("This benchmark needs a CUDA GPU, and torch finds none here.", file=sys.stderr)
+        print("This benchmark needs a CUDA GPU, but torch finds none.", file=sys.stderr)
         return 2
     if args.listen:
         listen(args.listen)

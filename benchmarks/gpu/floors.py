@@ -23,9 +23,9 @@ class Work:
     """The work of a model's forward.
 
     Attributes:
-        layer_params: Number of weights that every row of a forward is multiplied with.
-        head_params: Number of weights of the output layer, used for rows that need logits. Embeddings
-            are only looked up and cost nothing.
+        layer_params: Number of weights in the layers' matrices, which multiply every row of a forward.
+        head_params: Number of weights in the output layer, which multiplies only rows that need logits.
+            Embeddings are not counted, because they are only looked up.
         attention_width: Query heads times head dim, summed over layers.
         kv_bytes_per_token: Sum over all layers.
     """
@@ -68,14 +68,14 @@ class Line:
 
     @property
     def ratio(self) -> float:
-        """The floor divided by the measured time; 1 is the limit."""
+        """The floor divided by the measured time; at most 1."""
         return self.floor_s / self.took_s
 
 
 def table(lines: Sequence[Line]) -> str:
     """Return the lines as a Markdown table."""
     rows = [
-        "| model | phase | runner | batch | tokens | floor ms | took ms | tokens/s | ratio |",
+        "| model | phase | runner | batch | tokens | floor ms | measured ms | tokens/s | ratio |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for line in lines:
@@ -89,6 +89,6 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def mean_ratio(phase: str, lines: Sequence[Line]) -> float:
-    """Return the geometric mean of our ratios in a phase, or 0 if there are none."""
+    """Return the geometric mean of a phase's ratios over lines with `is_ours`; 0 if there are none."""
     ratios = [line.ratio for line in lines if line.phase == phase and line.is_ours]
     return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0

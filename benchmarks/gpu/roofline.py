@@ -2,11 +2,11 @@
 
     python -m benchmarks.gpu.roofline [--models llama-3-8b qwen2.5-7b]
 
-Nothing is downloaded: seeded random bfloat16 weights in the shapes of Llama-3-8B and Qwen2.5-7B are made on the
-GPU. The run first measures the device (a copy, a matrix product), then Tandem's runners with every installed
-backend, with and without CUDA graphs. The floor of a decode step is the time to read weights and KV once. The floor
-of a prompt is the time of its matrix products. Cases that do not fit in memory are skipped. The result is in the
-last lines: geometric means over all cases of the runner that a node selects by default.
+Nothing is downloaded: the GPU generates seeded random bfloat16 weights in the shapes of Llama-3-8B and Qwen2.5-7B.
+The run first measures the device (a copy, a matrix product), then Tandem's runners with every installed backend, with
+and without CUDA graphs. The floor of a decode step is the time to read weights and KV once. The floor
+of a prompt is the time of its matrix products. Cases that do not fit in memory are skipped. The last lines show the
+result: geometric means over all cases of the runner that a node selects by default.
 """
 
 import gc
@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -25,22 +24,22 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from benchmarks.gpu.floors import Device, Line, Work, mean_ratio, table
 from benchmarks.rig import parse, parser_of, result
-from tandem.engine import attention
-from tandem.engine.attention import PagedModel
-from tandem.engine.attention_backends import choose_backend, fastest
-from tandem.engine.config import AttentionName, EngineConfig
-from tandem.engine.cuda_graphs import make_runner
-from tandem.engine.forward import ForwardInputs
-from tandem.engine.kv_pool import KVPool, make_pool
-from tandem.engine.llama import speed_up
-from tandem.engine.observation import observe
-from tandem.engine.runner import Runner
+from tandem.engine.attention import paged as attention
+from tandem.engine.attention.backends import choose_backend, fastest
+from tandem.engine.attention.paged import PagedModel
+from tandem.engine.config import AttentionName, EngineOptions
+from tandem.engine.execution.cuda_graphs import make_runner
+from tandem.engine.execution.runner import Runner
+from tandem.engine.model.llama import speed_up
+from tandem.engine.model.observation import observe
+from tandem.engine.pages.pool import KVPool, make_pool
+from tandem.engine.scheduling.forward import ForwardInputs
 from tandem.engine.shape import ModelShape
 
 PAGE_SIZE = 16
 BATCHES, CONTEXTS = (1, 16, 64, 256), (1024, 8192)
 PROMPTS = (1024, 4096, 16384)
-# Memory reserved for activations, graphs and library workspaces, beside weights and pool.
+# Memory reserved for activations, graphs and library workspaces, in addition to weights and pool.
 SPARE_BYTES = 12 << 30
 SEED = 0
 DECODE_GOAL, PREFILL_GOAL = 0.8, 0.6
@@ -91,11 +90,11 @@ class Rig:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    parser = parser_of("gpu.roofline", "Measure a GPU's prefill and decode against its limits.")
+    parser = parser_of("gpu.roofline", "Compare prefill and decode with the limits of the GPU.")
     parser.add_argument("--models", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
     args = parse(parser, {"models": ["llama-3-8b"]}, argv)
     if not torch.cuda.is_available():
-        print("This benchmark needs a CUDA GPU, and torch finds none here.", file=sys.stderr)
+        print("This benchmark needs a CUDA GPU, but torch finds none.", file=sys.stderr)
         return 2
     device = measure_device()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
@@ -146,7 +145,7 @@ def make_rig(name: str, config: Any, device: str, num_pages: int | None) -> Rig:
     """Create a model with random weights, and its pool.
 
     Args:
-        num_pages: Pages of the pool. None: as many as fit on the GPU, up to the need of the largest case.
+        num_pages: Pages in the pool. None: as many as fit on the GPU, up to what the largest case needs.
     """
     torch.manual_seed(SEED)
     implementation = attention.register()
@@ -176,46 +175,41 @@ def make_rig(name: str, config: Any, device: str, num_pages: int | None) -> Rig:
         attention_width=config.num_attention_heads * head_dim * config.num_hidden_layers,
         kv_bytes_per_token=shape.kv_bytes_per_token,
     )
-    # As a node loads it.
+    # Fuse layers as a node does when it loads a model.
     observed = observe(model, config)
     speed_up(observed)
     gc.collect()
     if num_pages is None:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
-        wanted = max(BATCHES) * max(CONTEXTS) // PAGE_SIZE
+        needed = max(BATCHES) * max(CONTEXTS) // PAGE_SIZE
         page_bytes = shape.kv_bytes_per_token * PAGE_SIZE
-        num_pages = min(wanted, max(0, free - SPARE_BYTES) // page_bytes)
+        num_pages = min(needed, max(0, free - SPARE_BYTES) // page_bytes)
     pool = make_pool(shape, num_pages, PAGE_SIZE, device, has_scratch_page=True)
-    # Not zeros: compute units draw less power on zeros, and run faster.
+    # Random values, because compute units draw less power on zeros and then run faster.
     pool.pages.normal_()
     return Rig(name, observed.model, shape, work, pool)
 
 
 def our_lines(rig: Rig, device: Device) -> Iterator[Line]:
-    """Measure every backend, with and without graphs."""
+    """Measure our kernels, with and without graphs."""
     auto = fastest(_config("auto"), rig.shape)
-    installed: list[AttentionName] = ["triton"]
-    if find_spec("flashinfer"):
-        installed.append("flashinfer")
-    for name in installed:
-        for is_eager in (True, False):
-            config = _config(name, is_eager=is_eager)
-            backend = choose_backend(config, rig.shape)
-            runner = make_runner(
-                rig.model, rig.pool, backend, config, rig.shape, num_pages=rig.num_pages
-            )
-            label = f"{name}, {'eager' if is_eager else 'graphs'}"
-            is_ours = name == auto and not is_eager
-            yield from runner_lines(rig, device, runner, label, is_ours=is_ours)
-            del runner
-            gc.collect()
-            torch.cuda.empty_cache()
+    for is_eager in (True, False):
+        config = _config("triton", is_eager=is_eager)
+        backend = choose_backend(config, rig.shape)
+        runner = make_runner(
+            rig.model, rig.pool, backend, config, rig.shape, num_pages=rig.num_pages
+        )
+        label = f"triton, {'eager' if is_eager else 'graphs'}"
+        is_ours = auto == "triton" and not is_eager
+        yield from runner_lines(rig, device, runner, label, is_ours=is_ours)
+        del runner
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
-def _config(name: AttentionName, *, is_eager: bool = False) -> EngineConfig:
-    return EngineConfig(
-        model_dir="",
+def _config(name: AttentionName, *, is_eager: bool = False) -> EngineOptions:
+    return EngineOptions(
         device="cuda",
         dtype="bfloat16",
         attention_backend=name,

@@ -1,9 +1,9 @@
-"""Sampling of a batch of decode steps, compared with the least time of the step itself.
+"""Sampling time of a decode step, compared with the lower bound of the step's forward.
 
     python -m benchmarks.gpu.sampling [--rows 256] [--vocab-size 128256]
 
-The least time of a step is that of reading the bfloat16 weights of Llama-3-8B and 2,000 tokens of KV of each row
-once, at the rate of a copy measured in the same run. The result line is for the slowest kind of request.
+The lower bound is the time to read the bfloat16 weights of Llama-3-8B and 2,000 tokens of KV per row once, at the
+rate of a copy measured in the same run. The result line is for the slowest set of sampling parameters.
 """
 
 import sys
@@ -14,12 +14,12 @@ import torch
 
 from benchmarks.gpu.roofline import measure_device, seconds
 from benchmarks.rig import parse, parser_of, result
-from tandem.engine.forward import Slots
-from tandem.engine.request import ActiveRequest
-from tandem.engine.sampler import sample
+from tandem.engine.sampling.sampler import sample
+from tandem.engine.scheduling.forward import Slots
+from tandem.engine.scheduling.request import ActiveRequest
 from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
 
-# Llama-3-8B in bfloat16, without its embeddings, which are only looked up.
+# Bytes of Llama-3-8B in bfloat16, without its embeddings, which are only looked up.
 WEIGHT_BYTES, KV_BYTES_OF_TOKEN, CONTEXT = 15.0e9, 131_072, 2_000
 GOAL = 0.05
 
@@ -46,11 +46,13 @@ def slots_of(num_rows: int, sampling: SamplingParams) -> Slots:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     parser = parser_of("gpu.sampling", "Measure how long sampling takes on a GPU.")
-    parser.add_argument("--rows", type=int, default=256, metavar="N", help="requests of a batch")
-    parser.add_argument("--vocab-size", type=int, default=128_256, metavar="N", help="of the model")
+    parser.add_argument("--rows", type=int, default=256, metavar="N", help="requests per batch")
+    parser.add_argument(
+        "--vocab-size", type=int, default=128_256, metavar="N", help="vocabulary size of the model"
+    )
     args = parse(parser, {"rows": 8, "vocab_size": 1_000}, argv)
     if not torch.cuda.is_available():
-        print("This benchmark needs a CUDA GPU, and torch finds none here.", file=sys.stderr)
+        print("This benchmark needs a CUDA GPU, but torch finds none.", file=sys.stderr)
         return 2
     step_bytes = WEIGHT_BYTES + args.rows * CONTEXT * KV_BYTES_OF_TOKEN
     step_s = step_bytes / measure_device().bytes_per_s

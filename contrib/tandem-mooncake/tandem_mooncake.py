@@ -29,14 +29,14 @@ from tandem.kvtransfer.transports.base import (
     Listener,
     Pool,
     TransportConfig,
-    need_cpu_memory,
     read_offer,
+    require_cpu_memory,
 )
 from tandem.kvtransfer.transports.one_sided import (
     Memory,
     OneSidedConnection,
     OneSidedListener,
-    Places,
+    PoolAddresses,
 )
 from tandem.kvtransfer.transports.tcp_stream import address_toward
 from tandem.wire.errors import PeerLost, TransferRefused
@@ -44,14 +44,14 @@ from tandem.wire.hand_off import TransportOffer
 
 Protocol = Literal["tcp", "rdma"]
 ADAPTERS = Path("/sys/class/infiniband")
-DONE, UNDER_WAY = 1, 0
+DONE, IN_FLIGHT = 1, 0
 
-# One engine transfer per copy; the connection waits for the oldest. The library waits for its own batches
-# by spinning: that halves the speed on two cores, and a wait for a hanging peer cannot be stopped.
+# One engine transfer per copy; the connection waits for the oldest. The library's batches are not used: it waits for
+# them by spinning, which halves the speed on two cores, and a wait for a hanging peer cannot be stopped.
 PIECE_BYTES = 16 << 20
-PIECES_UNDER_WAY = 64
-# Pause in which threads that waited for the GIL can run; each needs at most half a millisecond.
-BREATH_S = 0.01
+MAX_PIECES_IN_FLIGHT = 64
+# Pause between two destructions, in which threads that waited for the GIL run. Each needs at most half a millisecond.
+CLOSE_PAUSE_S = 0.01
 
 
 class MooncakeTransport:
@@ -69,7 +69,7 @@ class MooncakeTransport:
         Raises:
             ConfigInvalid: The pool is not in CPU memory.
         """
-        need_cpu_memory(self.name, pool)
+        require_cpu_memory(self.name, pool)
         return OneSidedListener(
             pool,
             self.name,
@@ -93,11 +93,11 @@ class MooncakeTransport:
             facts,
             region,
             lambda token: _SendingEnd(facts, region, token, self._config.interface, self._turn),
-            PIECES_UNDER_WAY,
+            MAX_PIECES_IN_FLIGHT,
         )
 
 
-class _Offer(Places, frozen=True, kw_only=True):
+class _Offer(PoolAddresses, frozen=True, kw_only=True):
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     protocol: Protocol
@@ -132,7 +132,7 @@ class _End:
         with self._turn:
             self._engine = None  # the last reference
             self._memory = []
-            time.sleep(BREATH_S)
+            time.sleep(CLOSE_PAUSE_S)
 
     @property
     def _living(self) -> TransferEngine:
@@ -174,7 +174,7 @@ class _SendingEnd(_End):
 
     def read(self, address: int, into: Int64s) -> int:
         """Start reading the token; return the transfer's id."""
-        return self._begun(
+        return self._started(
             self._living.batch_transfer_async_read(
                 self._target, [into.ctypes.data], [address], [into.nbytes]
             )
@@ -182,18 +182,20 @@ class _SendingEnd(_End):
 
     def writes(self, plan: CopyPlan) -> Iterator[int]:
         """Start the copies one by one; yield the id of each transfer."""
-        for piece in plan.batches(PIECE_BYTES, max_copies=PIECES_UNDER_WAY):
+        for piece in plan.batches(PIECE_BYTES, max_copies=MAX_PIECES_IN_FLIGHT):
             for begin, to, size in piece.copies():
-                yield self._begun(self._living.transfer_submit_write(self._target, begin, to, size))
+                yield self._started(
+                    self._living.transfer_submit_write(self._target, begin, to, size)
+                )
 
     def is_done(self, transfer: int) -> bool:
         """Return whether a transfer is complete. It must be a transfer of a single piece."""
         state = self._living.transfer_check_status(transfer)
-        if state not in {DONE, UNDER_WAY}:
-            raise PeerLost(f"Mooncake could not transfer: status {state}")
+        if state not in {DONE, IN_FLIGHT}:
+            raise PeerLost(f"Mooncake failed in a transfer: status {state}")
         return bool(state == DONE)
 
-    def _begun(self, transfer: int) -> int:
+    def _started(self, transfer: int) -> int:
         if transfer <= 0:
-            raise PeerLost(f"Mooncake could not begin a transfer: status {transfer}")
+            raise PeerLost(f"Mooncake could not start a transfer: status {transfer}")
         return transfer

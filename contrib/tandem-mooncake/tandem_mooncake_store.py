@@ -37,16 +37,16 @@ PORT = 50051
 TIMEOUT_S = 2.0
 # Bytes per call to the library, which transfers the pages of a call concurrently.
 PIECE_BYTES = 16 << 20
-# For the library's own copies; the tier passes it registered memory.
+# Buffer for the library's internal copies. The tier itself passes registered memory.
 LIBRARY_BUFFER_BYTES = 16 << 20
 FULL_PAUSE_S = 10.0
-# Limit of the pieces set aside: they stay registered, because the library may still access them.
+# Limit of the memory lost to timed-out transfers: it stays registered, because the library may still access it.
 MAX_ASIDE_BYTES = 1 << 30
 # Error codes that the library returns in place of a length or 0.
 NO_SPACE, NOT_FOUND, TRANSFER_FAILED = -200, -704, -800
 MASTER_AWAY = frozenset({-900, -901})
-# After these codes no transfer runs: none began, or it ended before the report to the master.
-AT_REST = MASTER_AWAY | {NO_SPACE, NOT_FOUND}
+# After these codes no transfer is running: it did not start, or it ended before the library reported it to the master.
+NO_TRANSFER_RUNS = MASTER_AWAY | {NO_SPACE, NOT_FOUND}
 _OPTIONS = {
     "host": "own_host",
     "metadata": "metadata",
@@ -87,19 +87,19 @@ def parse_url(url: str) -> MooncakeAddress:
     except ValueError as error:
         raise ConfigInvalid(f"{url} has no valid host and port") from error
     if parts.scheme != "mooncake" or not host or parts.path.strip("/"):
-        raise ConfigInvalid(f"{url}: give a master: mooncake://host:{PORT}?segment=16GiB")
-    given = dict(parse_qsl(parts.query, keep_blank_values=True))
-    size = re.fullmatch(r"(\d+)(MiB|GiB)?", given.pop("segment", "0"))
+        raise ConfigInvalid(f"{url}: name a master, as in mooncake://host:{PORT}?segment=16GiB")
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    size = re.fullmatch(r"(\d+)(MiB|GiB)?", query.pop("segment", "0"))
     if size is None:
-        raise ConfigInvalid(f"{url}: segment is a size such as 512MiB or 16GiB")
-    if unknown := set(given) - set(_OPTIONS):
+        raise ConfigInvalid(f"{url}: segment must be a size such as 512MiB or 16GiB")
+    if unknown := set(query) - set(_OPTIONS):
         raise ConfigInvalid(
-            f"{url}: there is no option {min(unknown)!r}; there are segment, " + ", ".join(_OPTIONS)
+            f"{url}: unknown option {min(unknown)!r}; use segment, " + ", ".join(_OPTIONS)
         )
-    if given.get("protocol", "tcp") not in {"tcp", "rdma"}:
-        raise ConfigInvalid(f"{url}: protocol is tcp or rdma")
+    if query.get("protocol", "tcp") not in {"tcp", "rdma"}:
+        raise ConfigInvalid(f"{url}: protocol must be tcp or rdma")
     segment_bytes = int(size[1]) << {None: 0, "MiB": 20, "GiB": 30}[size[2]]
-    options = {_OPTIONS[option]: value for option, value in given.items()}
+    options = {_OPTIONS[option]: value for option, value in query.items()}
     return MooncakeAddress(host, port or PORT, segment_bytes, **options)
 
 
@@ -108,8 +108,8 @@ class MooncakeTier:
 
     Args:
         pages: The pool's page size and the memory to read pages into.
-        space: The key space; nodes with different spaces never see each other's pages.
-        timeout_s: Duration of a call after which the tier makes no others until it returns.
+        space: The key space. Nodes with different spaces do not share pages.
+        timeout_s: While a call takes longer than this, the tier fails all others.
     """
 
     lends_own_memory = False
@@ -162,17 +162,17 @@ class MooncakeTier:
         try:
             with self._call() as client:
                 for first in range(0, len(keys), self._num_at_once):
-                    some = keys[first : first + self._num_at_once]
+                    batch = keys[first : first + self._num_at_once]
                     is_late = time.monotonic() >= deadline_s
-                    if is_late or self._read(client, some, pieces) < len(some):
+                    if is_late or self._read(client, batch, pieces) < len(batch):
                         break
         except TierFailed:
             if not pieces:
                 raise
         except BaseException:
-            self._memory.give_back(pieces)
+            self._memory.release(pieces)
             raise
-        self._known.met(keys[: len(pieces)])
+        self._known.record(keys[: len(pieces)])
         return self._memory.lend(pieces, [piece[HEADER_BYTES:] for piece in pieces])
 
     def put(self, keys: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
@@ -185,12 +185,14 @@ class MooncakeTier:
             return 0
         num_new = 0
         with self._call() as client:
-            here = self._are_here(client, keys)
-            self._known.met(key for key, is_here in zip(keys, here, strict=True) if is_here)
-            lacking = [index for index, is_here in enumerate(here) if not is_here]
-            for first in range(0, len(lacking), self._num_at_once):
-                some = lacking[first : first + self._num_at_once]
-                num_new += self._write(client, [(keys[index], pages[index]) for index in some])
+            stored = self._are_stored(client, keys)
+            self._known.record(
+                key for key, is_stored in zip(keys, stored, strict=True) if is_stored
+            )
+            missing = [index for index, is_stored in enumerate(stored) if not is_stored]
+            for first in range(0, len(missing), self._num_at_once):
+                batch = missing[first : first + self._num_at_once]
+                num_new += self._write(client, [(keys[index], pages[index]) for index in batch])
                 if self._clock() < self._full_until:
                     break
         return num_new
@@ -224,7 +226,7 @@ class MooncakeTier:
                     raise self._failed(f"a call has been waiting for {now - since:.0f} s")
                 if self._aside_bytes >= MAX_ASIDE_BYTES:
                     raise self._failed(
-                        f"transfers that were given up hold {self._aside_bytes >> 20} MiB; restart this node"
+                        f"transfers that timed out hold {self._aside_bytes >> 20} MiB; restart this node"
                     )
                 self._began[me] = now
             try:
@@ -242,7 +244,7 @@ class MooncakeTier:
         with self._setting_up:
             if self._client is not None:
                 return self._client
-            # The library takes 90 s to detect that nothing listens.
+            # Test the connection first, because the library needs 90 s to detect that nothing listens.
             address = (self._address.host, self._address.port)
             try:
                 with socket.create_connection(address, self._timeout_s) as link:
@@ -250,15 +252,15 @@ class MooncakeTier:
             except OSError as error:
                 raise self._failed(str(error)) from error
             client = MooncakeDistributedStore()
-            asked = self._address
+            store = self._address
             status = client.setup(
-                asked.own_host or own_host,
-                asked.metadata,
-                asked.segment_bytes,
+                store.own_host or own_host,
+                store.metadata,
+                store.segment_bytes,
                 LIBRARY_BUFFER_BYTES,
-                asked.protocol,
-                asked.devices,
-                f"{asked.host}:{asked.port}",
+                store.protocol,
+                store.devices,
+                f"{store.host}:{store.port}",
             )
             if status:
                 raise self._failed(f"the library could not join the store ({status})")
@@ -275,7 +277,7 @@ class MooncakeTier:
         self._slabs.append(slab)
         return slab
 
-    def _are_here(self, client: MooncakeDistributedStore, keys: Sequence[PageKey]) -> list[bool]:
+    def _are_stored(self, client: MooncakeDistributedStore, keys: Sequence[PageKey]) -> list[bool]:
         found = client.batch_is_exist([_name(key) for key in keys])
         self._refuse_errors(found)
         return [code == 1 for code in found]
@@ -291,21 +293,21 @@ class MooncakeTier:
         with self._lent(len(keys)) as lent:
             memory = list(lent)
             lengths = self._moved(lent, partial(client.batch_get_into, names))
-            num_right = 0
+            num_valid = 0
             for key, length, piece in zip(keys, lengths, memory, strict=True):
                 if length != self._entry_bytes or not is_entry_of(key, piece):
-                    self._known.missed(key.digest)
+                    self._known.forget(key.digest)
                     if length not in {NOT_FOUND, TRANSFER_FAILED} and length not in MASTER_AWAY:
                         with self._lock:
                             self._num_corrupted += 1
                         client.remove(_name(key), True)
                     break
-                num_right += 1
-            pieces += lent[:num_right]
-            del lent[:num_right]
-        if not num_right:
+                num_valid += 1
+            pieces += lent[:num_valid]
+            del lent[:num_valid]
+        if not num_valid:
             self._refuse_errors(lengths[:1])
-        return num_right
+        return num_valid
 
     def _write(
         self, client: MooncakeDistributedStore, entries: Sequence[tuple[PageKey, memoryview]]
@@ -323,42 +325,42 @@ class MooncakeTier:
         if NO_SPACE in codes:
             self._full_until = self._clock() + FULL_PAUSE_S
             log.warning("kv_tier.full", tier=self.name, server=self._shown)
-        taken = [key for (key, _), code in zip(entries, codes, strict=True) if not code]
-        self._known.met(taken)
-        return len(taken)
+        stored = [key for (key, _), code in zip(entries, codes, strict=True) if not code]
+        self._known.record(stored)
+        return len(stored)
 
     @contextlib.contextmanager
     def _lent(self, num_pieces: int) -> Iterator[list[memoryview]]:
-        """Lend pieces; the pieces still in the list afterwards are returned to the memory."""
+        """Lend pieces of registered memory. Pieces that are still in the list at the end are returned."""
         lent: list[memoryview] = []
         try:
             while len(lent) < num_pieces:
                 lent.append(self._memory.take())
             yield lent
         finally:
-            self._memory.give_back(lent)
+            self._memory.release(lent)
 
     def _moved(
         self, lent: list[memoryview], transfer: Callable[[list[int], list[int]], list[int]]
     ) -> list[int]:
-        """Have the library read or write pieces; return its code or length for each.
+        """Read or write pieces through the library; return its code or length for each.
 
         After a timeout the library reports failure, but the transfer may continue in that memory. Such pieces,
         and all pieces of a call that raises, are removed from `lent` so that they are never reused.
         """
         memory, begin_s = list(lent), self._clock()
         lent.clear()
-        gave_up, codes = True, [TRANSFER_FAILED] * len(memory)
+        has_timed_out, codes = True, [TRANSFER_FAILED] * len(memory)
         try:
             codes = transfer(
                 [_address_of(piece) for piece in memory], [self._entry_bytes] * len(memory)
             )
-            gave_up = self._clock() - begin_s >= self._timeout_s
+            has_timed_out = self._clock() - begin_s >= self._timeout_s
         finally:
             lent += [
                 piece
                 for piece, code in zip(memory, codes, strict=True)
-                if not (gave_up and code < 0 and code not in AT_REST)
+                if not (has_timed_out and code < 0 and code not in NO_TRANSFER_RUNS)
             ]
             with self._lock:
                 self._aside_bytes += (len(memory) - len(lent)) * self._entry_bytes
@@ -369,8 +371,8 @@ class MooncakeTier:
             if code in MASTER_AWAY:
                 raise self._failed(f"the master does not answer ({code})")
 
-    def _failed(self, why: str) -> TierFailed:
-        return TierFailed(f"{self._shown}: {why}")
+    def _failed(self, reason: str) -> TierFailed:
+        return TierFailed(f"{self._shown}: {reason}")
 
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> MooncakeTier:

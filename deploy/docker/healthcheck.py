@@ -4,7 +4,7 @@
     tandem-healthcheck [PATH]
 
 The URL is TANDEM_HEALTH_URL, or derived from the command line of process 1, so that role, port and
-certificate need no second configuration. Requests carry no key, because health paths need none.
+certificate need not be configured twice. Requests have no key, because health paths need none.
 """
 
 import os
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 DEFAULT_PATH = "/live"
 DEFAULT_PORTS = {"prefill": 7000, "decode": 7001}
 DEFAULT_PORT = 8000  # lb, serve, up
-# Less than the timeout in the image's HEALTHCHECK.
+# Lower than the timeout of HEALTHCHECK in the image.
 TIMEOUT_S = 4.0
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 

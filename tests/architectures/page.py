@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tandem.node.models.gguf_config import ARCHITECTURES
 from tests.architectures.configs import Case, cases
 from tests.architectures.runs import NUM_NEW, PROMPT_LENGTHS
 from tests.architectures.table import REFUSED, WHY
@@ -20,21 +21,25 @@ def page() -> str:
 
 # Models
 
-Tandem loads models with `transformers` and computes their attention itself, over pages. At each start a node sends two short
-sequences through its engine and through plain transformers, and compares all logits. If they differ, the node does not start. A small model is checked
-with its own weights, a large one as a copy with few layers and random weights. `--skip-model-check` skips the check.
+Tandem loads models with `transformers` and computes their attention over pages. At each start a node runs two short sequences through its engine and
+through transformers, and compares all logits. If they differ, the node does not start. It checks a small model with its own weights, and a large one as a
+copy with few layers and random weights. `--skip-model-check` skips the check.
 
-The lists hold for transformers {version("transformers")}. They name the `model_type` in `config.json`, and in brackets further tested configurations. A
-`model_type` in neither list is checked at the start like all others.
+The lists hold for transformers {version("transformers")}. They name the `model_type` in `config.json`, and in brackets further tested configurations. The
+start-up check also decides about a `model_type` in neither list.
 
 ## By name
 
-`--model org/name` downloads a model from the [Hugging Face Hub](https://huggingface.co/models). `org/name@REVISION` names a branch, tag or commit;
-`org/name:Q4_K_M` or `org/name:FILE.gguf` names a GGUF file, as in llama.cpp and vLLM. A path that exists wins; `org/name/FILE.gguf` is always a path.
-Clients know the model as `org/name`.
+`--model org/name` downloads a model from the [Hugging Face Hub](https://huggingface.co/models); clients know it as `org/name`.
 
-A node fetches config, tokenizer, chat template and safetensors, never pickles. Nodes on one machine share the download, and after an interruption the next
-start keeps complete files. Each node logs the commit. Nodes with different weights do not pair: give `@COMMIT` when a model may change between starts.
+| `--model` | selects |
+| --- | --- |
+| `org/name@REVISION` | a branch, tag or commit |
+| `org/name:Q4_K_M`, `org/name:FILE.gguf` | a GGUF file |
+| an existing path, `org/name/FILE.gguf` | always a path |
+
+A node fetches config, tokenizer, chat template and safetensors, never pickles. Nodes on one machine share the download, and a restart keeps complete
+files. Each node logs the commit. Nodes with different weights do not pair: use `@COMMIT` if the model may change between starts.
 
 | variable | meaning |
 | --- | --- |
@@ -43,18 +48,56 @@ start keeps complete files. Each node logs the commit. Nodes with different weig
 | `HF_ENDPOINT` | URL of a mirror |
 | `HF_HUB_OFFLINE=1` | use only the cache |
 
+## Tokenizers
+
+A node lets `AutoTokenizer` of its transformers load `tokenizer.json` and the files next to it, and sends the result to routers. So ids, special tokens and
+decoded text are those of transformers. The keys of these files count as in transformers: for example, `add_bos_token` and `add_eos_token` have no effect.
+
+| tokenizer | text |
+| --- | --- |
+| no `tokenizer.json` | not served: requests need ids |
+| no fast version | the node does not start |
+| own Python code | only with `--trust-remote-code` |
+
+Chat templates: `--chat-template`, or else `chat_template.jinja` and `additional_chat_templates/*.jinja`, or else those in `tokenizer_config.json`, or else
+`chat_template.json`. Requests with tools use the template `tool_use`, if there is one. On a router, `--tokenizer DIR` needs
+`pip install 'tandem-serve[parsers]'`.
+
+## GGUF
+
+The first start converts a GGUF file; later starts use the result. A node reads everything in the file, or rejects it by the name of a key or tensor.
+
+| part | read |
+| --- | --- |
+| `general.architecture` | {", ".join(f"`{name}`" for name in ARCHITECTURES)} |
+| RoPE | base, width, linear, YaRN, LongRoPE (`rope_factors_long`, `rope_factors_short`), Llama 3 (`rope_freqs`) |
+| attention | head sizes, sliding window, soft caps |
+| tokenizer | `tokenizer.ggml.pre`, tokens added at both ends, all chat templates |
+| end of an answer | `eos_token_id`, `eot_token_id`, `eom_token_id` |
+| `general.sampling` | temperature, top-k, top-p, min-p, repetition penalty |
+
+Mixtral models (`llama.expert_count`) and values that differ between layers are rejected. So are the parts of a split file: join them with
+`llama-gguf-split --merge`.
+
+## Keys of config.json
+
+A node rejects a key that changes logits, such as `sliding_window` or `attn_logit_softcapping`, if no code of the `model_type` reads it. It logs other unread keys
+(`checkpoint.unread_config_keys`). It also rejects biases, and norms of queries and keys, that the model has no place for.
+
+An answer ends at each `eos_token_id` of `generation_config.json`, or else of `config.json`, and at the tokenizer's `eos_token`.
+
 ## Served
 
-Tests compare tokens and log-probabilities of each architecture with transformers' `generate`: a tiny random model, {NUM_NEW} tokens after prompts of
-{lengths} tokens, in float32 on a CPU. Each prompt runs alone, in a batch, in chunks and from the prefix cache.
+Tests compare tokens and log-probabilities of each architecture with transformers' `generate`. They use a tiny random model in float32 on a CPU,
+{NUM_NEW} tokens after prompts of {lengths} tokens. Each prompt runs alone, in a batch, in chunks and from the prefix cache.
 
 {", ".join(_served())}.
 
-A model with LongRoPE is served up to its `original_max_position_embeddings`. Beyond that, an answer would depend on the other requests of its batch.
+Tandem serves a model with LongRoPE up to its `original_max_position_embeddings`. Beyond that, an answer would depend on the other requests of its batch.
 
 ## Refused
 
-A node with one of these models does not start. The error gives the reason as in this table.
+A node with one of these models does not start; the error gives the reason.
 
 {_table(("reason", "model_type"), _refused())}"""
 

@@ -9,10 +9,10 @@ import msgspec
 import torch
 
 from tandem.engine.config import EngineConfig
-from tandem.engine.core import Engine
-from tandem.engine.model import load_model
+from tandem.engine.model.loading import load_model
+from tandem.engine.scheduling.core import Engine
 from tandem.wire.errors import ConfigInvalid
-from tandem.wire.generation import LogprobsWanted, SamplingParams
+from tandem.wire.generation import LogprobOptions, SamplingParams
 from tests.architectures.configs import CONFIG_ONLY, VOCAB_SIZE, Case, make_model
 from tests.one_engine import make_engine, one_thread, run_together
 
@@ -106,7 +106,7 @@ class Served:
 
 def _answers(engine: Engine, asked: Sequence[list[int]]) -> list[Answer]:
     params = SamplingParams(temperature=0, max_new_tokens=NUM_NEW, ignore_eos=True)
-    made = run_together(engine, asked, [params] * len(asked), LogprobsWanted())
+    made = run_together(engine, asked, [params] * len(asked), LogprobOptions())
     return [
         Answer([token.token for token in answer], [token.logprobs.logprob for token in answer])
         for answer in made

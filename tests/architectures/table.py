@@ -1,13 +1,13 @@
-"""Which architectures are refused, and why; all others that transformers maps are served.
+"""Refused architectures by reason; all others that transformers maps are served.
 
-The sentences are those that the engine gives, as far as they are its own. `tests/engine/test_architectures.py` holds
-them to the engine, and docs/models.md is made of them. A case is named by its `model_type`, and by its variant behind a comma.
+The reasons are substrings of the errors that the engine raises; `tests/engine/test_architectures.py` checks them, and
+docs/models.md is generated from them. A case is named by its `model_type`, with its variant after a comma.
 """
 
 _REFUSED = {
     "its attention does not go through transformers' attention interface": (
         "big_bird; bloom; bloom, slow but exact; codegen; cpmant; falcon; falcon, ALiBi; "
-        "falcon, several KV heads; git; gpt_neo; gpt_neox_japanese; gptj; megatron-bert; "
+        "falcon, several KV heads; git; gpt_neo; gpt_neox_japanese; gptj; megatron-bert; mllama; "
         "openai-gpt; reformer; rembert; roformer; rwkv; trocr; xglm; xlm; xlnet; xlstm"
     ),
     "it has layers of kind 'linear_attention'": (
@@ -15,11 +15,11 @@ _REFUSED = {
         "mamba2; minimax; olmo_hybrid; qwen3_5; qwen3_5_moe; qwen3_5_moe_text; qwen3_5_text; "
         "qwen3_next; recurrent_gemma"
     ),
-    "it decodes what an encoder has read": (
+    "it is an encoder-decoder model": (
         "bart; bigbird_pegasus; blenderbot; blenderbot-small; marian; mbart; musicgen; "
         "musicgen_melody; mvp; pegasus; plbart; prophetnet; whisper"
     ),
-    "its attention is not causal: it looks at later tokens": (
+    "its attention is not causal": (
         "bert; bert-generation; camembert; data2vec-text; electra; ernie; gemma3_text, both "
         "directions; roberta; roberta-prelayernorm; roc_bert; xlm-roberta; xlm-roberta-xl; "
         "xmod"
@@ -32,15 +32,14 @@ _REFUSED = {
     "it has layers of kind 'hybrid', 'linear_attention'": "zamba; zamba2",
     "it has layers of kind 'indexed_attention', 'linear_attention'": "qwen4_exp; qwen4_exp_text",
     "its forward needs more than tokens and their positions": "mpt; mpt, no ALiBi",
-    "layer 0 attends twice, which needs K and V of its own for each time": "diffllama; hrm_text",
+    "layer 0 attends twice": "diffllama; hrm_text",
     "TimmWrapperModel requires the timm library": "gemma3n",
     "it has layers of kind 'compressed_sparse_attention', 'heavily_compressed_attention'": "deepseek_v4",
     "it has layers of kind 'linear_attention', 'mlp', 'moe'": "nemotron_h",
     "it has layers of kind 'minimax_m3_sparse'": "minimax_m3_vl_text",
-    "it makes an attention mask of its own": "doge",
-    "its config names no num_hidden_layers: it has no text model of one stack of layers": "blt",
-    "not all of its layers attend through transformers' attention interface, such as layer 1": "mllama",
-    "with its own weights, the logits of this engine are off transformers'": "moshi",
+    "it makes its own attention mask": "doge",
+    "its config has no num_hidden_layers, so it is not a single stack of text layers": "blt",
+    "with its own weights, its logits differ from transformers'": "moshi",
 }
 
 REFUSED = {why: tuple(names.split("; ")) for why, names in _REFUSED.items()}

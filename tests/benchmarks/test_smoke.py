@@ -71,7 +71,7 @@ def test_a_run_of_all_parts_lists_how_each_ended_and_goes_on_where_it_was_cut_of
         "good: exit 0, N s",
         "  result: x 1 s (goal 2) reached",
         "bad: exit 3, N s",
-        "slow: ended after its 0.5 s, N s",
+        "slow: timed out after 0.5 s, N s",
     ]
     assert (tmp_path / "good.log").read_text().startswith("much\n")
 

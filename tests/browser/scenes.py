@@ -4,7 +4,7 @@ import random
 
 import msgspec
 
-from tandem.router.overview import (
+from tandem.router.console.overview import (
     Latencies,
     NodeRates,
     NodeView,
@@ -12,8 +12,8 @@ from tandem.router.overview import (
     PairView,
     Quantiles,
     Rates,
-    Totals,
 )
+from tandem.router.metrics import Totals
 from tandem.wire.messages import NodeLoad, TierLoad
 
 NOW = 1_800_000_000.0
@@ -47,6 +47,7 @@ def timings(request_id="r-1", ended=NOW, **changes) -> dict:
     ]
     made = {
         "request_id": request_id,
+        "client": "",
         "ttft_s": 0.2,
         "e2e_s": 1.2,
         "num_attempts": 1,

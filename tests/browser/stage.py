@@ -10,8 +10,8 @@ from aiohttp import web
 
 from tandem.frontend.app import create_app
 from tandem.frontend.options import FrontendOptions, HttpOptions
-from tandem.router.console import OverviewApi, PageFiles
-from tandem.router.overview import Overview
+from tandem.router.console.console import OverviewApi, PageFiles
+from tandem.router.console.overview import Overview
 from tests.frontend.fakes import FakeBackend
 from tests.kept_port import keep_port
 from tests.patience import PATIENCE_S

@@ -18,9 +18,7 @@ def cluster(tmp_path_factory):
     profile = tmp_path_factory.mktemp("profile") / "profile.json"
     profile.write_text(PROFILE)
     flags = ("--engine", "simulated", "--sim-profile", str(profile))
-    with running_cluster(
-        *flags, prefills=1, decodes=2, router_flags=("--detokenizers", "2")
-    ) as running:
+    with running_cluster(*flags, prefills=1, decodes=2, router_flags=("--workers", "2")) as running:
         yield running
 
 
@@ -30,7 +28,7 @@ def ask(page, prompt: str, tokens: int) -> None:
     page.keyboard.press("Control+Enter")
 
 
-def test_the_playground_streams_stops_and_is_seen_in_the_picture(opened, cluster):
+def test_playground_streams_stops_and_appears_in_the_cluster_view(opened, cluster):
     page = opened(cluster.url + "/")
     expect(page.locator(".node[data-state=up]")).to_have_count(3)
     expect(page.locator("#workers")).to_have_text("2 edge workers")
@@ -55,7 +53,7 @@ def test_the_playground_streams_stops_and_is_seen_in_the_picture(opened, cluster
     expect(page.locator("#answer-status")).to_contain_text("8 tokens,")
 
 
-def test_what_the_router_refuses_is_said_in_its_words(opened, cluster):
+def test_playground_shows_the_error_of_the_router(opened, cluster):
     page = opened(cluster.url + "/")
     expect(page.locator(".node[data-state=up]")).to_have_count(3)
     page.get_by_label("text", exact=True).check()
@@ -64,7 +62,7 @@ def test_what_the_router_refuses_is_said_in_its_words(opened, cluster):
     expect(page.locator("#answer-status")).to_have_text(re.compile("It failed: .*tokens"))
 
 
-def test_a_request_is_seen_as_a_waterfall_by_who_asked_and_by_all(opened, cluster):
+def test_request_waterfall_is_in_the_response_and_in_the_overview(opened, cluster):
     page = opened(cluster.url + "/")
     expect(page.locator(".node[data-state=up]")).to_have_count(3)
     page.get_by_label("text", exact=True).check()
@@ -81,7 +79,7 @@ def test_a_request_is_seen_as_a_waterfall_by_who_asked_and_by_all(opened, cluste
     expect(detail.locator("tbody")).to_contain_text("push")
 
 
-def test_a_node_that_is_killed_is_down_in_the_picture(opened, cluster):
+def test_killed_node_is_shown_as_down(opened, cluster):
     page = opened(cluster.url + "/")
     expect(page.locator(".node[data-state=up]")).to_have_count(3)
     cluster.processes[1].signal(signal.SIGKILL)

@@ -25,7 +25,7 @@ def shown_nodes(page: Page) -> list[str]:
     return page.locator(".node .id").all_text_contents()
 
 
-def test_nodes_pairs_and_numbers_are_shown(opened):
+def test_page_shows_nodes_pairs_and_numbers(opened):
     overview = scenes.cluster(2, 3)
     with Stage(overview).open() as stage:
         page = opened(stage.url)
@@ -41,7 +41,7 @@ def test_nodes_pairs_and_numbers_are_shown(opened):
         assert re.fullmatch(r"M[\d.]+,[\d.]+ C[\d., ]+", path)
 
 
-def test_the_more_a_pair_is_given_the_thicker_is_the_line(opened):
+def test_line_width_follows_the_token_rate_of_a_pair(opened):
     overview = scenes.cluster(1, 2)
     slow, fast = overview.pairs[0], overview.pairs[1]
     pairs = [
@@ -62,7 +62,7 @@ def test_the_more_a_pair_is_given_the_thicker_is_the_line(opened):
         assert 1 < width(slow) < 2.5
 
 
-def test_page_bars_follow_the_nodes_and_a_node_shows_all_it_says(opened):
+def test_page_bars_follow_load_and_details_show_all_values(opened):
     with Stage(scenes.cluster(1, 1)).open() as stage:
         page = opened(stage.url)
         node = page.locator("#decodes .node")
@@ -80,7 +80,7 @@ def test_page_bars_follow_the_nodes_and_a_node_shows_all_it_says(opened):
         expect(page.locator("#node-detail")).to_be_hidden()
 
 
-def test_tiers_show_how_full_they_are_what_came_from_them_and_what_ails_them(opened):
+def test_tiers_show_fill_level_hit_rate_and_errors(opened):
     with Stage(scenes.tiered(2, 1)).open() as stage:
         page = opened(stage.url)
         troubled, well = page.locator("#prefills .node").all()
@@ -103,13 +103,13 @@ def test_tiers_show_how_full_they_are_what_came_from_them_and_what_ails_them(ope
             "host holds": "4.29 GB of 8.59 GB",
             "host hits": "11.3k tokens, 13 %",
             "host misses": "40.0k tokens, 512 late",
-            "host token": "4 % of computing",
+            "host cost per token": "4 % of computing it",
             "host moved": "9.66 GB in, 3.22 GB out",
             "host evicted": "77",
             "redis": "backing off, shared",
             "redis holds": "193 GB",
-            "redis token": "not measured yet",
-            "redis trouble": "3 failed, 0 corrupted",
+            "redis cost per token": "not measured yet",
+            "redis errors": "3 failed, 0 corrupted",
         }.items():
             fact = detail.locator(".fact").filter(has=page.get_by_text(name, exact=True))
             expect(fact.locator("b")).to_have_text(value)
@@ -118,7 +118,7 @@ def test_tiers_show_how_full_they_are_what_came_from_them_and_what_ails_them(ope
         expect(detail).not_to_contain_text("host")
 
 
-def test_a_request_says_where_its_cached_tokens_were(opened):
+def test_request_details_show_where_tokens_were_cached(opened):
     split = scenes.timings(
         "split", num_cached_tokens=512, cached_by_tier={"host": 128, "redis": 256}
     )
@@ -140,7 +140,7 @@ def test_a_request_says_where_its_cached_tokens_were(opened):
             expect(fact).to_have_text(told)
 
 
-def test_a_request_is_a_waterfall_whose_phases_add_up(opened):
+def test_request_waterfall_phases_add_up(opened):
     with Stage(scenes.cluster(1, 1, recent=[scenes.timings()])).open() as stage:
         page = opened(stage.url)
         row = page.locator(".request[role=option]")
@@ -162,14 +162,14 @@ def test_a_request_is_a_waterfall_whose_phases_add_up(opened):
         expect(row.locator(".track .swatch")).to_have_count(9)
 
 
-def test_phases_that_do_not_add_up_are_not_said_to(opened):
+def test_page_does_not_claim_that_incomplete_phases_add_up(opened):
     with Stage(scenes.cluster(1, 1, recent=[scenes.timings(ttft_s=0.5)])).open() as stage:
         page = opened(stage.url)
         page.locator(".request[role=option]").click()
         expect(page.locator("#request-detail")).to_contain_text("the first token came after 500 ms")
 
 
-def test_new_requests_come_in_and_old_ones_stay(opened):
+def test_new_requests_appear_and_old_ones_stay(opened):
     first = [scenes.timings("first", scenes.NOW)]
     with Stage(scenes.cluster(1, 1, recent=first)).open() as stage:
         page = opened(stage.url)
@@ -183,7 +183,7 @@ def test_new_requests_come_in_and_old_ones_stay(opened):
         expect(page.locator(".rid")).to_have_text(["second", "first"])
 
 
-def test_running_requests_come_first_and_stay_chosen_when_they_end(opened):
+def test_running_requests_come_first_and_stay_selected_when_they_end(opened):
     old, running = scenes.timings("old"), scenes.running("new")
     with Stage(scenes.cluster(1, 1, live=[running], recent=[old])).open() as stage:
         page = opened(stage.url)
@@ -198,7 +198,7 @@ def test_running_requests_come_first_and_stay_chosen_when_they_end(opened):
         expect(page.locator(".rid")).to_have_text(["new", "old"])
 
 
-def test_foreign_text_is_shown_as_text(opened):
+def test_untrusted_text_is_not_interpreted_as_html(opened):
     overview = scenes.overview(
         [
             scenes.node(
@@ -234,17 +234,17 @@ def test_foreign_text_is_shown_as_text(opened):
         assert page.locator("body script").count() == 0
 
 
-def test_a_key_is_asked_for_kept_in_the_tab_and_in_no_other(opened):
+def test_key_dialog_keeps_the_key_in_one_tab(opened):
     with Stage(scenes.cluster(1, 1), api_keys=("right",)).open() as stage:
         page = opened(stage.url)
-        dialog = page.get_by_role("dialog", name="This router asks for an API key")
+        dialog = page.get_by_role("dialog", name="This router requires an API key")
         expect(dialog).to_be_visible()
         expect(page.locator("main")).not_to_be_visible()
         page.keyboard.press("Escape")
         expect(dialog).to_be_visible()
         page.keyboard.type("wrong")
         page.keyboard.press("Enter")
-        expect(dialog.get_by_role("alert")).to_have_text("The router does not take this key.")
+        expect(dialog.get_by_role("alert")).to_have_text("The router rejected this key.")
         page.keyboard.type("right")
         page.keyboard.press("Enter")
         expect(dialog).to_be_hidden()
@@ -256,13 +256,13 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_in_no_other(opened):
         expect(other.get_by_role("dialog")).to_be_visible()
 
 
-def test_a_router_that_dies_is_said_and_found_again(opened):
+def test_page_reports_a_lost_router_and_reconnects(opened):
     stage = Stage(scenes.cluster(1, 1))
     with stage.open():
         page = opened(stage.url)
         expect(page.locator(".node")).to_have_count(2)
     banner = page.locator("#banner")
-    expect(banner).to_contain_text("The router does not answer since")
+    expect(banner).to_contain_text("The router has not answered since")
     expect(page.locator(".node")).to_have_count(2)
     stage.shown = scenes.cluster(1, 2)
     with stage.open():
@@ -270,10 +270,10 @@ def test_a_router_that_dies_is_said_and_found_again(opened):
         expect(banner).to_be_hidden()
 
 
-def test_a_router_without_nodes_says_what_to_do(opened):
+def test_router_without_nodes_shows_how_to_add_them(opened):
     with Stage(scenes.overview()).open() as stage:
         page = opened(stage.url)
-        expect(page.locator("#no-nodes")).to_contain_text("Start a `tandem prefill`")
+        expect(page.locator("#no-nodes")).to_contain_text("Start `tandem prefill`")
         expect(page.locator("#no-requests")).to_be_visible()
         expect(page.locator("#numbers")).to_contain_text("TTFT\u2013")
 
@@ -288,7 +288,7 @@ def has_visible_focus(page: Page) -> bool:
     )
 
 
-def test_everything_is_done_with_the_keyboard(opened):
+def test_all_functions_work_with_the_keyboard(opened):
     recent = [scenes.timings(f"r-{n}", scenes.NOW - n) for n in range(4, 0, -1)]
     with Stage(scenes.cluster(2, 3, recent=recent)).open() as stage:
         page = opened(stage.url)
@@ -338,7 +338,7 @@ def test_everything_is_done_with_the_keyboard(opened):
         expect(page.locator("#pause")).to_have_attribute("aria-pressed", "true")
 
 
-def test_a_picture_held_still_goes_on_when_told(opened):
+def test_paused_page_resumes(opened):
     with Stage(scenes.cluster(1, 1)).open() as stage:
         page = opened(stage.url)
         expect(page.locator(".node")).to_have_count(2)
@@ -359,7 +359,7 @@ def ground(page: Page) -> int:
     return int(re.findall(r"\d+", colour)[0])
 
 
-def test_dark_and_light_follow_the_system_until_one_is_chosen(opened):
+def test_color_scheme_follows_the_system_until_one_is_chosen(opened):
     with Stage(scenes.cluster(1, 1)).open() as stage:
         assert ground(opened(stage.url, color_scheme="light")) > 200
         page = opened(stage.url, color_scheme="dark")
@@ -372,7 +372,7 @@ def test_dark_and_light_follow_the_system_until_one_is_chosen(opened):
         assert ground(page) < 60
 
 
-def test_nothing_moves_for_who_wants_no_motion(opened):
+def test_reduced_motion_disables_animations(opened):
     with Stage(scenes.cluster(1, 1)).open() as stage:
         for motion, expected in (("no-preference", "along"), ("reduce", "none")):
             page = opened(stage.url, reduced_motion=motion)
@@ -382,7 +382,7 @@ def test_nothing_moves_for_who_wants_no_motion(opened):
 
 
 @pytest.mark.parametrize(("prefills", "decodes"), [(2, 3), (32, 32)])
-def test_a_narrow_screen_shows_all_without_scrolling_sideways(opened, prefills, decodes):
+def test_narrow_screen_needs_no_horizontal_scrolling(opened, prefills, decodes):
     recent = [scenes.timings("a-request-with-a-very-long-name-" * 4)]
     overview = scenes.tiered(prefills, decodes, recent=recent)
     with Stage(overview).open() as stage:
@@ -395,7 +395,7 @@ def test_a_narrow_screen_shows_all_without_scrolling_sideways(opened, prefills, 
         assert width <= NARROW["width"]
 
 
-def test_every_control_has_a_name(opened):
+def test_every_control_has_an_accessible_name(opened):
     with Stage(scenes.cluster(2, 2, recent=[scenes.timings()])).open() as stage:
         page = opened(stage.url)
         expect(page.locator(".node")).to_have_count(4)

@@ -7,7 +7,7 @@ NUM_REQUESTS, OUTPUT_TOKENS = 4, 8
 
 
 def check(target: Target) -> tuple[str, str]:
-    # A bare requirement of torch would bring a CUDA build.
+    # Otherwise pip would install the CUDA build of torch.
     python = target.python("aiperf", ["install", "torch==2.13.0", "aiperf==0.13"])
     target.run(
         *(python, "-m", "aiperf", "profile", "-m", target.model, "--tokenizer", target.tokenizer),
@@ -15,7 +15,7 @@ def check(target: Target) -> tuple[str, str]:
         *("--concurrency", "2", "--request-count", str(NUM_REQUESTS)),
         *("--synthetic-input-tokens-mean", "32", "--output-tokens-mean", str(OUTPUT_TOKENS)),
         *("--output-artifact-dir", str(target.out)),
-        is_offline=False,  # it does not take a directory for a tokenizer otherwise
+        is_offline=False,  # offline, it does not accept a directory as tokenizer
     )
     result = target.json("profile_export_aiperf.json")
     expect("errors", result["error_summary"], [])

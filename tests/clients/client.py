@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: a venv for a client, running it, and one line on how it went."""
+"""Shared code of these scripts: create a client's venv, run the client, print one line with the result."""
 
 import argparse
 import json
@@ -18,12 +18,12 @@ INSTALL_TIMEOUT_S = 1800
 
 
 class Failed(Exception):
-    """A client did not do what it was started for; the sentence says what was seen instead."""
+    """A client did not do what was expected. The message describes what happened instead."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The cluster that a client is started against, and where it may write.
+    """The cluster under test and a writable directory.
 
     Attributes:
         model: As `/v1/models` names it.
@@ -38,7 +38,7 @@ class Target:
     venvs: Path
 
     def python(self, name: str, *pips: list[str]) -> str:
-        """Return the interpreter of a client's venv, made by calls of pip when not there."""
+        """Return the interpreter of a client's venv, which is created with pip if it does not exist."""
         home = self.venvs / name
         python = home / "bin" / "python"
         done = home / "installed"
@@ -53,7 +53,7 @@ class Target:
         return str(python)
 
     def run(self, *argv: str, is_offline: bool = True) -> str:
-        """Run a client; return what it writes.
+        """Run a client and return its output.
 
         Args:
             is_offline: Whether it is told that there is no hub to ask.
@@ -80,7 +80,7 @@ class Target:
         return ended.stdout
 
     def json(self, name: str) -> dict:
-        """Read a result that a client wrote."""
+        """Read a client's result file."""
         path = self.out / name
         if not path.exists():
             raise Failed(f"wrote no {name}")

@@ -7,7 +7,7 @@ NUM_REQUESTS, OUTPUT_TOKENS = 4, 8
 
 
 def check(target: Target) -> tuple[str, str]:
-    # A bare requirement of torch would bring a CUDA build.
+    # Otherwise pip would install the CUDA build of torch.
     python = target.python("guidellm", ["install", "torch==2.13.0", "guidellm==0.8.1"])
     target.run(
         *(python, "-m", "guidellm", "run", "--disable-progress"),

@@ -8,7 +8,7 @@ import json
 
 from client import Failed, Target, expect, main, version
 
-# Each with the likelier answer first.
+# In each item the more likely answer comes first.
 QUESTIONS = [
     ("The capital of France is", " Paris", " a banana"),
     ("Two plus two is", " four", " house"),

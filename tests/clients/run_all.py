@@ -11,11 +11,11 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # run as a script, from wherever
+sys.path.insert(0, str(ROOT))  # run as a script from any directory
 
 from client import DEFAULT_VENVS  # noqa: E402
 
-from tandem.node.checkpoint import resolve_model  # noqa: E402
+from tandem.node.models.checkpoint import resolve_model  # noqa: E402
 from tests.e2e.cluster import running_cluster  # noqa: E402
 
 CLIENTS = (

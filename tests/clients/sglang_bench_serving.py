@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""SGLang's load client, with each of its three backends for a server of SGLang's kind."""
+"""SGLang's load client, with each of its three backends for SGLang-style servers."""
 
 from urllib.parse import urlsplit
 
 from client import Target, expect, main, version
 
-# The last release that needs no CUDA build of torch.
+# The last release that does not require a CUDA build of torch.
 SGLANG = "sglang==0.4.10.post2"
 NEEDS = ["aiohttp", "ipython", "numpy", "orjson", "pybase64", "pydantic", "requests", "tqdm"]
 NUM_REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS = 6, 32, 8

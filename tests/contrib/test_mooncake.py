@@ -1,10 +1,10 @@
-"""What is Mooncake's own; what it shares is in `tests/kvtransfer`."""
+"""Tests specific to Mooncake; `tests/kvtransfer` has the shared ones."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from tandem_mooncake import PIECE_BYTES, PIECES_UNDER_WAY, MooncakeTransport
+from tandem_mooncake import MAX_PIECES_IN_FLIGHT, PIECE_BYTES, MooncakeTransport
 
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
@@ -15,7 +15,7 @@ from tandem.wire.hand_off import TransportOffer
 from tests.patience import PATIENCE_S
 
 ROOM = Room(1)
-PAGE_BYTES, NUM_PAGES = 4096, 2 * PIECES_UNDER_WAY
+PAGE_BYTES, NUM_PAGES = 4096, 2 * MAX_PIECES_IN_FLIGHT
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def listener(region):
     listener.close()
 
 
-def test_more_copies_than_may_be_under_way_all_land(listener, region):
+def test_more_copies_than_may_be_in_flight_all_land(listener, region):
     admission = listener.admit("127.0.0.1")
     listener.permit(admission.peer, ROOM, range(NUM_PAGES))
     with MemoryRegion.private(region.size_bytes) as source:
@@ -44,7 +44,7 @@ def test_more_copies_than_may_be_under_way_all_land(listener, region):
         connection.close()
 
 
-def test_a_write_beside_the_registered_memory_is_refused_by_the_engine(listener, region):
+def test_write_outside_the_registered_memory_is_refused_by_the_engine(listener, region):
     admission = listener.admit("127.0.0.1")
     with MemoryRegion.private(PIECE_BYTES) as elsewhere:
         lies = {**admission.offer.descriptor, "pool_address": elsewhere.address}
@@ -72,7 +72,7 @@ def test_a_write_beside_the_registered_memory_is_refused_by_the_engine(listener,
         ("token_address", 8),
     ],
 )
-def test_an_offer_of_a_senseless_size_is_refused(listener, region, name, value):
+def test_offer_with_an_invalid_size_is_refused(listener, region, name, value):
     descriptor = {**listener.admit("127.0.0.1").offer.descriptor, name: value}
     with pytest.raises(TransferRefused):
         MooncakeTransport().connect(TransportOffer(name="mooncake", descriptor=descriptor), region)

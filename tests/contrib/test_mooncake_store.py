@@ -1,4 +1,4 @@
-"""Pages in memory that nodes lend each other, with a real master, and what fails about it."""
+"""Pages in memory that nodes lend to each other, with a real master, and its failures."""
 
 import re
 import threading
@@ -66,7 +66,7 @@ def told(tier) -> set[int]:
     return set(changes.added) if changes else set()
 
 
-def test_what_another_process_puts_is_got_until_that_process_dies(master, tier_at):
+def test_pages_of_another_process_can_be_read_until_it_dies(master, tier_at):
     tier, keys, pages = tier_at(master.url), some_keys(100), some_pages(100)
     with a_lender(master, 100) as lender:
         assert got(tier, keys) == pages
@@ -79,7 +79,7 @@ def test_what_another_process_puts_is_got_until_that_process_dies(master, tier_a
         assert tier.load().num_corrupted == 0
 
 
-def test_what_is_there_is_not_written_again_and_what_lacks_ends_a_run(tier):
+def test_stored_pages_are_not_rewritten_and_a_missing_page_ends_the_run(tier):
     keys, pages = some_keys(300), some_pages(300)
     assert tier.put(keys[:4], pages[:4]) == 4
     assert tier.put(keys, pages) == 296
@@ -87,7 +87,7 @@ def test_what_is_there_is_not_written_again_and_what_lacks_ends_a_run(tier):
     assert got(tier, some_keys(2, "other")) == []
 
 
-def test_a_value_that_is_not_what_was_put_is_removed_and_not_given_out(tier):
+def test_corrupted_value_is_removed_and_not_returned(tier):
     keys, pages = some_keys(3, "wrong"), some_pages(3)
     tier.put([keys[0], keys[2]], [pages[0], pages[2]])
     wrong = [
@@ -105,7 +105,7 @@ def test_a_value_that_is_not_what_was_put_is_removed_and_not_given_out(tier):
     assert got(tier, keys) == pages
 
 
-def test_a_store_that_nobody_lends_to_is_full(master, tier_at):
+def test_store_without_lenders_is_full(master, tier_at):
     clock = Clock()
     tier = tier_at(master.url, clock)
     keys, pages = some_keys(3), some_pages(3)
@@ -117,7 +117,7 @@ def test_a_store_that_nobody_lends_to_is_full(master, tier_at):
     assert tier.put(keys, pages) == 3
 
 
-def test_a_master_that_is_away_fails_at_once_and_one_that_came_back_does_not(tier_at):
+def test_calls_fail_immediately_without_a_master_and_work_when_it_returns(tier_at):
     master = MooncakeMaster()
     tier, keys = tier_at(master.url), some_keys(4)
     with pytest.raises(TierFailed, match=f"127.0.0.1:{master.port}.*refused"):
@@ -211,7 +211,7 @@ def put_nothing(tier):
 
 @pytest.mark.parametrize("code", [TRANSFER_FAILED, -1])
 @pytest.mark.parametrize("call", [got_nothing, put_nothing])
-def test_memory_that_may_still_be_moved_is_given_to_nobody(tier_of, call, code):
+def test_memory_that_the_library_may_still_access_is_not_reused(tier_of, call, code):
     tier, library = tier_of(code=code)
     for _ in range(2):
         call(tier)
@@ -219,7 +219,7 @@ def test_memory_that_may_still_be_moved_is_given_to_nobody(tier_of, call, code):
 
 
 @pytest.mark.parametrize("call", [got_nothing, put_nothing])
-def test_memory_of_a_transfer_that_failed_in_time_is_used_again(tier_of, call):
+def test_memory_of_a_transfer_that_failed_in_time_is_reused(tier_of, call):
     tier, library = tier_of(takes_s=0.0)
     for _ in range(2):
         call(tier)
@@ -227,7 +227,7 @@ def test_memory_of_a_transfer_that_failed_in_time_is_used_again(tier_of, call):
 
 
 @pytest.mark.parametrize("call", [got_nothing, put_nothing])
-def test_memory_of_a_call_that_raised_may_still_be_moved(tier_of, call):
+def test_memory_of_a_call_that_raised_may_still_be_accessed(tier_of, call):
     tier, library = tier_of(takes_s=0.0, code=RuntimeError("no such name"))
     for _ in range(2):
         with pytest.raises(RuntimeError):
@@ -235,7 +235,7 @@ def test_memory_of_a_call_that_raised_may_still_be_moved(tier_of, call):
     assert not library.addresses[0] & library.addresses[1]
 
 
-def test_a_tier_that_set_too_much_memory_aside_fails_and_takes_no_more(tier_of, monkeypatch):
+def test_tier_with_too_much_memory_set_aside_fails_and_allocates_no_more(tier_of, monkeypatch):
     monkeypatch.setattr(tandem_mooncake_store, "MAX_ASIDE_BYTES", 8 * ENTRY_BYTES)
     tier, library = tier_of()
     for _ in range(2):
@@ -246,7 +246,7 @@ def test_a_tier_that_set_too_much_memory_aside_fails_and_takes_no_more(tier_of, 
     assert len(library.addresses) == 2
 
 
-def test_pieces_of_a_put_that_could_not_be_prepared_are_used_again(tier_of):
+def test_pieces_of_a_put_that_could_not_be_prepared_are_reused(tier_of):
     tier, library = tier_of(takes_s=0.0)
     for _ in range(2 * tier._num_at_once):
         with pytest.raises(ValueError, match="different structures"):
@@ -254,13 +254,13 @@ def test_pieces_of_a_put_that_could_not_be_prepared_are_used_again(tier_of):
     assert library.num_registered == 1
 
 
-def test_pieces_are_used_again_if_there_is_no_memory_for_the_last_of_them(tier_of):
+def test_pieces_are_reused_if_there_is_no_memory_for_the_last_one(tier_of):
     tier, library = tier_of(takes_s=0.0)
     held = [tier._memory.take() for _ in range(2)]
     library.is_full = True
     with pytest.raises(TierFailed, match="could not be registered"):
         tier.put(some_keys(tier._num_at_once), some_pages(tier._num_at_once))
-    tier._memory.give_back(held)
+    tier._memory.release(held)
     put_nothing(tier)
     assert library.num_registered == 1
 
@@ -283,14 +283,14 @@ def test_a_mooncake_url_names_a_store_and_what_is_lent(url, address):
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("mooncake://", "give a master"),
+        ("mooncake://", "name a master"),
         ("mooncake://m:x", "no valid host and port"),
-        ("mooncake://m/1", "give a master"),
+        ("mooncake://m/1", "name a master"),
         ("mooncake://m?segment=much", "512MiB"),
-        ("mooncake://m?size=1GiB", "no option 'size'"),
+        ("mooncake://m?size=1GiB", "unknown option 'size'"),
         ("mooncake://m?protocol=ucx", "tcp or rdma"),
     ],
 )
-def test_a_wrong_mooncake_url_is_refused_with_what_to_give(url, says):
+def test_invalid_mooncake_url_is_refused_with_a_remedy(url, says):
     with pytest.raises(ConfigInvalid, match=re.escape(says)):
         parse_url(url)

@@ -1,4 +1,4 @@
-"""The border cases of a hand-off: an idle decode node, turns that end on a page, 16 bits."""
+"""Border cases of a hand-off: an idle decode node, turns that end on a page border, bfloat16."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def make_pair(tiny_model):
 
 
 def run(pair: Pair, name: str, prompt, **options) -> list[int]:
-    """Return the tokens that a request gets, and see that they are those of one engine."""
+    """Return a request's tokens, after a comparison with those of one engine."""
     request = pair.start(name, prompt, **options)
     pair.run_until(lambda: pair.decode_answers.finishes[name])
     pair.run_until(pair.all_pages_are_back)
@@ -32,8 +32,8 @@ def run(pair: Pair, name: str, prompt, **options) -> list[int]:
     return tokens
 
 
-def test_an_idle_decode_node_gives_the_pages_of_withdrawn_grants_to_the_next_in_line(make_pair):
-    """No forward runs there that would have the request tried again."""
+def test_idle_decode_node_reuses_pages_of_withdrawn_grants(make_pair):
+    """On an idle node no forward runs that would retry the admission of the request."""
     pair = make_pair()
     withdrawn = GenerateRequest(
         request_id=RequestId("withdrawn"),
@@ -58,7 +58,7 @@ def test_an_idle_decode_node_gives_the_pages_of_withdrawn_grants_to_the_next_in_
     pair.run_until(pair.all_pages_are_back)
 
 
-def test_reclaimed_pages_have_a_request_tried_again_that_was_tried_in_vain_before(make_pair):
+def test_reclaimed_pages_retry_admission_of_a_waiting_request(make_pair):
     pair, reserved = make_pair(), []
     engine = pair.decode_engine
     engine.watch_reserved(reserved.append)
@@ -73,7 +73,7 @@ def test_reclaimed_pages_have_a_request_tried_again_that_was_tried_in_vain_befor
     queue("next", prompt_of(200)[::-1], is_remote=False)
     (withdrawn,) = reserved
     engine.quarantine(withdrawn)
-    while engine.has_work:  # until it is plain that nothing can run
+    while engine.has_work:  # until the engine finds that nothing can run
         assert not engine.step().tokens
     engine.reclaim(withdrawn)
     tokens = []
@@ -85,8 +85,8 @@ def test_reclaimed_pages_have_a_request_tried_again_that_was_tried_in_vain_befor
 
 @pytest.mark.parametrize("num_new", sampled([PAGE - 1, PAGE, PAGE + 1, PAGE + 2], PAGE, PAGE + 1))
 @pytest.mark.parametrize("num_prompt", sampled([PAGE - 1, PAGE, 3 * PAGE], PAGE))
-def test_a_turn_that_ends_on_a_page_border_is_gone_on_with(make_pair, num_prompt, num_new):
-    """The last token of an answer has no KV: the page that it would fill is not there."""
+def test_turn_that_ends_on_a_page_border_can_be_continued(make_pair, num_prompt, num_new):
+    """The last token of an answer has no KV, so the page that it would complete is not cached."""
     pair = make_pair()
     turn, num_cached = prompt_of(num_prompt), 0
     page_bytes = pair.source.size_bytes // NUM_PAGES
@@ -94,7 +94,7 @@ def test_a_turn_that_ends_on_a_page_border_is_gone_on_with(make_pair, num_prompt
         before = pair.decode.load()
         answer = run(pair, str(number), turn, max_new_tokens=num_new, temperature=0.7, seed=number)
         after = pair.decode.load()
-        # Decode never lets its cache bring the last token of a prompt: a hand-off computes that.
+        # Decode never takes the last token of a prompt from its cache, because a hand-off computes it.
         num_known = min(num_cached, (len(turn) - 1) // PAGE)
         assert after.saved_bytes - before.saved_bytes == num_known * page_bytes
         num_pushed = -(-len(turn) // PAGE) - num_known
@@ -104,7 +104,7 @@ def test_a_turn_that_ends_on_a_page_border_is_gone_on_with(make_pair, num_prompt
 
 
 @pytest.mark.parametrize("decode_page", sampled([PAGE, 16], 16))
-def test_a_hand_off_in_bfloat16_gives_the_tokens_of_one_engine(make_pair, decode_page):
+def test_hand_off_in_bfloat16_matches_one_engine(make_pair, decode_page):
     pair = make_pair("bfloat16", decode_page=decode_page)
     assert pair.receiver._layout.dtype == "bfloat16"
     for length in (1, PAGE, 61):
@@ -120,8 +120,8 @@ def test_a_hand_off_in_bfloat16_gives_the_tokens_of_one_engine(make_pair, decode
 
 
 @pytest.mark.parametrize("num_prior", [1, 3, PAGE])
-def test_a_replay_in_bfloat16_goes_on_where_the_first_attempt_stopped(make_pair, num_prior):
-    """What the first attempt generated was computed token by token, and is now a prompt."""
+def test_replay_in_bfloat16_continues_the_first_attempt(make_pair, num_prior):
+    """The tokens that the first attempt computed one by one are now part of the prompt."""
     pair = make_pair("bfloat16")
     options = {"max_new_tokens": PAGE + 4, "temperature": 0.8, "seed": 3}
     whole = run(pair, "whole", prompt_of(29), **options)

@@ -1,14 +1,14 @@
-"""Both roles with two ranks on either side, over real links; rank 1's KV is a copy of rank 0's."""
+"""Both roles with two ranks each, over real links; rank 1's KV is a copy of rank 0's."""
 
 from itertools import product
 
 import pytest
 
 from tandem.decode.role import DecodeRole
-from tandem.kvtransfer.group import DecodeGroup, PrefillGroup
-from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
+from tandem.kvtransfer.agents.group import DecodeGroup, PrefillGroup
+from tandem.kvtransfer.agents.receiver import DecodeAgent, ReceiverTimeouts
+from tandem.kvtransfer.agents.sender import PrefillAgent
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.sharding import Shard
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import transports
@@ -20,13 +20,13 @@ from tests.sample import sampled
 
 
 class CopiedSender:
-    """Rank 1's agent: its memory gets what rank 0's has before it is pushed."""
+    """Rank 1's agent, which copies rank 0's memory before it pushes."""
 
     def __init__(self, agent: PrefillAgent, own: MemoryRegion, source: MemoryRegion) -> None:
         self._agent, self._own, self._source = agent, own, source
         self.expect, self.finish = agent.expect, agent.finish
         self.abort, self.events = agent.abort, agent.events
-        self.push_by_layer = lambda _runs: lambda _layer: None  # its memory is filled by `push`
+        self.push_by_layer = lambda _runs: lambda _layer: None  # `push` fills its memory
 
     def push(self, room, page_ids, first_page_index):
         size = self._source.size_bytes // NUM_PAGES
@@ -77,7 +77,7 @@ class GroupPair(Pair):
         )
 
     def _of(self, rank: int):
-        """Return what both agents of a rank have: a place in a model of twice as many heads."""
+        """Return the arguments of both agents of a rank: its place in a model of twice as many heads."""
         shard = Shard(rank, 2, 2 * self.layout.num_kv_heads)
         return {"transports": self.allowed, "waker": self.waker, "shard": shard}
 
@@ -113,7 +113,7 @@ def impatient_pair(request, tiny_model):
 
 
 @pytest.mark.parametrize("decode_first", [True, False])
-def test_every_rank_pushes_to_its_like(pair, decode_first):
+def test_every_rank_pushes_to_the_same_rank(pair, decode_first):
     request = pair.start("a", prompt_of(61), decode_first, max_new_tokens=6, seed=4)
     seen = []
 
@@ -142,8 +142,8 @@ def test_every_rank_pushes_to_its_like(pair, decode_first):
         *(("prefill", 2), ("prefill", 5), ("decode", 1), ("decode", 3), ("both", 0), ("both", 8)),
     ),
 )
-def test_a_cancel_at_any_time_returns_every_page_of_every_rank(pair, num_passes, who):
-    # So that links stand: else a cancel before the grant leaves prefill to wait for its time-out.
+def test_cancel_at_any_time_returns_all_pages_of_all_ranks(pair, num_passes, who):
+    # Establish the links first: otherwise a cancel before the grant makes prefill wait for its timeout.
     pair.start("first", prompt_of(5), max_new_tokens=1)
     pair.run_until(pair.all_pages_are_back)
     pair.start("a", prompt_of(100)[::-1], max_new_tokens=8)
@@ -161,7 +161,7 @@ def test_a_cancel_at_any_time_returns_every_page_of_every_rank(pair, num_passes,
 
 
 @pytest.mark.parametrize("num_passes", sampled([1, 3, 5], 3))
-def test_a_rank_of_prefill_that_dies_fails_the_hand_off_and_costs_no_page(
+def test_death_of_a_prefill_rank_fails_the_hand_off_without_losing_pages(
     impatient_pair, num_passes
 ):
     pair = impatient_pair

@@ -1,6 +1,6 @@
-"""Both roles in one process, over real links: the KV that arrives is the KV that was computed.
+"""Both roles in one process, over real links: the received KV equals the computed KV.
 
-What may happen to a hand-off on its way, in any order, is tried by `tests/simulation` on the same roles and agents.
+`tests/simulation` tests faults of a hand-off in any order, with the same roles and agents.
 """
 
 import pytest
@@ -27,7 +27,7 @@ def page_hashes(region: MemoryRegion, page_bytes: int, page_ids) -> list[int]:
     ]
 
 
-def test_the_pages_that_arrive_are_the_pages_that_were_computed(pair):
+def test_received_pages_equal_the_computed_pages(pair):
     prompt = prompt_of(61)
     pair.start("a", prompt, max_new_tokens=40)
     halves = list(pair.prefill._by_room.values())
@@ -43,7 +43,7 @@ def test_the_pages_that_arrive_are_the_pages_that_were_computed(pair):
     pair.run_until(landed)
     page_bytes = pair.source.size_bytes // NUM_PAGES
     whole_pages = len(prompt) // PAGE
-    # The last page is only compared as far as the prompt fills it: decode has written behind it.
+    # Compare the last page only as far as the prompt fills it: decode has written the rest.
     sent = page_hashes(pair.source, page_bytes, seen["source"][:whole_pages])
     came = page_hashes(pair.target, page_bytes, seen["target"][:whole_pages])
     assert sent == came
@@ -52,7 +52,7 @@ def test_the_pages_that_arrive_are_the_pages_that_were_computed(pair):
 
 
 @pytest.mark.parametrize("decode_first", [True, False])
-def test_the_halves_find_each_other_in_either_order(pair, decode_first):
+def test_halves_may_start_in_either_order(pair, decode_first):
     request = pair.start(
         "a", prompt_of(30), decode_first, max_new_tokens=6, temperature=0.8, seed=4
     )
@@ -64,7 +64,7 @@ def test_the_halves_find_each_other_in_either_order(pair, decode_first):
     assert pair.prefill_answers.finishes["a"] == ["handed_off"]
 
 
-def test_a_second_turn_pushes_only_what_decode_lacks(pair):
+def test_second_turn_pushes_only_the_pages_that_decode_lacks(pair):
     prompt = prompt_of(48)
     pair.start("a", prompt, max_new_tokens=9)
     pair.run_until(pair.all_pages_are_back)
@@ -76,13 +76,13 @@ def test_a_second_turn_pushes_only_what_decode_lacks(pair):
     pair.start("b", turn, max_new_tokens=2)
     pair.run_until(lambda: pair.decode_answers.finishes["b"])
     pair.run_until(pair.all_pages_are_back)
-    # 48 prompt tokens and the 8 whose KV decode computed are 7 whole pages; 1 page is new.
+    # 48 prompt tokens and the 8 whose KV decode computed are 7 full pages; 1 page is new.
     prefill, decode = pair.prefill.load(), pair.decode.load()
     assert prefill.pushed_bytes == decode.received_bytes == (6 + 1) * page
     assert prefill.saved_bytes == decode.saved_bytes == 7 * page
 
 
-def test_a_first_token_that_ends_the_answer_ends_both_halves(pair):
+def test_first_token_that_ends_the_answer_ends_both_halves(pair):
     pair.start("a", prompt_of(10), max_new_tokens=1)
     pair.run_until(pair.all_pages_are_back)
     assert pair.decode_answers.finishes["a"] == ["length"]
@@ -90,7 +90,7 @@ def test_a_first_token_that_ends_the_answer_ends_both_halves(pair):
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_forward_that_fails_costs_its_requests_and_no_page(pair, side):
+def test_failed_forward_fails_its_requests_and_loses_no_pages(pair, side):
     engine = pair.prefill_engine if side == "prefill" else pair.decode_engine
     role = pair.prefill if side == "prefill" else pair.decode
     launcher = engine._launcher
@@ -108,7 +108,7 @@ def test_a_forward_that_fails_costs_its_requests_and_no_page(pair, side):
     pair.run_until(pair.all_pages_are_back)
 
 
-def test_a_room_in_use_is_refused_and_its_owner_is_not_harmed(pair):
+def test_room_in_use_is_rejected_without_harming_its_owner(pair):
     request = pair.start("a", prompt_of(30), max_new_tokens=4)
     (room,) = pair.prefill._by_room
     with pytest.raises(InvalidRequest, match="in use"):
@@ -122,7 +122,18 @@ def test_a_room_in_use_is_refused_and_its_owner_is_not_harmed(pair):
     pair.run_until(pair.all_pages_are_back)
 
 
-def test_a_half_at_the_wrong_node_is_refused(pair):
+def test_room_of_a_cancelled_request_is_in_use_until_its_pages_are_safe(pair):
+    request = pair.start("a", prompt_of(30), max_new_tokens=4)
+    (room,) = pair.decode._granted
+    pair.decode.cancel(pair.ticket("a"))
+    start = StartDecode(request=request, room=room, bootstrap_host="127.0.0.1", bootstrap_port=1)
+    with pytest.raises(InvalidRequest, match="in use"):
+        pair.decode.start(pair.ticket("thief"), start)
+    pair.prefill.cancel(pair.ticket("a"))
+    pair.run_until(pair.all_pages_are_back)
+
+
+def test_half_at_the_wrong_node_is_rejected(pair):
     request = GenerateRequest(request_id=RequestId("a"), prompt_ids=[5], sampling=SamplingParams())
     with pytest.raises(InvalidRequest):
         pair.decode.start(pair.ticket("a"), StartPrefill(request=request, room=new_room()))
@@ -134,7 +145,7 @@ def test_a_half_at_the_wrong_node_is_refused(pair):
 
 
 @pytest.mark.parametrize("first_token", [-1, 10**9, 2**63])
-def test_a_first_token_that_is_none_fails_its_request_and_no_other(pair, first_token):
+def test_invalid_first_token_fails_only_its_request(pair, first_token):
     honest = pair.sender.finish
     pair.sender.finish = lambda room, _token, *rest, **more: honest(
         room, first_token, *rest, **more

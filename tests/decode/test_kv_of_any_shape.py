@@ -1,4 +1,4 @@
-"""Models whose layers keep more than equal K and V: what a pair generates is what one engine does."""
+"""Models whose layers differ in K and V: a pair generates the tokens of one engine."""
 
 import pytest
 
@@ -21,7 +21,7 @@ LINKS = [("shm", 8), ("shm", 4), ("tcp", 8), ("tcp", 4)]
 
 @pytest.fixture(scope="module")
 def directory_of(tmp_path_factory):
-    """Return a function that makes (once) the directory of a tiny model of a kind."""
+    """Return a function that creates the directory of a tiny model of a kind, once per kind."""
     made = {}
 
     def get(kind: str):
@@ -36,7 +36,7 @@ def directory_of(tmp_path_factory):
 
 @pytest.mark.parametrize(("transport", "decode_page"), sampled(LINKS, ("shm", 4)))
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pair_generates_what_one_engine_does(directory_of, kind, transport, decode_page):
+def test_pair_generates_the_tokens_of_one_engine(directory_of, kind, transport, decode_page):
     pair = Pair(directory_of(kind), transport, decode_page)
     try:
         for turn in ("first", "from the cache"):

@@ -1,10 +1,10 @@
-"""Whole requests on a decode node, beside hand-offs: the same rules, and the tokens of one engine."""
+"""Whole requests on a decode node next to hand-offs: the same rules, and the tokens of one engine."""
 
 import pytest
 from msgspec.structs import replace
 
 from tandem.wire.errors import DeadlinePassed, EngineFailed, InvalidRequest
-from tandem.wire.generation import GenerateRequest, LogprobsWanted, RequestId, SamplingParams
+from tandem.wire.generation import GenerateRequest, LogprobOptions, RequestId, SamplingParams
 from tandem.wire.messages import StartColocated
 from tests.hand_off_rig import NUM_PAGES, PAGE, BrokenRunner, Pair, prompt_of
 
@@ -18,7 +18,7 @@ def shared_pair(tiny_model):
 
 @pytest.fixture
 def pair(shared_pair):
-    """A pair without anything of a test before: its caches are empty, its answers told."""
+    """A pair without state of earlier tests: caches and answers are empty."""
     yield shared_pair
     shared_pair.start_anew()
 
@@ -43,11 +43,11 @@ def finished(pair, names) -> bool:
     return all(pair.decode_answers.finishes[name] for name in names)
 
 
-def test_whole_requests_and_hand_offs_share_a_small_pool_and_no_token_differs(pair):
+def test_whole_requests_and_hand_offs_share_a_small_pool_with_equal_tokens(pair):
     seeded = {"max_new_tokens": 36, "temperature": 0.7}
     requests = {"handed": pair.start("handed", prompt_of(50), seed=50, **seeded)}
     pair.run_until(lambda: pair.decode_answers.tokens["handed"])
-    # 2 pages each at first and 6 at last, of 60: they wait, grow and are retracted.
+    # Each grows from 2 to 6 of the 60 pages: they wait, grow and are retracted.
     for i in range(12):
         prompt = prompt_of(100)[50 + i : 60 + i]
         requests[str(i)] = start_local(pair, str(i), prompt, seed=i, **seeded)
@@ -57,7 +57,7 @@ def test_whole_requests_and_hand_offs_share_a_small_pool_and_no_token_differs(pa
     assert {name: pair.decode_answers.tokens[name] for name in requests} == expected
 
 
-def test_a_whole_request_needs_no_prefill_and_fills_the_cache_for_the_next_turn(pair):
+def test_whole_request_needs_no_prefill_and_caches_its_turn(pair):
     prompt = prompt_of(45)
     request = start_local(pair, "a", prompt, max_new_tokens=12)
     pushed = pair.prefill.load().pushed_bytes
@@ -68,11 +68,11 @@ def test_a_whole_request_needs_no_prefill_and_fills_the_cache_for_the_next_turn(
     start_local(pair, "b", prompt + expected + [5], max_new_tokens=2)
     pair.run_until(lambda: finished(pair, "ab"))
     now = pair.decode.load()
-    assert now.cached_tokens - before.cached_tokens == 56  # whole pages of 45 + 11
+    assert now.cached_tokens - before.cached_tokens == 56  # full pages of 45 + 11 tokens
     assert pair.prefill.load().pushed_bytes == pushed
 
 
-def test_a_replayed_answer_goes_on_where_it_stopped(pair):
+def test_replayed_answer_continues_where_it_stopped(pair):
     request = start_local(pair, "a", prompt_of(20), max_new_tokens=10, temperature=1, seed=3)
     expected = pair.alone(request)["a"]
     pair.run_until(lambda: finished(pair, "a"))
@@ -88,7 +88,7 @@ def test_a_replayed_answer_goes_on_where_it_stopped(pair):
     assert pair.decode_answers.tokens["b"] == expected
 
 
-def test_a_deadline_ends_a_request_that_waits_and_none_that_has_begun(pair):
+def test_deadline_ends_waiting_requests_only(pair):
     start_local(pair, "begun", prompt_of(20), max_new_tokens=3, deadline_s=0)
     pair.decode.step()
     start_local(pair, "waiting", prompt_of(20), max_new_tokens=3, deadline_s=0)
@@ -98,7 +98,7 @@ def test_a_deadline_ends_a_request_that_waits_and_none_that_has_begun(pair):
     pair.run_until(lambda: finished(pair, ["begun"]))
 
 
-def test_a_forward_that_fails_costs_its_requests_and_no_page(pair):
+def test_failed_forward_fails_its_requests_and_loses_no_pages(pair):
     launcher = pair.decode_engine._launcher
     healthy, launcher._runner = launcher._runner, BrokenRunner()
     start_local(pair, "a", prompt_of(60), max_new_tokens=8)
@@ -110,8 +110,9 @@ def test_a_forward_that_fails_costs_its_requests_and_no_page(pair):
     pair.run_until(pair.all_pages_are_back)
 
 
-def test_what_waits_for_pages_is_one_line_by_priority_and_arrival(pair):
-    half = NUM_PAGES * PAGE // 2  # with the first no other fits, nor two of them
+def test_requests_wait_for_pages_by_priority_and_arrival(pair):
+    # No other request fits next to the first, and no two of them fit together.
+    half = NUM_PAGES * PAGE // 2
     start_local(pair, "first", prompt_of(half), max_new_tokens=2)
     for i, name in enumerate(("local", "urgent", "late")):
         own = prompt_of(half + 30)[i + 1 :]
@@ -125,7 +126,7 @@ def test_what_waits_for_pages_is_one_line_by_priority_and_arrival(pair):
     assert pair.decode.load().queued_tokens == 0
 
 
-def test_a_prompt_that_a_hand_off_brings_is_not_computed_a_second_time(pair):
+def test_prompt_received_by_hand_off_is_not_recomputed(pair):
     prompt = prompt_of(49)
     before = pair.decode.load().cached_tokens
     pair.start("handed", prompt, max_new_tokens=3)
@@ -135,14 +136,14 @@ def test_a_prompt_that_a_hand_off_brings_is_not_computed_a_second_time(pair):
     assert pair.decode.load().cached_tokens - before == 48
 
 
-def test_log_probabilities_of_the_prompt_are_told_once_and_before_the_first_token(pair):
-    wanted = LogprobsWanted(prompt_start=0)
+def test_prompt_logprobs_are_sent_once_before_the_first_token(pair):
+    wanted = LogprobOptions(prompt_start=0)
     start_local(pair, "a", prompt_of(60), logprobs=wanted, max_new_tokens=3)
     pair.run_until(lambda: finished(pair, "a"))
     assert pair.decode_answers.prompt_positions["a"] == list(range(60))
 
 
-def test_what_can_never_run_is_refused_at_once(pair):
+def test_request_that_can_never_run_is_rejected_at_once(pair):
     with pytest.raises(InvalidRequest):
         start_local(pair, "a", [])
     assert pair.decode.tickets() == []

@@ -1,4 +1,4 @@
-"""A decode node with tiers: it asks them for the prompts that it computes itself, and for no others."""
+"""A decode node with tiers: it searches them only for prompts that it computes itself."""
 
 import pytest
 
@@ -10,7 +10,7 @@ PROMPT = prompt_of(100)
 
 @pytest.fixture(scope="module")
 def shared_pair(tiny_model):
-    """A pair whose decode has the KV of PROMPT in its tiers alone."""
+    """A pair whose decode node has the KV of PROMPT in its tiers only."""
     made = Pair(tiny_model("llama"), "shm", has_tiers=True)
     start_local(made, "before", PROMPT, max_new_tokens=9)
     made.run_with_tiers_until(lambda: made.decode_answers.finishes["before"])
@@ -26,7 +26,7 @@ def pair(shared_pair):
     shared_pair.run_with_tiers_until(shared_pair.all_pages_are_back)
 
 
-def test_a_prompt_computed_here_comes_from_tiers_and_others_overtake_it(pair):
+def test_local_prompt_is_fetched_from_tiers_while_others_overtake_it(pair):
     request = start_local(pair, "a", PROMPT, max_new_tokens=9)
     start_local(pair, "short", prompt_of(7), max_new_tokens=3)
     pair.run_until(lambda: pair.decode_answers.finishes["short"])
@@ -37,14 +37,14 @@ def test_a_prompt_computed_here_comes_from_tiers_and_others_overtake_it(pair):
     assert pair.decode_answers.phases["a"][0] == "kv_tier"
 
 
-def test_a_hand_off_asks_no_tier_of_decode(pair):
+def test_hand_off_does_not_search_the_tiers_of_decode(pair):
     pair.start("a", PROMPT, max_new_tokens=9)
     assert pair.decode_tiers.looking == {}
     pair.run_with_tiers_until(lambda: pair.decode_answers.finishes["a"])
 
 
 @pytest.mark.parametrize("is_placing", [False, True])
-def test_a_prompt_cancelled_on_its_way_from_the_tiers_leaves_no_page(pair, is_placing):
+def test_prompt_cancelled_during_fetch_leaves_no_pages(pair, is_placing):
     start_local(pair, "a", PROMPT, max_new_tokens=9)
     if is_placing:
         (number,) = pair.decode_tiers.looking

@@ -68,23 +68,31 @@ def helm(major: int, *argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def template(
-    *sets: str, values: Path | None = None, major: int = 4, version: str = "1.37.0"
+    *sets: str,
+    values: Path | None = None,
+    major: int = 4,
+    version: str = "1.37.0",
+    release: str = RELEASE,
 ) -> subprocess.CompletedProcess[str]:
     """Run `helm template` for a cluster of `version`, with `--set` for each of `sets`."""
     files = ("-f", str(values)) if values else ()
     flags = [flag for each in sets for flag in ("--set", each)]
-    base = ("template", RELEASE, str(CHART), "-n", NAMESPACE, "--kube-version", version)
+    base = ("template", release, str(CHART), "-n", NAMESPACE, "--kube-version", version)
     return helm(major, *base, *files, *flags)
 
 
 @functools.cache
 def rendered(
-    *sets: str, values: Path | None = None, major: int = 4, version: str = "1.37.0"
+    *sets: str,
+    values: Path | None = None,
+    major: int = 4,
+    version: str = "1.37.0",
+    release: str = RELEASE,
 ) -> tuple[Manifest, ...]:
     """Return what the chart makes of values; its key is not random, unless they bring a Secret."""
     if values is None or "existingSecret" not in values.read_text():
         sets = (f"auth.clusterKey={CLUSTER_KEY}", *sets)
-    ran = template(*sets, values=values, major=major, version=version)
+    ran = template(*sets, values=values, major=major, version=version, release=release)
     assert ran.returncode == 0, ran.stderr
     return tuple(manifest for manifest in yaml.safe_load_all(ran.stdout) if manifest)
 
@@ -109,5 +117,42 @@ def ports(pod: Manifest) -> dict[str, int]:
 
 
 def selects(selector: Manifest, labels: dict[str, str]) -> bool:
-    """Tell whether a `matchLabels` takes a pod."""
-    return selector["matchLabels"].items() <= labels.items()
+    """Return whether a selector matches these labels."""
+    expressions = selector.get("matchExpressions", ())
+    assert all(each["operator"] == "In" for each in expressions)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(each["key"]) in each["values"] for each in expressions
+    )
+
+
+def open_ports(
+    manifests: tuple[Manifest, ...],
+    pod: Manifest,
+    *,
+    pod_labels: dict[str, str] | None = None,
+    namespace_labels: dict[str, str] | None = None,
+) -> set[int]:
+    """Return the ports of a pod that the NetworkPolicies open to a peer.
+
+    Args:
+        pod_labels: Labels of a peer in the pod's namespace.
+        namespace_labels: Labels of the namespace of a peer elsewhere.
+    """
+
+    def is_peer(peer: Manifest) -> bool:
+        (kind, selector), *others = peer.items()
+        labels = {"podSelector": pod_labels, "namespaceSelector": namespace_labels}[kind]
+        assert not others
+        return labels is not None and selects(selector, labels)
+
+    opened: set[int] = set()
+    for policy in of_kind(manifests, "NetworkPolicy").values():
+        if not selects(policy["spec"]["podSelector"], pod["metadata"]["labels"]):
+            continue
+        for rule in policy["spec"]["ingress"]:
+            if "from" in rule and not any(is_peer(peer) for peer in rule["from"]):
+                continue
+            for port in rule["ports"]:
+                first = ports(pod).get(port["port"], port["port"])
+                opened.update(range(first, port.get("endPort", first) + 1))
+    return opened

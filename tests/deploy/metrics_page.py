@@ -10,8 +10,10 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
-DASHBOARD = ROOT / "deploy" / "grafana" / "tandem.json"
-ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yaml"
+CHART = ROOT / "deploy" / "helm" / "tandem"
+DASHBOARD = CHART / "dashboards" / "tandem.json"
+ALERTS = CHART / "files" / "alerts.yaml"
+ALERT_TESTS = ROOT / "tests" / "monitoring" / "alerts_test.yaml"
 ROW = re.compile(r"^\| `((?:tandem|process)_\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
 NAME = re.compile(r"\b(?:tandem|process)_[a-z_]+\b")
 RECORDED = re.compile(r"\btandem:[a-z_:0-9]+\b")

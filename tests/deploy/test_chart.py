@@ -1,4 +1,4 @@
-"""What the chart renders to: manifests that Kubernetes takes, and that agree with each other."""
+"""What a release of the chart does: valid objects that fit each other, safe pods, updates without an outage."""
 
 import base64
 import functools
@@ -17,6 +17,7 @@ from tests.deploy.helm import (
     Manifest,
     helm,
     of_kind,
+    open_ports,
     pods,
     ports,
     rendered,
@@ -50,9 +51,9 @@ over_all_values = pytest.mark.parametrize(("sets", "values"), SETS, ids=SET_NAME
 
 @functools.cache
 def check(text: str, version: str) -> None:
-    """Raise unless a manifest, as JSON, is one of that version, without a field that it does not know.
+    """Raise unless that version of Kubernetes accepts a manifest, given as JSON, with every field.
 
-    What is not Kubernetes' own goes by the fields of its operator that the chart uses.
+    Custom resources are checked against the fields of their operators that the chart uses.
     """
     manifest = json.loads(text)
     schema = CUSTOM.get(f"{manifest['kind']} {manifest['apiVersion']}")
@@ -63,7 +64,7 @@ def check(text: str, version: str) -> None:
 
 
 @pytest.mark.parametrize("major", [3, 4])
-def test_both_majors_of_helm_find_nothing_to_complain_of(major):
+def test_helm_lint_passes(major):
     for sets in ((), EVERYTHING):
         flags = [flag for each in sets for flag in ("--set", each)]
         ran = helm(major, "lint", "--strict", str(CHART), *flags)
@@ -71,7 +72,7 @@ def test_both_majors_of_helm_find_nothing_to_complain_of(major):
 
 
 @over_all_values
-def test_both_majors_of_helm_render_the_same(sets, values):
+def test_helm_3_and_4_render_equal_manifests(sets, values):
     def by_name(major):
         manifests = rendered(*sets, values=values, major=major)
         return {(each["kind"], each["metadata"]["name"]): each for each in manifests}
@@ -80,17 +81,17 @@ def test_both_majors_of_helm_render_the_same(sets, values):
 
 
 @over_all_values
-def test_kubernetes_takes_every_manifest(sets, values):
+def test_every_manifest_is_valid(sets, values):
     for manifest in rendered(*sets, values=values):
         check(json.dumps(manifest, sort_keys=True), "1.37.0")
 
 
-def test_so_does_the_oldest_version_whose_schemas_are_kept():
+def test_every_manifest_is_valid_for_an_old_cluster():
     for manifest in rendered(*EVERYTHING, version="1.25.0"):
         check(json.dumps(manifest, sort_keys=True), "1.25.0")
 
 
-def test_an_old_cluster_gets_the_same_in_the_versions_that_it_has():
+def test_kubernetes_1_20_gets_the_same_objects_in_api_versions_it_serves():
     def plain(version):
         manifests = rendered(*EVERYTHING, version=version)
         versions = {each["kind"]: each.pop("apiVersion") for each in manifests}
@@ -114,14 +115,14 @@ def test_an_old_cluster_gets_the_same_in_the_versions_that_it_has():
     }
 
 
-def test_everything_is_everything_that_the_templates_make():
+def test_everything_renders_each_kind_of_the_templates():
     kinds = {each["kind"] for each in rendered(*EVERYTHING)}
     templates = "".join(path.read_text() for path in (CHART / "templates").rglob("*.yaml"))
     assert kinds == set(re.findall(r"^kind: (\w+)$", templates, re.MULTILINE))
 
 
 @over_all_values
-def test_every_selector_takes_the_pods_of_its_component_and_no_others(sets, values):
+def test_each_selector_matches_the_pods_of_its_component_only(sets, values):
     manifests = rendered(*sets, values=values)
     labels = {component: pod["metadata"]["labels"] for component, pod in pods(manifests)}
     for each in manifests:
@@ -133,26 +134,23 @@ def test_every_selector_takes_the_pods_of_its_component_and_no_others(sets, valu
         assert [name for name in labels if selects(wanted, labels[name])] == [own], each["kind"]
 
 
-def test_the_monitor_scrapes_every_serving_pod_at_a_port_that_it_has():
+def test_the_pod_monitor_scrapes_each_serving_pod_under_a_tandem_job():
     manifests = rendered(*EVERYTHING)
     (monitor,) = of_kind(manifests, "PodMonitor").values()
-    # The job's name, by which an alert knows our targets.
-    for _, pod in pods(manifests):
-        assert pod["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "tandem"
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    (expression,) = monitor["spec"]["selector"]["matchExpressions"]
-    assert expression == {
-        "key": "app.kubernetes.io/component",
-        "operator": "In",
-        "values": list(SERVING),
+    scraped = {
+        component: pod["metadata"]["labels"]
+        for component, pod in pods(manifests)
+        if selects(monitor["spec"]["selector"], pod["metadata"]["labels"])
+        and endpoint["port"] in ports(pod)
     }
-    for component, pod in pods(manifests):
-        assert selects(monitor["spec"]["selector"], pod["metadata"]["labels"])
-        assert (endpoint["port"] in ports(pod)) == (component in SERVING)
+    assert scraped.keys() == set(SERVING)
+    # Alerts select jobs with `tandem` in the name.
+    assert {labels[monitor["spec"]["jobLabel"]] for labels in scraped.values()} == {"tandem"}
 
 
 @over_all_values
-def test_services_lead_to_ports_that_the_pods_have(sets, values):
+def test_services_forward_to_ports_that_pods_listen_on(sets, values):
     manifests = rendered(*sets, values=values)
     by_component = dict(pods(manifests))
     for service in of_kind(manifests, "Service").values():
@@ -163,58 +161,49 @@ def test_services_lead_to_ports_that_the_pods_have(sets, values):
                 assert port["port"] == ports(pod)[port["targetPort"]]  # no proxy to translate it
 
 
-def allowed(manifests, role):
-    """Return who may connect to a node, each with the ports."""
-    rules = of_kind(manifests, "NetworkPolicy")[f"blue-tandem-{role}"]["spec"]["ingress"]
-    found = {}
-    for rule in rules:
-        for peer in rule["from"]:
-            who = peer.get("podSelector", {}).get("matchLabels", {})
-            key = who.get("app.kubernetes.io/component", "metrics")
-            found[key] = [port.get("endPort", port["port"]) for port in rule["ports"]]
-    return found
-
-
 @pytest.mark.parametrize("role", NODES)
-def test_a_policy_opens_the_ports_of_the_pod_each_to_whom_it_is_for(role):
+def test_nodes_accept_routers_peers_and_scrapers_only_on_their_ports(role):
     manifests = rendered(*EVERYTHING)
-    opened = allowed(manifests, role)
-    assert opened == {
-        "router": ["http", "engine"],
-        "prefill": ["bootstrap", 60999],
-        "decode": ["bootstrap", 60999],
-        "metrics": ["http"],
+    by_component = dict(pods(manifests))
+    pod = by_component[role]
+    listening = ports(pod)
+
+    def opened_to(component):
+        labels = by_component[component]["metadata"]["labels"]
+        return open_ports(manifests, pod, pod_labels=labels)
+
+    assert opened_to("router") == {listening["http"], listening["engine"]}
+    # KV arrives on any port that Linux assigns.
+    for peer in NODES:
+        assert opened_to(peer) == {listening["bootstrap"], *range(32768, 61000)}
+    assert open_ports(manifests, pod, namespace_labels={"name": "monitoring"}) == {
+        listening["http"]
     }
-    named = {port for some in opened.values() for port in some if isinstance(port, str)}
-    assert named == ports(dict(pods(manifests))[role]).keys()
+    assert opened_to("test") == open_ports(manifests, pod, pod_labels={"app": "gateway"}) == set()
 
 
-def test_a_policy_for_routers_lets_in_whom_it_names_scrapers_and_the_test():
-    (rule,) = of_kind(rendered(*EVERYTHING), "NetworkPolicy")["blue-tandem-router"]["spec"][
-        "ingress"
-    ]
-    peers = [next(iter(peer.values()))["matchLabels"] for peer in rule["from"]]
-    assert peers[:2] == [{"app": "gateway"}, {"name": "monitoring"}]
-    assert selects({"matchLabels": peers[2]}, dict(pods(rendered()))["test"]["metadata"]["labels"])
+def test_routers_accept_named_clients_scrapers_and_helm_test_only():
+    manifests = rendered(*EVERYTHING)
+    by_component = dict(pods(manifests))
+    pod, test = by_component["router"], by_component["test"]["metadata"]["labels"]
+    http = {ports(pod)["http"]}
+    assert open_ports(manifests, pod, pod_labels={"app": "gateway"}) == http
+    assert open_ports(manifests, pod, namespace_labels={"name": "monitoring"}) == http
+    assert open_ports(manifests, pod, pod_labels=test) == http
+    assert open_ports(manifests, pod, pod_labels={"app": "other"}) == set()
+    assert open_ports(rendered(), pod, pod_labels={"app": "other"}) == http  # none named: all
 
 
 @over_all_values
-def test_only_routers_get_a_token_and_it_may_list_pods_alone(sets, values):
+def test_no_pod_gets_a_token_of_the_kubernetes_api(sets, values):
     manifests = rendered(*sets, values=values)
-    for component, pod in pods(manifests):
-        assert pod["spec"]["automountServiceAccountToken"] == (component == "router")
-    (role,) = of_kind(manifests, "Role").values()
-    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}]
-    (binding,) = of_kind(manifests, "RoleBinding").values()
-    (subject,) = binding["subjects"]
-    account = dict(pods(manifests))["router"]["spec"]["serviceAccountName"]
-    assert (binding["roleRef"]["name"], subject["name"]) == (role["metadata"]["name"], account)
-    assert account in of_kind(manifests, "ServiceAccount")
+    assert not any(pod["spec"]["automountServiceAccountToken"] for _, pod in pods(manifests))
+    assert not of_kind(manifests, "ServiceAccount", "Role", "RoleBinding")
 
 
 @over_all_values
-def test_no_pod_has_more_rights_than_it_needs(sets, values):
-    """What the level `restricted` of the pod security standards asks for, but where RDMA needs root."""
+def test_pods_meet_the_restricted_pod_security_standard(sets, values):
+    """All pods, except nodes whose RDMA needs root and locked memory."""
     for component, pod in pods(rendered(*sets, values=values)):
         spec = pod["spec"]
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -232,7 +221,7 @@ def test_no_pod_has_more_rights_than_it_needs(sets, values):
 
 
 @over_all_values
-def test_every_mount_has_its_volume_and_every_volume_its_object(sets, values):
+def test_each_mount_has_a_volume_and_each_volume_its_source(sets, values):
     manifests = rendered(*sets, values=values)
     for _, pod in pods(manifests):
         volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes", ())}
@@ -252,7 +241,7 @@ def test_every_mount_has_its_volume_and_every_volume_its_object(sets, values):
                 assert claim in of_kind(manifests, "PersistentVolumeClaim")
 
 
-def test_a_node_reads_its_models_and_only_the_init_container_writes_them():
+def test_only_the_init_container_can_write_models():
     for component, pod in pods(rendered(*EVERYTHING)):
         if component in NODES:
             mounts = {
@@ -265,29 +254,41 @@ def test_a_node_reads_its_models_and_only_the_init_container_writes_them():
             assert not mounts["models"]["readOnly"]
 
 
-def test_probes_wait_for_big_weights_and_then_ask_what_each_is_for():
-    for component, pod in pods(rendered("prefill.startupTimeoutSeconds=3601")):
-        if component == "test":
-            continue
-        (container,) = pod["spec"]["containers"]
-        probes = {name: container[f"{name}Probe"] for name in ("startup", "liveness", "readiness")}
-        paths = {name: probe["httpGet"]["path"] for name, probe in probes.items()}
-        # A router is not killed for nodes that still load.
-        first = "/live" if component == "router" else "/health"
-        assert paths == {"startup": first, "liveness": "/live", "readiness": "/health"}
-        assert {probe["httpGet"]["port"] for probe in probes.values()} == {"http"}
-        if component == "prefill":
-            assert (
-                probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"] >= 3601
-            )
+@pytest.mark.parametrize("component", SERVING)
+def test_a_pod_that_loads_or_drains_is_unready_but_not_killed(component):
+    pod = dict(pods(rendered()))[component]
+    (container,) = pod["spec"]["containers"]
+    # /health is 503 while a node loads or drains, and while a router has no pair; /live is not.
+    assert container["livenessProbe"]["httpGet"]["path"] == "/live"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/health"
+    if component == "router":
+        assert container["startupProbe"]["httpGet"]["path"] == "/live"
+    for kind in ("startup", "liveness", "readiness"):
+        assert container[f"{kind}Probe"]["httpGet"]["port"] in ports(pod)
 
 
-def test_a_router_is_not_given_up_while_nodes_may_still_load():
-    deployment = of_kind(rendered("prefill.startupTimeoutSeconds=3601"), "Deployment")
-    assert deployment["blue-tandem-router"]["spec"]["progressDeadlineSeconds"] >= 3601 + 120
+def test_nodes_have_the_startup_timeout_to_load_and_routers_wait_for_them():
+    manifests = rendered("prefill.startupTimeoutSeconds=3601")
+    (container,) = dict(pods(manifests))["prefill"]["spec"]["containers"]
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 3601
+    (deployment,) = of_kind(manifests, "Deployment").values()
+    assert deployment["spec"]["progressDeadlineSeconds"] >= 3601 + 120
 
 
-def test_what_scales_a_role_names_what_there_is_and_leaves_replicas_to_it():
+def test_a_rolling_update_starts_a_router_before_it_stops_one():
+    (deployment,) = of_kind(rendered("router.replicas=1"), "Deployment").values()
+    limits = deployment["spec"]["strategy"]["rollingUpdate"]
+    assert (limits["maxUnavailable"], limits["maxSurge"]) == (0, 1)
+
+
+def test_nodes_load_in_parallel_and_are_replaced_without_manual_deletes():
+    for nodes in of_kind(rendered(), "StatefulSet").values():
+        assert nodes["spec"]["podManagementPolicy"] == "Parallel"
+        assert nodes["spec"]["updateStrategy"]["type"] == "RollingUpdate"
+
+
+def test_an_autoscaler_owns_the_replicas_of_its_target():
     manifests = rendered(*EVERYTHING)
     targets = of_kind(manifests, "StatefulSet", "Deployment")
     scalers = of_kind(manifests, "HorizontalPodAutoscaler", "ScaledObject")
@@ -298,22 +299,26 @@ def test_what_scales_a_role_names_what_there_is_and_leaves_replicas_to_it():
         assert "replicas" not in targets[name]["spec"]
 
 
-def test_a_prometheus_that_knows_nothing_takes_no_pods_away():
+def test_keda_keeps_the_replicas_when_prometheus_has_no_data():
     (scaler,) = of_kind(rendered(*EVERYTHING), "ScaledObject").values()
     asked = [each["metadata"] for each in scaler["spec"]["triggers"] if each["type"] != "cpu"]
     # KEDA's own default reads no data as 0.
     assert [each["ignoreNullValues"] for each in asked] == ["false"] * 2
 
 
-def test_budgets_are_there_for_what_serves():
-    budgets = of_kind(rendered(), "PodDisruptionBudget")
-    assert sorted(budgets) == [f"blue-tandem-{component}" for component in sorted(SERVING)]
-    # A host can be emptied of pods that load or crash, however many of them there are.
-    for budget in budgets.values():
+def test_evicting_serving_pods_is_limited_unless_they_are_unhealthy():
+    manifests = rendered()
+    budgets = of_kind(manifests, "PodDisruptionBudget").values()
+    for component, pod in pods(manifests):
+        labels = pod["metadata"]["labels"]
+        covering = [each for each in budgets if selects(each["spec"]["selector"], labels)]
+        assert len(covering) == (component in SERVING)
+    # Otherwise pods that load or crash would block draining their host.
+    for budget in budgets:
         assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
-def test_an_upgrade_that_changes_nothing_starts_no_pod_anew():
+def test_an_upgrade_without_changes_restarts_no_pod():
     # Two renderings, each with a key of its own.
     first, second = (yaml.safe_load_all(template().stdout) for _ in range(2))
     assert dict(pods(tuple(first))) == dict(pods(tuple(second)))
@@ -322,7 +327,7 @@ def test_an_upgrade_that_changes_nothing_starts_no_pod_anew():
 @pytest.mark.parametrize(
     "change", ["auth.apiKeys={another}", "auth.clusterKey=another-secret-of-32-digits"]
 )
-def test_new_keys_start_all_serving_pods_anew(change):
+def test_new_keys_restart_all_serving_pods(change):
     old, new = dict(pods(rendered())), dict(pods(rendered(change)))
     for component in SERVING:
         assert (
@@ -330,18 +335,7 @@ def test_new_keys_start_all_serving_pods_anew(change):
         )
 
 
-def test_a_key_is_made_where_none_is_given_and_is_long_enough():
+def test_each_install_generates_a_cluster_key_of_48_characters():
     found = re.findall(r'cluster-key: "(.+)"', template().stdout + template().stdout)
     assert len(set(found)) == 2
     assert all(len(base64.b64decode(key)) == 48 for key in found)
-
-
-@pytest.mark.parametrize("major", [3, 4])
-def test_the_name_of_a_model_is_all_that_a_cluster_on_cpus_needs(major):
-    manifests = rendered("model.path=Qwen/Qwen2.5-0.5B-Instruct", major=major)
-    for role in NODES:
-        [pod] = [pod for name, pod in pods(manifests) if name.endswith(role)]
-        [container] = pod["spec"]["containers"]
-        assert "--model=Qwen/Qwen2.5-0.5B-Instruct" in container["args"]
-        assert not any("--device" in argument for argument in container["args"])
-        assert "initContainers" not in pod["spec"]

@@ -1,20 +1,20 @@
-"""What the chart starts is what the product takes: its own parsers read the rendered command lines."""
+"""The rendered command lines, read by Tandem's own parsers."""
 
 import pytest
 
 from tandem.kvtransfer.transports.nixl import check_environment
-from tandem.node.flags import build_parser, read_config
+from tandem.node.flags import build_parser, read_options
 from tandem.router.arguments import parse
 from tests.deploy.container import start
 from tests.deploy.helm import (
     CLUSTER_KEY,
     EXAMPLES,
     NAMESPACE,
-    RELEASE,
     of_kind,
     pods,
     ports,
     rendered,
+    selects,
 )
 
 NODES = ("prefill", "decode")
@@ -33,7 +33,7 @@ def node_config(manifests, role, root):
     started = start(manifests, dict(pods(manifests))[role], root / role)
     command, *argv = started.args
     assert command == role
-    config, _ = read_config(build_parser(command, role, "", 0), role, argv)
+    config, _ = read_options(build_parser(command, role, "", 0), role, argv)
     return config
 
 
@@ -45,9 +45,7 @@ def router_config(manifests, root):
 
 @pytest.mark.parametrize("values", ALL, ids=name)
 @pytest.mark.parametrize("role", NODES)
-def test_a_node_listens_where_its_pod_says_and_drains_as_long_as_it_is_given(
-    role, values, tmp_path
-):
+def test_a_node_listens_on_its_pods_ports_and_has_time_to_drain(role, values, tmp_path):
     manifests = rendered(values=values)
     pod = dict(pods(manifests))[role]
     config = node_config(manifests, role, tmp_path)
@@ -62,7 +60,7 @@ def test_a_node_listens_where_its_pod_says_and_drains_as_long_as_it_is_given(
 
 @pytest.mark.parametrize("values", ALL, ids=name)
 @pytest.mark.parametrize("role", NODES)
-def test_a_node_is_split_over_as_many_gpus_as_its_pod_has(role, values, tmp_path):
+def test_tp_equals_the_gpus_of_the_pod(role, values, tmp_path):
     manifests = rendered(values=values)
     (container,) = dict(pods(manifests))[role]["spec"]["containers"]
     engine = node_config(manifests, role, tmp_path).engine
@@ -76,8 +74,18 @@ def test_a_node_is_split_over_as_many_gpus_as_its_pod_has(role, values, tmp_path
         assert engine.device == ("cuda" if engine.tp_size > 1 else "cuda:0")
 
 
+@pytest.mark.parametrize("role", NODES)
+def test_a_hub_name_alone_gives_a_cpu_cluster_its_model(role, tmp_path):
+    manifests = rendered("model.path=Qwen/Qwen2.5-0.5B-Instruct")
+    config = node_config(manifests, role, tmp_path)
+    assert config.model == "Qwen/Qwen2.5-0.5B-Instruct"
+    spec = dict(pods(manifests))[role]["spec"]
+    assert "initContainers" not in spec
+    assert spec["containers"][0]["resources"]["limits"].keys() == {"memory"}  # no GPU
+
+
 @pytest.mark.parametrize("values", ALL, ids=name)
-def test_a_router_listens_where_its_pod_says_and_has_time_to_leave(values, tmp_path):
+def test_a_router_listens_on_its_pods_port_and_has_time_to_drain(values, tmp_path):
     manifests = rendered(values=values)
     pod = dict(pods(manifests))["router"]
     config = router_config(manifests, tmp_path)
@@ -87,44 +95,35 @@ def test_a_router_listens_where_its_pod_says_and_has_time_to_leave(values, tmp_p
 
 
 @pytest.mark.parametrize("values", ALL, ids=name)
-def test_the_labels_that_routers_follow_are_those_of_the_nodes_alone(values, tmp_path):
+def test_routers_resolve_the_headless_service_of_each_role(values, tmp_path):
     manifests = rendered(values=values)
-    target = router_config(manifests, tmp_path).kubernetes
-    for role, selector in (
-        ("prefill", target.prefill_selector),
-        ("decode", target.decode_selector),
-    ):
-        wanted = dict(pair.split("=") for pair in selector.split(","))
-        found = [
+    by_name, services = dict(pods(manifests)), of_kind(manifests, "Service")
+    targets = router_config(manifests, tmp_path).dns
+    assert [target.role for target in targets] == ["prefill", "decode"]
+    for target in targets:
+        service, _, domain = target.host.partition(".")
+        assert domain == f"{NAMESPACE}.svc.cluster.local."
+        spec = services[service]["spec"]
+        assert spec["clusterIP"] == "None"
+        # A pod that loads or drains stays in DNS: the router checks nodes itself.
+        assert spec["publishNotReadyAddresses"]
+        assert target.port == ports(by_name[target.role])["http"]
+        selected = [
             component
-            for component, pod in pods(manifests)
-            if wanted.items() <= pod["metadata"]["labels"].items()
+            for component, pod in by_name.items()
+            if selects({"matchLabels": spec["selector"]}, pod["metadata"]["labels"])
         ]
-        assert found == [role]
+        assert selected == [target.role]
 
 
-def test_two_releases_of_a_namespace_do_not_follow_each_others_pods(tmp_path):
-    target = router_config(rendered(), tmp_path).kubernetes
-    assert f"app.kubernetes.io/instance={RELEASE}," in target.prefill_selector
-    assert f"app.kubernetes.io/instance={RELEASE}," in target.decode_selector
+def test_two_releases_in_a_namespace_do_not_share_nodes():
+    ours, theirs = rendered(), rendered(release="green")
+    for service in of_kind(ours, "Service").values():
+        selector = {"matchLabels": service["spec"]["selector"]}
+        assert not any(selects(selector, pod["metadata"]["labels"]) for _, pod in pods(theirs))
 
 
-def test_routers_that_find_nodes_by_dns_ask_for_the_headless_services(tmp_path):
-    manifests = rendered("discovery.mode=dns")
-    services = of_kind(manifests, "Service")
-    config = router_config(manifests, tmp_path)
-    assert config.kubernetes is None
-    for target in config.dns:
-        service = services[target.host.partition(".")[0]]
-        assert target.host.endswith(f".{NAMESPACE}.svc.cluster.local")
-        assert service["spec"]["clusterIP"] == "None"
-        assert service["spec"]["selector"]["app.kubernetes.io/component"] == target.role
-        assert target.port in {port["port"] for port in service["spec"]["ports"]}
-    assert [target.role for target in config.dns] == ["prefill", "decode"]
-    assert not of_kind(manifests, "ServiceAccount", "Role", "RoleBinding")
-
-
-def test_all_processes_get_the_same_keys(tmp_path):
+def test_all_processes_get_the_cluster_key_and_api_keys(tmp_path):
     manifests = rendered(*KEYS)
     by_component = dict(pods(manifests))
     configs = [node_config(manifests, role, tmp_path) for role in NODES]
@@ -137,14 +136,14 @@ def test_all_processes_get_the_same_keys(tmp_path):
     assert configs[-1].admission.key_limits is not None
 
 
-def test_without_a_cluster_key_nodes_are_told_that_this_is_meant(tmp_path):
+def test_auth_insecure_starts_nodes_without_a_cluster_key(tmp_path):
     manifests = rendered("auth.insecure=true")
     assert not of_kind(manifests, "Secret")
     for role in NODES:
         assert node_config(manifests, role, tmp_path).is_insecure
 
 
-def test_a_simulated_cluster_takes_its_profile_from_the_values(tmp_path):
+def test_simulated_nodes_use_the_profile_of_the_values(tmp_path):
     manifests = rendered("simulation.enabled=true", "simulation.profile.prefill.base_ms=5")
     for role in NODES:
         simulation = node_config(manifests, role, tmp_path).engine.simulation
@@ -153,7 +152,7 @@ def test_a_simulated_cluster_takes_its_profile_from_the_values(tmp_path):
 
 @pytest.mark.parametrize("values", EXAMPLES, ids=name)
 @pytest.mark.parametrize("role", NODES)
-def test_what_examples_tell_ucx_is_what_the_transport_takes(role, values, tmp_path, monkeypatch):
+def test_the_transport_accepts_the_ucx_settings_of_examples(role, values, tmp_path, monkeypatch):
     manifests = rendered(values=values)
     for variable, value in start(manifests, dict(pods(manifests))[role], tmp_path).env.items():
         if variable.startswith("UCX_"):
@@ -162,7 +161,7 @@ def test_what_examples_tell_ucx_is_what_the_transport_takes(role, values, tmp_pa
 
 
 @pytest.mark.parametrize("role", NODES)
-def test_nodes_run_vllm_in_its_image_with_its_flags(role, tmp_path):
+def test_vllm_nodes_get_their_image_and_flags(role, tmp_path):
     sets = ("engine=vllm", "vllm.image=our/vllm:1", "vllm.args={--enforce-eager,--block-size=64}")
     manifests = rendered(*sets)
     config = node_config(manifests, role, tmp_path)

@@ -1,4 +1,4 @@
-"""What the chart asks of running servers: the request of `helm test`, and metrics to scale by."""
+"""The chart against running servers: the request of `helm test`, and the metrics for autoscaling."""
 
 import os
 import subprocess
@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
-from tandem.up import free_ports
+from tandem.cli.up import free_ports
 from tests.deploy.container import start
 from tests.deploy.helm import of_kind, pods, rendered
 from tests.e2e import cluster
-from tests.e2e.cluster import Process, eventually, wait_healthy
+from tests.e2e.cluster import running_serve
+from tests.patience import eventually
 
 KEY = "client-key-1"
 LONG_S = 500  # beyond what any machine needs for an answer
@@ -19,16 +20,10 @@ LONG_S = 500  # beyond what any machine needs for an answer
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     """A server that wants a key."""
-    (port,) = free_ports(1)
     keys = tmp_path_factory.mktemp("keys") / "api-keys"
     keys.write_text(KEY)
-    flags = ("--engine=simulated", "--sim-kv=none", f"--port={port}", f"--api-key-file={keys}")
-    server = Process("serve", *flags)
-    try:
-        wait_healthy(f"http://127.0.0.1:{port}", server)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.stop()
+    with running_serve("--engine=simulated", "--sim-kv=none", f"--api-key-file={keys}") as url:
+        yield url
 
 
 def ask(url, root, *sets, timeout_s):
@@ -46,27 +41,27 @@ def ask(url, root, *sets, timeout_s):
 
 
 @pytest.mark.slow
-def test_it_succeeds_with_an_answer(url, tmp_path):
+def test_helm_test_succeeds_with_an_answer(url, tmp_path):
     ran = ask(url, tmp_path, f"auth.apiKeys={{{KEY}}}", timeout_s=LONG_S)
     assert ran.returncode == 0, ran.stderr
     assert "answered 32 tokens" in ran.stdout
 
 
-def test_it_fails_with_what_the_server_said(url, tmp_path):
+def test_helm_test_fails_with_the_servers_error(url, tmp_path):
     ran = ask(url, tmp_path, "auth.apiKeys={a-wrong-key}", timeout_s=LONG_S)
     assert ran.returncode == 1
     assert "FAILED" in ran.stderr
     assert "401" in ran.stderr
 
 
-def test_it_fails_when_nobody_serves(tmp_path):
+def test_helm_test_fails_without_a_server(tmp_path):
     (port,) = free_ports(1)
     ran = ask(f"http://127.0.0.1:{port}", tmp_path, timeout_s=1)
     assert ran.returncode == 1
     assert "FAILED" in ran.stderr
 
 
-def test_pods_scale_by_metrics_that_there_are(url):
+def test_autoscalers_use_metrics_that_servers_export(url):
     enabled = [
         f"{component}.autoscaling.enabled=true" for component in ("prefill", "decode", "router")
     ]

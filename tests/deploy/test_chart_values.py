@@ -1,4 +1,4 @@
-"""What may be said in values: wrong ones are refused by name, and each has its line in the README."""
+"""The chart's values: wrong ones are rejected by name, and each is in the schema and the README."""
 
 import json
 import re
@@ -19,9 +19,10 @@ from tests.deploy.helm import (
     rendered,
     template,
 )
+from tests.deploy.metrics_page import ALERTS, dashboard
 from tests.patience import PATIENCE_S
 
-# Values, what the message names, and what it says of it in words of both majors of Helm.
+# A setting, and the name and the reason that the messages of both Helm versions contain.
 INVALID = [
     ("prefil.replicas=2", "prefil", "not allowed"),
     ("prefill.gpu=4", "gpu", "not allowed"),
@@ -50,7 +51,7 @@ INVALID = [
     ("auth.apiKeys={two words}", "apiKeys", "pattern"),
     ("image.digest=sha256:12", "digest", "pattern"),
     ("image.pullPolicy=Sometimes", "pullPolicy", "IfNotPresent"),
-    ("discovery.mode=consul", "mode", "kubernetes"),
+    ("discovery.clusterDomain=.local", "clusterDomain", "pattern"),
     ("transfer.backend=TCP", "backend", "pattern"),
     ("transfer.verifyKv=yes", "verifyKv", "sample"),
     ("rdma.ucx.NCCL_DEBUG=INFO", "NCCL_DEBUG", "not allowed"),
@@ -62,14 +63,14 @@ INVALID = [
     ("logLevel=verbose", "logLevel", "warning"),
     ("test.timeoutSeconds=0", "timeoutSeconds", "1"),
 ]
-# Right each by itself.
+# Settings that are valid alone.
 CONTRADICTIONS = [
     ("model.init.image=fetch", "model.volume.type is none"),
     ("model.volume.type=emptyDir", "set model.init.image"),
     ("model.volume.type=hostPath", "set model.volume.hostPath"),
     ("auth.existingSecret=s,auth.apiKeys={one}", "name the entry of API keys in auth.apiKeysEntry"),
     ("auth.apiKeysEntry=keys", "is an entry of auth.existingSecret"),
-    ("router.keyLimits=[default]", "give auth.apiKeys"),
+    ("router.keyLimits=[default]", "set auth.apiKeys"),
     (
         "decode.autoscaling.enabled=true,decode.autoscaling.minReplicas=9",
         "decode.autoscaling.minReplicas",
@@ -94,8 +95,15 @@ CONTRADICTIONS = [
 ]
 
 
+REMOVED = [
+    ("discovery.mode=kubernetes", "discovery.mode was removed: routers find nodes by DNS"),
+    ("discovery.mode=dns", "discovery.mode was removed: routers find nodes by DNS"),
+    ("serviceAccount.create=false", "serviceAccount was removed: routers need no permission"),
+]
+
+
 @pytest.mark.parametrize("major", [3, 4])
-def test_wrong_values_are_refused_each_by_its_name(major):
+def test_invalid_values_are_rejected_by_name(major):
     ran = template(*(setting for setting, _, _ in INVALID), major=major)
     assert ran.returncode != 0
     lines = ran.stderr.splitlines()
@@ -107,21 +115,30 @@ def test_wrong_values_are_refused_each_by_its_name(major):
 @pytest.mark.parametrize(
     ("settings", "reason"), CONTRADICTIONS, ids=[each for each, _ in CONTRADICTIONS]
 )
-def test_values_that_contradict_each_other_are_refused_with_what_to_do(settings, reason):
+def test_contradicting_values_are_rejected_with_a_remedy(settings, reason):
     ran = template(settings)
     assert ran.returncode != 0
     assert reason in ran.stderr
 
 
-def test_the_schema_knows_every_value_and_no_other():
+@pytest.mark.parametrize("major", [3, 4])
+@pytest.mark.parametrize(("setting", "sentence"), REMOVED, ids=[each for each, _ in REMOVED])
+def test_a_removed_value_is_rejected_with_a_remedy(setting, sentence, major):
+    ran = template(setting, major=major)
+    assert ran.returncode != 0
+    assert sentence in ran.stderr
+
+
+def test_the_schema_has_exactly_the_values():
     schema = json.loads((CHART / "values.schema.json").read_text())
 
     def check(values, node, path):
         node = schema["definitions"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
         if node.get("additionalProperties") is not False or "patternProperties" in node:
             return
+        known = {name for name, part in node["properties"].items() if "deprecated" not in part}
         # `global` is what charts above this one would bring.
-        assert values.keys() == node["properties"].keys() - {"global"}, path
+        assert values.keys() == known - {"global"}, path
         for name, value in values.items():
             if isinstance(value, dict) and value:
                 check(value, node["properties"][name], f"{path}.{name}")
@@ -129,26 +146,23 @@ def test_the_schema_knows_every_value_and_no_other():
     check(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "")
 
 
-def test_the_readme_the_dashboard_and_the_alerts_are_up_to_date():
+def test_readme_and_schema_match_the_comments_of_the_values():
     command = [sys.executable, str(ROOT / "scripts" / "chart"), "--check"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert ran.returncode == 0, ran.stdout
 
 
-def test_the_dashboard_and_the_alerts_are_rendered_as_they_are():
+def test_dashboard_and_alerts_are_rendered_unchanged():
     manifests = rendered(
         "monitoring.dashboard.enabled=true", "monitoring.prometheusRule.enabled=true"
     )
     shown = of_kind(manifests, "ConfigMap")["blue-tandem-dashboard"]["data"]["tandem.json"]
-    assert json.loads(shown) == json.loads(
-        (ROOT / "deploy" / "grafana" / "tandem.json").read_text()
-    )
+    assert json.loads(shown) == dashboard()
     (rule,) = of_kind(manifests, "PrometheusRule").values()
-    alerts = (ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text()
-    assert rule["spec"] == yaml.safe_load(alerts)
+    assert rule["spec"] == yaml.safe_load(ALERTS.read_text())
 
 
-def test_notes_name_objects_that_there_are():
+def test_the_notes_name_existing_objects():
     settings = ("--set", f"auth.apiKeys={{one}},auth.clusterKey={CLUSTER_KEY}")
     ran = helm(4, "install", RELEASE, str(CHART), "-n", NAMESPACE, "--dry-run=client", *settings)
     assert ran.returncode == 0, ran.stderr

@@ -1,7 +1,8 @@
-"""The image's files among each other and against the product: what a build would find out an hour later."""
+"""The image's files, checked without a build: pins, the build context, the user, signals and the health check."""
 
 import fnmatch
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -13,9 +14,12 @@ from pathlib import PurePosixPath
 import pytest
 from packaging.requirements import Requirement
 
-from tandem.up import free_ports
+from tandem.cli.up import free_ports
 from tests.deploy.commands import ROOT, config_of
-from tests.e2e.cluster import START_TIMEOUT_S, Process, ask, eventually
+from tests.deploy.helm import pods, rendered
+from tests.e2e.cluster import START_TIMEOUT_S, ask
+from tests.patience import eventually
+from tests.processes import Process
 
 DOCKER = ROOT / "deploy/docker"
 HEALTHCHECK = DOCKER / "healthcheck.py"
@@ -35,7 +39,7 @@ def pins_of(target: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("target", EXTRAS)
-def test_all_that_tandem_asks_for_is_pinned_at_a_version_that_it_takes(target):
+def test_each_requirement_is_pinned_at_an_accepted_version(target):
     extras = PROJECT["project"]["optional-dependencies"]
     lines = [
         *PROJECT["project"]["dependencies"],
@@ -53,7 +57,7 @@ def test_all_that_tandem_asks_for_is_pinned_at_a_version_that_it_takes(target):
 
 
 @pytest.mark.parametrize("target", EXTRAS)
-def test_the_image_has_the_torch_that_the_tests_run_with(target):
+def test_the_image_has_the_torch_of_the_tests(target):
     assert pins_of(target)["torch"] == pins("constraints.txt")["torch"]
 
 
@@ -75,10 +79,8 @@ def is_ignored(path: str) -> bool:
     return verdict
 
 
-def test_a_build_is_sent_what_it_copies_and_every_package():
+def test_the_build_context_has_every_copied_file_and_package():
     (source,) = PROJECT["tool"]["setuptools"]["packages"]["find"]["where"]
-    rooms = [path.name for path in (ROOT / source / "tandem").iterdir() if path.is_symlink()]
-    packages = {source, *rooms}
     files = {PROJECT["project"]["readme"], *PROJECT["project"]["license-files"], "pyproject.toml"}
     copied = {
         source.replace("${TARGET}", target)
@@ -89,29 +91,29 @@ def test_a_build_is_sent_what_it_copies_and_every_package():
         if source != "."
     }
     assert "deploy/docker/requirements-cuda.txt" in copied
-    missing = [p for p in packages | files | copied if is_ignored(p) or not (ROOT / p).exists()]
+    missing = [p for p in {source} | files | copied if is_ignored(p) or not (ROOT / p).exists()]
     assert missing == []
 
 
 @pytest.mark.parametrize(
-    "path", [".git", ".venv", "tests", "deploy/compose/secrets", "node/__pycache__"]
+    "path", [".git", ".venv", "tests", "deploy/compose/secrets", "src/tandem/node/__pycache__"]
 )
-def test_a_build_is_not_sent_what_is_nobodys_business(path):
+def test_the_build_context_excludes_private_files(path):
     assert is_ignored(path)
 
 
-def test_the_image_runs_tandem_as_a_user_without_rights_and_hands_it_sigterm():
+def test_the_image_runs_as_the_charts_user_and_forwards_sigterm():
     last = dict(instructions())  # of each instruction the last
-    assert last["USER"] == "10001:10001"
-    assert last["ENTRYPOINT"] == '["tini", "--", "tandem"]'
-    assert last["STOPSIGNAL"] == "SIGTERM"
-    assert last["HEALTHCHECK"].endswith('CMD ["tandem-healthcheck"]')
+    context = dict(pods(rendered()))["router"]["spec"]["securityContext"]
+    assert last["USER"] == f"{context['runAsUser']}:{context['runAsGroup']}"
+    init, *_, command = json.loads(last["ENTRYPOINT"])
+    assert (init, command, last["STOPSIGNAL"]) == ("tini", "tandem", "SIGTERM")
+    assert "tandem-healthcheck" in last["HEALTHCHECK"]
     settings = " ".join(rest for verb, rest in instructions() if verb == "ENV")
     written = dict(word.split("=", 1) for word in shlex.split(settings))
-    homes = ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME")
-    assert {name: written[name].startswith("/var/cache/tandem") for name in homes} == dict.fromkeys(
-        homes, True
-    )
+    # The only directory besides /tmp that is writable in the chart's pods.
+    for name in ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME"):
+        assert written[name].startswith("/var/cache/tandem"), name
 
 
 def healthcheck_module():
@@ -132,7 +134,7 @@ def healthcheck_module():
         ("serve --ssl-certfile a.pem", "https://127.0.0.1:8000"),
     ],
 )
-def test_the_health_check_finds_the_port_of_every_role_in_its_command_line(flags, url):
+def test_the_health_check_reads_the_url_from_the_command_line(flags, url):
     argv = ["tini", "--", "/opt/tandem/bin/tandem", *flags.split()]
     module = healthcheck_module()
     assert module.url_of(argv, {}) == url
@@ -140,12 +142,12 @@ def test_the_health_check_finds_the_port_of_every_role_in_its_command_line(flags
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "lb --discover-announced"])
-def test_the_ports_that_it_supposes_are_those_of_the_flags(role):
+def test_the_health_check_has_the_default_ports_of_the_flags(role):
     config = config_of(role.split())
     assert healthcheck_module().url_of(role.split(), {}) == f"http://{config.host}:{config.port}"
 
 
-def test_the_health_check_tells_a_router_that_lives_from_one_that_serves():
+def test_the_health_check_distinguishes_a_live_from_a_serving_router():
     url = f"http://127.0.0.1:{free_ports(1)[0]}"
     check = [sys.executable, "-I", str(HEALTHCHECK)]
 

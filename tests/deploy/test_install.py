@@ -17,7 +17,7 @@ def install():
     return module
 
 
-def test_the_indexes_that_pip_is_given_are_uvs_too_and_the_environment_wins(install):
+def test_uv_gets_pips_indexes_and_the_environment_overrides_them(install):
     config = (
         "global.extra-index-url='\\nfile:///a/simple\\nfile:///b/simple'\n"
         "global.find-links='/wheels'\n"
@@ -31,7 +31,7 @@ def test_the_indexes_that_pip_is_given_are_uvs_too_and_the_environment_wins(inst
     }
 
 
-def test_the_lock_has_a_version_of_every_requirement_and_no_address(install):
+def test_the_lock_pins_the_requirements_without_urls(install):
     lock, constraints = (file.read_text() for file in install.PINS)
     assert "://" not in lock
     assert "torch==" in constraints

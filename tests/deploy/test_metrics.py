@@ -1,4 +1,4 @@
-"""What every role answers at /metrics is what docs/metrics.md says, and nothing a client can blow up."""
+"""The metrics that each role exports: as docs/metrics.md lists them, bounded in number, and consistent."""
 
 import re
 from contextlib import ExitStack
@@ -6,9 +6,9 @@ from contextlib import ExitStack
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.up import free_ports
 from tests.deploy.metrics_page import documented
-from tests.e2e.cluster import Process, ask, eventually, running_cluster, running_serve, wait_healthy
+from tests.e2e.cluster import ask, running, running_cluster, running_serve
+from tests.patience import eventually
 
 FLAGS = ("--engine", "simulated", "--page-size", "8", "--max-total-tokens", "8192")
 QUIET = ("--log-level", "warning")
@@ -24,21 +24,16 @@ class Servers:
 
     def __init__(self, stack):
         cluster = stack.enter_context(running_cluster(*FLAGS, *QUIET))
-        (port,) = free_ports(1)
         nodes = ("--prefill", *cluster.prefill_urls, "--decode", *cluster.decode_urls)
-        several = Process(
-            *("lb", *nodes, "--port", str(port), "--detokenizers", "2", *QUIET),
-            *("--local-prefill-threshold", "0"),
-        )
-        stack.callback(several.stop)
+        flags = ("--workers", "2", *QUIET, "--local-prefill-threshold", "0")
+        several, _ = stack.enter_context(running("lb", *nodes, *flags))
         self.urls = {
             "router": cluster.url,
-            "several": f"http://127.0.0.1:{port}",
+            "several": several,
             "prefill": cluster.prefill_urls[0],
             "decode": cluster.decode_urls[0],
             "serve": stack.enter_context(running_serve(*FLAGS, *QUIET, *TIERS)),
         }
-        wait_healthy(self.urls["several"], several)
 
     def families(self, name):
         _, text = ask(f"{self.urls[name]}/metrics")
@@ -110,14 +105,14 @@ def exposed_name(family):
     return f"{family.name}_total" if family.type == "counter" else family.name
 
 
-def test_every_metric_is_explained_and_every_explained_one_is_there(servers):
+def test_exported_and_documented_metrics_are_the_same(servers):
     def exported():
         return {exposed_name(family) for family in servers.all_families()}
 
     assert eventually(lambda: exported() == set(documented())), exported() ^ set(documented())
 
 
-def test_types_and_labels_are_those_of_the_page(servers):
+def test_types_and_labels_match_the_page(servers):
     page = documented()
     for family in servers.all_families():
         row = page[exposed_name(family)]
@@ -126,7 +121,7 @@ def test_types_and_labels_are_those_of_the_page(servers):
             assert set(sample.labels) - {"le"} == row.labels, row.name
 
 
-def test_help_says_what_it_is_and_names_keep_to_the_conventions(servers):
+def test_names_and_help_texts_follow_prometheus_conventions(servers):
     for family in servers.all_families():
         name = exposed_name(family)
         assert len(family.documentation.split()) >= 3, name
@@ -138,7 +133,7 @@ def test_help_says_what_it_is_and_names_keep_to_the_conventions(servers):
             assert "econds" in family.documentation, name
 
 
-def test_no_client_can_make_series_grow(servers):
+def test_requests_add_no_series(servers):
     before = servers.series()
     told = servers.value("serve", "tandem_generated_tokens_total")
     for number in range(4, 12):
@@ -169,7 +164,7 @@ def test_every_gap_between_tokens_is_counted_once(servers):
         assert 0 < gaps < servers.value(name, "tandem_edge_generation_seconds_sum")
 
 
-def test_a_hand_off_is_timed_at_both_ends(servers):
+def test_a_hand_off_is_timed_on_both_nodes(servers):
     def counts():
         of_prefill = ("push", "bootstrap", "push_exposed")
         return (
@@ -183,7 +178,7 @@ def test_a_hand_off_is_timed_at_both_ends(servers):
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode", "serve"])
-def test_every_step_is_timed_on_the_device_and_on_the_host(servers, name):
+def test_each_step_has_a_device_and_a_cpu_time(servers, name):
     def counts():
         return tuple(
             servers.value(name, f"tandem_step_{each}_seconds_count", role=name)
@@ -196,7 +191,7 @@ def test_every_step_is_timed_on_the_device_and_on_the_host(servers, name):
     assert servers.value(name, "tandem_step_requests_sum", role=name) >= num_steps
 
 
-def test_a_node_says_what_it_is_and_what_it_does(servers):
+def test_a_node_exports_its_role_state_and_pages(servers):
     for name in ("prefill", "decode", "serve"):
         assert servers.value(name, "tandem_node_info", role=name, tp_size="1") == 1
         assert servers.value(name, "tandem_node_state", role=name, state="serving") == 1
@@ -205,7 +200,7 @@ def test_a_node_says_what_it_is_and_what_it_does(servers):
         assert servers.value(name, "tandem_page_tokens", role=name) == 8
 
 
-def test_processes_are_told_apart(servers):
+def test_process_metrics_have_a_process_label(servers):
     for name, processes in PROCESSES.items():
         assert servers.processes(name) == processes
         samples = servers.families(name)["process_resident_memory_bytes"].samples

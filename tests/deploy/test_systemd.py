@@ -1,4 +1,4 @@
-"""The units: what they would start, with the example files of /etc/tandem, and how they end it."""
+"""The systemd units with the example files of /etc/tandem: commands, shutdown, sandboxing, order."""
 
 import re
 import shlex
@@ -65,16 +65,16 @@ def api_keys(tmp_path):
     return str(file)
 
 
-def test_tandem_takes_what_the_units_start_and_nodes_announce_themselves_to_the_router(api_keys):
+def test_units_start_valid_commands_and_nodes_announce_themselves(api_keys):
     told = {role: config_of(started(role, api_keys)) for role in SERVICES}
     assert [config.port for config in told.values()] == [7000, 7001, 8000]
-    assert told["lb"].takes_announced
+    assert told["lb"].discovers_announced
     assert told["prefill"].routers == told["decode"].routers
-    assert told["prefill"].engine.model_dir == told["decode"].engine.model_dir
+    assert told["prefill"].model == told["decode"].model
 
 
 @pytest.mark.parametrize("role", SERVICES)
-def test_a_unit_waits_longer_than_the_drain_takes_and_signals_the_node_alone(role, api_keys):
+def test_a_unit_has_time_to_drain_and_signals_only_the_main_process(role, api_keys):
     unit = settings(SERVICES[role][0])
     assert (
         float(unit["TimeoutStopSec"][0])
@@ -85,7 +85,7 @@ def test_a_unit_waits_longer_than_the_drain_takes_and_signals_the_node_alone(rol
 
 
 @pytest.mark.parametrize("role", SERVICES)
-def test_a_unit_runs_as_the_user_of_all_nodes_without_rights(role):
+def test_a_unit_runs_sandboxed_as_the_tandem_user(role):
     unit = settings(SERVICES[role][0])
     assert {key: unit[key][0] for key in HARDENING} == HARDENING
     kind, user = (UNITS / "tandem.sysusers.conf").read_text().splitlines()[-1].split()[:2]
@@ -98,14 +98,14 @@ def test_a_unit_runs_as_the_user_of_all_nodes_without_rights(role):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_node_may_pin_memory_and_ends_after_the_router(role):
+def test_a_node_may_pin_memory_and_stops_after_the_router(role):
     unit = settings(SERVICES[role][0])
     assert unit["LimitMEMLOCK"] == ["infinity"]
     assert unit["Before"] == ["tandem-router.service"]
     assert unit["EnvironmentFile"][1] == f"/etc/tandem/{role}-%i.env"
 
 
-def test_the_target_starts_and_stops_all_of_them():
+def test_the_target_starts_and_stops_all_units():
     assert settings("tandem.target")["WantedBy"] == ["multi-user.target"]
     for name, _ in SERVICES.values():
         unit = settings(name)

@@ -24,18 +24,6 @@ CHANGING = {"id", "created", "e2e_latency", "cached_tokens", "prompt_tokens_deta
 # ── processes and nodes ──────────────────────────────────────────────────────────────────────────
 
 
-def children(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in listed]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def load_of(url: str) -> dict:
     """Return the load that a node told by itself, twice a second; `load_now` asks for it."""
     return ask(f"{url}/server_info")[1]["load"]

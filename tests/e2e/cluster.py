@@ -2,95 +2,26 @@
 
 import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from tandem.cli.up import free_ports
 from tandem.router.config import host_of
-from tandem.up import free_ports
 from tandem.wire.channel import Link, tcp_address, wait
 from tandem.wire.errors import PeerLost
 from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import FromEngine, Ping, Pong
-from tests.fork_server import Forked
-from tests.patience import PATIENCE_S, patiently
+from tests.patience import PATIENCE_S, eventually, patiently
+from tests.processes import Process
 
 # Of a machine that does other things, too: a process that ends is noticed at once.
 START_TIMEOUT_S = 600
 # Of requests that are to meet: on a machine that stood still meanwhile they may have missed each other.
 MAX_ROUNDS = 10
-ROOT = Path(__file__).resolve().parents[2]
-
-
-class Process:
-    """One `tandem` process with its own log.
-
-    Args:
-        is_fresh: Started as a user does; others are forked, see `tests/fork_server.py`.
-    """
-
-    def __init__(
-        self,
-        *argv: str,
-        env: dict[str, str] | None = None,
-        cwd: Path = ROOT,
-        is_fresh: bool = False,
-    ) -> None:
-        self.argv = argv
-        self._is_interrupted = False
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in stop
-        how: dict = {"cwd": cwd, "env": {**os.environ, **(env or {})}}
-        how |= dict.fromkeys(("stdout", "stderr"), self.log.fileno())
-        self._popen = (
-            subprocess.Popen([sys.executable, "-P", "-m", "tandem", *argv], **how)
-            if is_fresh
-            else Forked(["tandem", *argv], **how)
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
-    def output(self) -> str:
-        # Read from a place of its own: the file's position is the process's, which would go on writing there.
-        number = self.log.fileno()
-        return os.pread(number, os.fstat(number).st_size, 0).decode(errors="replace")
-
-    def wait(self, timeout_s: float = PATIENCE_S) -> int:
-        return self._popen.wait(timeout_s)
-
-    def is_running(self) -> bool:
-        return self._popen.poll() is None
-
-    def signal(self, number: int) -> None:
-        self._popen.send_signal(number)
-
-    def interrupt(self) -> None:
-        """Begin to stop, as Ctrl-C does; once, for a second one forces."""
-        if self.is_running() and not self._is_interrupted:
-            self.signal(signal.SIGINT)
-        self._is_interrupted = True
-
-    def stop(self) -> int:
-        """Stop as Ctrl-C does; return the exit status."""
-        self.interrupt()
-        try:
-            status = self.wait()
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            status = self.wait()
-        self.log.close()
-        return status
 
 
 def ask(
@@ -118,27 +49,18 @@ def ask(
 
 def wait_healthy(url: str, *processes: Process) -> None:
     """Wait until `url` is healthy; fail with the logs when a process ends or time is up."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
+
+    def logs() -> str:
+        return "\n".join(f"--- {' '.join(each.argv)}\n{each.output()}" for each in processes)
+
+    def is_healthy() -> bool:
         with contextlib.suppress(OSError):
             if ask(f"{url}/health")[0] == 200:
-                return
-        ended = [process for process in processes if not process.is_running()]
-        if ended:
-            break
-        time.sleep(0.02)  # another process's state: nothing here to wait on
-    logs = "\n".join(f"--- {' '.join(p.argv)}\n{p.output()}" for p in processes)
-    raise AssertionError(f"{url} did not become healthy:\n{logs}")
+                return True
+        assert all(each.is_running() for each in processes), f"a process ended:\n{logs()}"
+        return False
 
-
-def eventually(is_so: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
-    """Ask again and again whether something became so."""
-    deadline = time.monotonic() + within_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)  # as above
-    return True
+    assert eventually(is_healthy, within_s=START_TIMEOUT_S), f"{url} is not healthy:\n{logs()}"
 
 
 def load_now(url: str, key: ChannelKey | None = None) -> dict:

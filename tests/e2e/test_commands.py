@@ -13,17 +13,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tandem.up import free_ports
+from tandem.cli.up import free_ports
 from tests.e2e.clients import generate, is_told
-from tests.e2e.cluster import (
-    START_TIMEOUT_S,
-    Cluster,
-    Process,
-    ask,
-    eventually,
-    running_cluster,
-    wait_healthy,
-)
+from tests.e2e.cluster import START_TIMEOUT_S, Cluster, ask, running_cluster, wait_healthy
+from tests.patience import eventually
+from tests.processes import Process
 
 PACKAGES = ("decode", "engine", "frontend", "kvtier", "kvtransfer", "node", "prefill", "router")
 PACKAGES += ("tandem", "telemetry", "wire")
@@ -80,7 +74,7 @@ def test_a_cluster_starts_in_a_directory_with_files_named_like_our_packages(tiny
 @pytest.mark.slow
 def test_two_of_each_share_the_work_and_every_process_ends_with_0(tiny_model):
     flags = ("--model", str(tiny_model("llama")), "--log-level", "warning", *SIMULATED)
-    cluster = Cluster(*flags, prefills=2, decodes=2, router_flags=("--detokenizers", "2"))
+    cluster = Cluster(*flags, prefills=2, decodes=2, router_flags=("--workers", "2"))
     try:
         wait_healthy(cluster.url, *cluster.processes)
         # Each edge worker finds the nodes by itself, and they answer in turn.
@@ -199,7 +193,7 @@ def broken(path: Path, fault: str) -> str:
             return "num_hidden_layers"
         case "a broken tokenizer":
             (path / "tokenizer.json").write_text("{}")
-            return "tokenizer.json cannot be used"
+            return "tokenizer.json is broken: "
     raise AssertionError(fault)
 
 
@@ -245,7 +239,7 @@ def test_a_port_in_use_is_refused_with_what_to_do(tiny_model, flag):
         )
         said = refused("prefill", *argv)
         assert port in said
-        assert "choose another" in said
+        assert "use a different" in said
 
 
 @pytest.mark.slow

@@ -15,15 +15,10 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.e2e.clients import PROMPTS, children, stream, stream_all, unaccounted
-from tests.e2e.cluster import (
-    MAX_ROUNDS,
-    ask,
-    eventually,
-    load_now,
-    running_cluster,
-)
-from tests.patience import patiently
+from tests.e2e.clients import PROMPTS, stream, stream_all, unaccounted
+from tests.e2e.cluster import MAX_ROUNDS, ask, load_now, running_cluster
+from tests.patience import eventually, patiently
+from tests.processes import children
 
 FLAGS = (
     *("--page-size", "8", "--chunked-prefill-size", "32", "--max-total-tokens", "4096"),
@@ -36,7 +31,7 @@ def test_a_killed_edge_worker_takes_its_own_streams_with_it_and_its_requests_off
     tiny_model, capsys
 ):
     flags = ("--model", str(tiny_model("llama")), "--num-threads", "1", *FLAGS)
-    router_flags = ("--detokenizers", "2")
+    router_flags = ("--workers", "2")
     with running_cluster(*flags, router_flags=router_flags) as cluster:
         assert eventually(lambda: is_whole(cluster))
         undisturbed = asyncio.run(stream_all(cluster.url))

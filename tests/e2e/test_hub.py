@@ -25,7 +25,7 @@ def test_a_cluster_serves_a_model_by_its_name_after_one_download(tiny_model, tmp
         assert hub.gets["model.safetensors"] == 1
         assert hub.repositories["org/tiny"].commit("main") in log
         said = refused("decode", "--model", "org/none", env=env)
-    assert f"no model at {hub.url}" in said
+    assert f"nor a public model at {hub.url}" in said
     with running_serve("--model", str(tiny_model("llama")), *FLAGS) as url:
         here = generate(url, input_ids=[5, 6, 7], max_new_tokens=8, temperature=0)
     assert told["output_ids"] == here["output_ids"]

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import pytest
 
-from tandem.up import free_ports
+from tandem.cli.up import free_ports
 from tests.e2e.clients import (
     NUM_NEW,
     PROMPTS,
@@ -17,7 +17,9 @@ from tests.e2e.clients import (
     stream_all,
     unaccounted,
 )
-from tests.e2e.cluster import START_TIMEOUT_S, Process, ask, eventually, wait_healthy
+from tests.e2e.cluster import START_TIMEOUT_S, ask, wait_healthy
+from tests.patience import eventually
+from tests.processes import Process
 
 SECRET = {"TANDEM_CLUSTER_KEY": "a secret of this test"}
 
@@ -94,12 +96,12 @@ def all_expected(flags) -> list[list[int]]:
 @pytest.mark.slow
 def test_nodes_are_added_handed_over_and_started_anew_under_a_router_that_runs(flags, start):
     key = operator_key()
-    router_process, router = start("lb", "--discover-announced", "--detokenizers", "2", *QUIET)
+    router_process, router = start("lb", "--discover-announced", "--workers", "2", *QUIET)
     bootstrap_port = free_ports(1)[0]
     prefill, prefill_url = start("prefill", *flags, "--bootstrap-port", str(bootstrap_port))
     first, first_url = start("decode", *flags)
     second, second_url = start("decode", *flags)
-    assert eventually(lambda: answers(router), START_TIMEOUT_S)
+    assert eventually(lambda: answers(router), within_s=START_TIMEOUT_S)
     assert change("POST", f"{router}/nodes", "wrong", url=first_url) == 401
     for url in (prefill_url, first_url):
         assert change("POST", f"{router}/nodes", key, url=url) == 200

@@ -10,9 +10,10 @@ import tempfile
 import aiohttp
 import pytest
 
-from tandem.up import free_ports
+from tandem.cli.up import free_ports
 from tests.e2e.clients import about, essence
-from tests.e2e.cluster import START_TIMEOUT_S, ask, eventually
+from tests.e2e.cluster import START_TIMEOUT_S, ask
+from tests.patience import eventually
 
 PARAMS = {"temperature": 0, "max_new_tokens": 6}
 TEXT = "The capital of France is"
@@ -96,7 +97,9 @@ def sglang_router(prefill: str, decode: str, bootstrap_port: int):
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            eventually(lambda: _is_healthy(url) or process.poll() is not None, START_TIMEOUT_S)
+            eventually(
+                lambda: _is_healthy(url) or process.poll() is not None, within_s=START_TIMEOUT_S
+            )
             log.seek(0)
             assert process.poll() is None, log.read()
             assert _is_healthy(url), log.read()

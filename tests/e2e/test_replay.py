@@ -10,10 +10,10 @@ import aiohttp
 import pytest
 
 from tests.e2e.clients import ask_all, assert_same, post, unaccounted
-from tests.e2e.cluster import ask, eventually, running_cluster
+from tests.e2e.cluster import ask, running_cluster
 from tests.e2e.conftest import FLAGS
 from tests.e2e.test_features import CALLS, EXAMPLE, SCHEMA, SEEDED, STORY, native
-from tests.patience import PATIENCE_S
+from tests.patience import eventually, until_async
 
 LONG = {"max_new_tokens": 90, "ignore_eos": True}
 DISTURBED = {
@@ -64,9 +64,7 @@ async def ask_anchor(url: str) -> list[int]:
 
 async def num_told(token_ids: list[int], wanted: int) -> None:
     """Wait for tokens."""
-    async with asyncio.timeout(PATIENCE_S):
-        while len(token_ids) < wanted:  # noqa: ASYNC110 - of another process
-            await asyncio.sleep(0.01)
+    await until_async(lambda: len(token_ids) >= wanted)
 
 
 async def ask_while_killing(cluster) -> tuple[str, list[int], dict]:

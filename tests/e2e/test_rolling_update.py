@@ -10,10 +10,12 @@ import signal
 import aiohttp
 import pytest
 
-from tandem.up import free_ports
+from tandem.cli.up import free_ports
 from tests.e2e.clients import QUIET, SIMULATED, expected, unaccounted
-from tests.e2e.cluster import Process, eventually, wait_healthy
+from tests.e2e.cluster import wait_healthy
 from tests.e2e.test_membership import states
+from tests.patience import eventually
+from tests.processes import Process
 
 NUM_CLIENTS = 4
 ROUTER_FLAGS = (

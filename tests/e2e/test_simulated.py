@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from tandem.frontend.tokenizer import Tokenizer
+from tandem.frontend.text.tokenizer import Tokenizer
 from tests.e2e.clients import (
     NUM_NEW,
     PROMPTS,
@@ -25,15 +25,9 @@ from tests.e2e.clients import (
     stream_all,
     unaccounted,
 )
-from tests.e2e.cluster import (
-    Process,
-    ask,
-    eventually,
-    load_now,
-    running,
-    running_cluster,
-    running_serve,
-)
+from tests.e2e.cluster import ask, load_now, running, running_cluster, running_serve
+from tests.patience import eventually
+from tests.processes import Process
 
 
 def test_a_step_that_hangs_ends_the_node(tiny_model, tmp_path):
@@ -62,7 +56,7 @@ def check_answers(url: str, model) -> None:
     seeded = generate(url, input_ids=[5, 6], max_new_tokens=9, temperature=1, sampling_seed=7)
     assert seeded["output_ids"] == expected(model, [5, 6], 9, seed=7)
     refused = generate(url, text=text, repetition_penalty=1.5)
-    assert "repetition_penalty cannot be had" in refused["error"]["message"]
+    assert "does not support repetition_penalty" in refused["error"]["message"]
 
 
 @pytest.mark.slow
@@ -93,7 +87,7 @@ def test_both_roles_in_one_simulated_engine_say_the_same(described_model, tmp_pa
 
 
 def check_batch(url: str, model, directory) -> None:
-    """Run a file of requests; what a kill leaves of it is tried in `tests/tandem/batch`."""
+    """Run a file of requests; what a kill leaves of it is tried in `tests/tools/batch`."""
     tokenizer = Tokenizer.load(model)
     prompts = {f"r{n}": f"Tell {n} of the rivers." for n in range(20)}
     lines = [
@@ -171,7 +165,7 @@ def test_the_router_and_each_node_show_that_they_can_generate(described_model):
         for url in (cluster.url, *cluster.prefill_urls, *cluster.decode_urls):
             assert ask(f"{url}/health_generate") == (
                 200,
-                {"status": "ok", "detail": "tokens come"},
+                {"status": "ok", "detail": "tokens are generated"},
             )
         for url, num_tokens in before.items():
             assert eventually(lambda: load_now(url)["prompt_tokens"] > num_tokens)  # noqa: B023

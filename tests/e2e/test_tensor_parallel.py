@@ -6,10 +6,12 @@ import signal
 
 import pytest
 
-from tests.e2e.clients import children, is_alive, stream_all, unaccounted
-from tests.e2e.cluster import START_TIMEOUT_S, Process, eventually, running_cluster, running_serve
+from tests.e2e.clients import stream_all, unaccounted
+from tests.e2e.cluster import START_TIMEOUT_S, running_cluster, running_serve
 from tests.e2e.test_parity import generate_all, sampling
 from tests.one_engine import tokens_of_one_engine
+from tests.patience import eventually
+from tests.processes import Process, children, is_alive
 
 FLAGS = (
     *("--dtype", "float32", "--page-size", "8", "--chunked-prefill-size", "32"),
@@ -100,9 +102,9 @@ def test_a_rank_that_is_killed_ends_its_node_and_costs_no_token(expected, tiny_m
 def test_no_rank_outlives_its_node(tiny_model, victim):
     model = ("--model", str(tiny_model("llama")), *FLAGS, "--tp", "2")
     serve = Process("serve", "--port", "0", *model)
-    assert eventually(lambda: children(serve.pid) != [], START_TIMEOUT_S)
+    assert eventually(lambda: children(serve.pid) != [], within_s=START_TIMEOUT_S)
     (engine,) = children(serve.pid)
-    assert eventually(lambda: children(engine) != [], START_TIMEOUT_S)
+    assert eventually(lambda: children(engine) != [], within_s=START_TIMEOUT_S)
     (rank,) = children(engine)
     if victim == "launcher":
         serve.signal(signal.SIGKILL)
@@ -119,5 +121,5 @@ def test_heads_that_three_ranks_cannot_share_are_a_sentence_and_status_2(tiny_mo
         "serve", "--port", "0", "--model", str(tiny_model("llama")), *FLAGS, "--tp", "3"
     )
     assert serve.wait(START_TIMEOUT_S) == 2
-    assert "--tp 3 cannot share 4 attention heads with 2 KV heads" in serve.output()
+    assert "--tp 3 cannot split 4 attention heads and 2 KV heads" in serve.output()
     serve.log.close()

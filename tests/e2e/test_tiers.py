@@ -8,22 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tandem.cli.up import free_ports
 from tandem.kvtransfer.region import SHM_DIR
-from tandem.up import free_ports
 from tandem.wire.generation import SamplingParams
 from tandem.wire.prefixes import PageSpace, page_keys, shard_key
 from tests.e2e.clients import generate, load_of
-from tests.e2e.cluster import (
-    START_TIMEOUT_S,
-    Process,
-    ask,
-    eventually,
-    load_now,
-    running,
-    running_cluster,
-    wait_healthy,
-)
+from tests.e2e.cluster import START_TIMEOUT_S, ask, load_now, running, running_cluster, wait_healthy
 from tests.one_engine import tokens_of_one_engine
+from tests.patience import eventually
+from tests.processes import Process
 from tests.tiny_models import VOCAB_SIZE
 
 PAGE, NUM_NEW = 8, 40

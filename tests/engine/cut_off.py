@@ -1,10 +1,10 @@
-"""What top-k and top-p keep, by their definition."""
+"""The tokens that top-k and top-p keep by definition."""
 
 import numpy as np
 
 
 def kept_by_definition(row: np.ndarray, top_k: int, top_p: float) -> set[int]:
-    """Sort, cut to the largest k, cut after the mass p; equal logits go together."""
+    """Return the k largest tokens, limited to the mass p. Equal logits are kept together."""
     order = np.argsort(-row, kind="stable")
     size = len(row) if top_k <= 0 else min(top_k, len(row))
     weights = np.exp(row[order] - row.max()).astype(np.float64)

@@ -1,4 +1,4 @@
-"""`follower STORE`: rank 1 of 2, for one model after another, as the link that is its standard input asks."""
+"""`follower STORE`: rank 1 of 2. Loads models and runs forwards as requested on standard input."""
 
 import sys
 from multiprocessing.connection import Connection
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from tandem.engine.attention_backends import choose_backend
-from tandem.engine.config import EngineConfig
-from tandem.engine.kv_pool import make_pool
-from tandem.engine.model import load_model
-from tandem.engine.runner import ModelRunner
-from tandem.engine.tensor_parallel import follow, join
-from tandem.node.ranks import received
+from tandem.engine.attention.backends import choose_backend
+from tandem.engine.config import EngineConfig, EngineOptions
+from tandem.engine.execution.runner import ModelRunner
+from tandem.engine.execution.tensor_parallel import follow, join
+from tandem.engine.model.loading import load_model
+from tandem.engine.pages.pool import make_pool
+from tandem.node.ranks.ranks import messages_of
 from tandem.wire.errors import ConfigInvalid
 
 NUM_PAGES = 64
@@ -27,9 +27,9 @@ def load_shard(config: EngineConfig):
 
 def main() -> None:
     torch.set_num_threads(1)
-    join(EngineConfig(model_dir="", tp_size=2, tp_rank=1), Path(sys.argv[1]))
+    join(EngineOptions(tp_size=2, tp_rank=1), Path(sys.argv[1]))
     runner = None
-    for message in received(Connection(sys.stdin.fileno())):
+    for message in messages_of(Connection(sys.stdin.fileno())):
         if isinstance(message, EngineConfig):
             try:
                 runner, _ = load_shard(message)

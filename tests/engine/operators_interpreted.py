@@ -1,6 +1,6 @@
-"""Runs the Triton operators on CPU tensors; writes a JSON object of errors.
+"""Runs the Triton operators on CPU tensors and writes a JSON object of errors.
 
-A process of its own: triton decides at import whether it interprets.
+This is a separate process, because triton decides at import whether it interprets.
 
     TRITON_INTERPRET=1 python -m tests.engine.operators_interpreted
 """
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from tandem.engine.operators_triton import TritonOperators
+from tandem.engine.kernels.operators_triton import TritonOperators
 
-# How far two results may be apart: one unit in the last place, because the interpreter cuts bfloat16 off where a GPU
-# rounds it; in float32, what a sum in another order makes.
+# Relative tolerance: one unit in the last place, because the interpreter truncates bfloat16 where a GPU rounds; in
+# float32, the effect of a different order of summation.
 DTYPES = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
-# Rows and width of norms and gates.
+# Number of rows and width of norms and gates.
 SIZES = ((1, 1), (3, 7), (2, 64), (5, 300), (2, 2050), (0, 8))
 EPS = 1e-3
 
@@ -31,7 +31,7 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def norm_errors(dtype: torch.dtype, num_rows: int, width: int) -> Iterator[tuple[str, float]]:
-    """Yield the errors of sums and norms, with a delta and without."""
+    """Yield the errors of sums and norms, with and without a delta."""
     rows, delta = torch.randn(2, num_rows, width).to(dtype)
     weight = torch.randn(width).to(dtype)
     for added in (None, delta):
@@ -45,7 +45,7 @@ def norm_errors(dtype: torch.dtype, num_rows: int, width: int) -> Iterator[tuple
 
 
 def gate_error(dtype: torch.dtype, num_rows: int, width: int) -> float:
-    """Return the error of gates, extreme ones included."""
+    """Return the error of gates, including extreme ones."""
     rows = (torch.randn(num_rows, 2 * width) * 4).to(dtype)
     rows[:1, :1] = -1000.0
     gate, up = rows.float().chunk(2, dim=1)

@@ -1,4 +1,4 @@
-"""Every architecture that transformers maps is served as transformers computes it, or refused at load."""
+"""Every architecture of transformers gives the same results as transformers, or is refused at load."""
 
 import pytest
 
@@ -9,10 +9,10 @@ from tests.architectures.table import WHY
 from tests.one_engine import one_thread
 from tests.sample import sampled
 
-# Modelling code and configurations of others warn as they please.
+# Third-party modelling code and configs may warn.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# One of each kind of attention, and of refusal, for every run of the tests; `make test-all` takes all.
+# One case per kind of attention and of refusal; `make test-all` runs all cases.
 SAMPLE = {
     "bert",
     "deepseek_v3",
@@ -30,24 +30,24 @@ NAMES = {case.name for case in CASES}
 
 
 def each(are_served):
-    """Have a test take each case that is served, or that is refused."""
+    """Parametrize a test with the supported or the refused cases."""
     named = {case.name: case for case in CASES if (case.name not in WHY) == are_served}
     params = sampled(named.values(), *(named[name] for name in SAMPLE & named.keys()))
     return pytest.mark.parametrize("case", params, ids=list(named))
 
 
 @each(are_served=True)
-def test_a_model_generates_what_it_does_in_transformers(case, tmp_path):
+def test_supported_architecture_generates_the_same_tokens_as_transformers(case, tmp_path):
     assert differences(case, tmp_path) == []
 
 
 @each(are_served=False)
-def test_a_model_that_is_not_served_is_refused_at_load(case, tmp_path):
+def test_unsupported_architecture_is_refused_at_load(case, tmp_path):
     assert WHY[case.name] in refusal(case, tmp_path)
 
 
-def test_a_window_that_is_lost_would_be_seen(tmp_path):
-    """The same weights with a window and without: what is within the window is equal, what is not differs."""
+def test_ignored_window_changes_the_tokens(tmp_path):
+    """With the same weights, a window changes the tokens beyond it and no others."""
     named = {case.name: case for case in CASES}
     with one_thread():
         models = [
@@ -57,9 +57,9 @@ def test_a_window_that_is_lost_would_be_seen(tmp_path):
     assert [one.differs(other) for one, other in pairs] == [False, True, True]
 
 
-def test_tables_name_only_what_is_there():
+def test_tables_list_only_existing_cases():
     assert WHY.keys() | SEEDS.keys() | CONFIG_ONLY.keys() | SAMPLE <= NAMES
 
 
-def test_the_page_of_models_is_current():
+def test_models_page_is_up_to_date():
     assert page.PATH.read_text() == page.page(), "run python -m tests.architectures --write"

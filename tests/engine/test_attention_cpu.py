@@ -1,4 +1,4 @@
-"""The CPU's kernel: its answers, on one of torch's threads and on several."""
+"""The CPU attention kernel, on one and several of torch's threads."""
 
 import subprocess
 import sys
@@ -7,8 +7,8 @@ from pathlib import Path
 import numba
 import pytest
 
-from tandem.engine import cpu_kernels
-from tandem.engine.attention_cpu import CpuAttention, Geometry, kernel_for
+from tandem.engine.attention.cpu import CpuAttention, Geometry, kernel_for
+from tandem.engine.kernels import cpu as cpu_kernels
 from tests.attention_cases import CASES, error, tolerance
 
 READABLE = [
@@ -18,12 +18,12 @@ READABLE = [
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("name", READABLE)
-def test_the_kernel_answers_as_the_reference_does(torch_threads, name, num_threads):
+def test_cpu_kernel_matches_the_reference(torch_threads, name, num_threads):
     torch_threads(num_threads)
     assert error(CASES[name], CpuAttention()) <= tolerance(CASES[name])
 
 
-def test_without_torchs_library_one_thread_does_it_all(torch_threads, monkeypatch):
+def test_kernel_runs_on_one_thread_without_gnu_openmp(torch_threads, monkeypatch):
     torch_threads(4)
     monkeypatch.setattr(cpu_kernels, "_library", lambda: None)
     assert cpu_kernels.num_threads() == 1
@@ -41,20 +41,20 @@ print(hits(GEOMETRIES))
 
 
 def hits(geometries: list[Geometry]) -> list[int]:
-    """Compile kernels, or read them from disk; return which were there."""
+    """Compile kernels or load them from disk. Return which were on disk."""
     return [kernel_for.__wrapped__(each).cache_hits for each in geometries]
 
 
 @pytest.mark.thorough
-def test_a_second_process_does_not_compile_again(tmp_path, monkeypatch):
+def test_second_process_loads_the_compiled_kernel_from_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     assert hits(GEOMETRIES) == [0, 0]
     indexes = {path.name.split("-")[0]: path for path in tmp_path.rglob("*.nbi")}
-    assert len(indexes) == 2, "kernels that share an index may be taken for each other"
+    assert len(indexes) == 2, "kernels with the same index were confused"
     command = [sys.executable, "-W", "ignore", "-c", READ]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.splitlines()[-1] == "[1, 1]"
     broken, _ = indexes.values()
     broken.write_bytes(broken.read_bytes()[:9])
-    assert sum(hits(GEOMETRIES)) == 1, "what is broken is compiled anew"
+    assert sum(hits(GEOMETRIES)) == 1, "a corrupt cache file must be recompiled"

@@ -1,4 +1,4 @@
-"""The Triton kernels: their answers, in Triton's interpreter, and that they compile for GPUs."""
+"""The Triton attention and sampler kernels: results in Triton's interpreter, and compilation for GPUs."""
 
 import re
 from typing import Any
@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.attention import Scoring
-from tandem.engine.attention_torch import TorchAttention
-from tandem.engine.attention_triton import TritonAttention, prompt_tiles
+from tandem.engine.attention.paged import Scoring
+from tandem.engine.attention.torch import TorchAttention
+from tandem.engine.attention.triton import TritonAttention, prompt_tiles
 from tests.attention_cases import CASES, PROMPTS, Case, make, tolerance
 from tests.engine.triton_compiled import SAMPLER, Geometry, compile_kernel, compile_typed
 from tests.engine.triton_interpreted import KV_DTYPES, generate
@@ -18,35 +18,39 @@ from tests.interpreter import interpreted
 KERNELS = ("write_rows", "rotate_and_write", "attend_prompts", "attend_decodes", "merge_splits")
 
 
+# Triton's interpreter takes minutes of CPU time.
+pytestmark = pytest.mark.thorough
+
+
 @pytest.fixture(scope="module")
 def found(tiny_model) -> dict[str, Any]:
-    """What a process that interprets the kernels found."""
+    """Results of a process that interprets the kernels."""
     return interpreted("tests.engine.triton_interpreted", str(tiny_model("llama")))
 
 
-def test_a_layer_may_have_other_sizes_than_the_layer_before_it(found):
+def test_layers_of_different_sizes_are_independent(found):
     assert found["behind"] <= tolerance(CASES["one row"])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernels_answer_as_the_reference_does(found, name):
+def test_triton_kernels_match_the_reference(found, name):
     assert found["errors"][name] <= tolerance(CASES[name])
 
 
-def test_a_recorded_forward_follows_the_lengths_of_each_replay(found):
+def test_replayed_forward_uses_the_current_lengths(found):
     assert found["replayed"] <= tolerance(CASES["one row"])
 
 
-def test_the_noise_of_draws_is_that_of_a_cpu(found):
+def test_noise_kernel_matches_the_cpu(found):
     assert found["noise_error"] < 1e-5
 
 
-def test_the_kernel_keeps_the_tokens_that_the_definition_keeps(found):
+def test_cutoff_kernel_keeps_the_same_tokens_as_the_definition(found):
     assert found["wrongly_cut"] == []
 
 
 @pytest.mark.parametrize("kv_cache_dtype", KV_DTYPES)
-def test_an_engine_generates_the_references_tokens(found, tiny_model, kv_cache_dtype):
+def test_engine_generates_the_tokens_of_the_reference(found, tiny_model, kv_cache_dtype):
     expected = generate(str(tiny_model("llama")), kv_cache_dtype, TorchAttention())
     assert found["tokens"][kv_cache_dtype] == expected
 
@@ -68,8 +72,8 @@ def test_an_engine_generates_the_references_tokens(found, tiny_model, kv_cache_d
     ],
     ids=str,
 )
-def test_the_kernels_compile_and_fit_into_shared_memory(geometry, capability):
-    # What a program may have: on consumer GPUs, which run code like that for 80, 99 KiB; on an H100, 227 KiB.
+def test_kernels_compile_and_fit_into_shared_memory(geometry, capability):
+    # Shared memory per program: 99 KiB on consumer GPUs, which run code for capability 80; 227 KiB on an H100.
     limit = {80: 99 << 10, 90: 227 << 10}[capability]
     for name in KERNELS:
         assert compile_kernel(name, geometry, capability).metadata.shared <= limit, name
@@ -79,13 +83,13 @@ def test_the_kernels_compile_and_fit_into_shared_memory(geometry, capability):
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_four_decoding_programs_share_a_multiprocessor_and_load_ahead(head_dim, capability):
+def test_four_decode_programs_fit_on_a_multiprocessor_and_load_ahead(head_dim, capability):
     compiled = compile_kernel(
         "attend_decodes", Geometry(torch.bfloat16, head_dim, group=4), capability
     )
-    # An A100 has 164 KiB for all programs, and takes one more for each.
+    # An A100 has 164 KiB for all programs, and reserves 1 KiB per program.
     assert 4 * (compiled.metadata.shared + (1 << 10)) <= 164 << 10
-    # One wait before each product leaves at least the loads of a later block under way.
+    # The wait before each product leaves at least the loads of a later block outstanding.
     waits = [int(num) for num in re.findall(r"async_wait.*num = (\d+)", compiled.asm["ttgir"])]
     assert max(waits) >= 3
 
@@ -94,11 +98,11 @@ def test_four_decoding_programs_share_a_multiprocessor_and_load_ahead(head_dim, 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", SAMPLER)
-def test_the_samplers_kernels_compile(name, capability):
+def test_sampler_kernels_compile(name, capability):
     assert compile_typed(name, SAMPLER[name], capability).metadata.shared <= 48 << 10
 
 
-def test_tiles_cover_every_row_of_every_prompt_once_and_the_longest_come_first():
+def test_tiles_cover_each_prompt_row_once_longest_first():
     case = Case(((9, 1), *PROMPTS))
     _, batch = make(case, TritonAttention(1), "cpu")
     tiles = prompt_tiles(batch, range(batch.num_decodes, len(batch.host_kv_lens)), 5)
@@ -112,7 +116,7 @@ def test_tiles_cover_every_row_of_every_prompt_once_and_the_longest_come_first()
 
 
 def table_of(kv_lens, **scoring):
-    """Return how rows with 8 KV heads are split on a GPU of 132 multiprocessors."""
+    """Return the splits of rows with 8 KV heads on a GPU with 132 multiprocessors."""
     splits = TritonAttention(132).splits(len(kv_lens), 8, 131_072, Scoring(1.0, **scoring))
     return splits.table(np.array(kv_lens, np.int32))
 
@@ -127,7 +131,7 @@ def table_of(kv_lens, **scoring):
         ([5000, 4096, 20], {"chunk": 1024}, [4096, 3072, 0]),
     ],
 )
-def test_splits_cover_each_key_that_a_row_sees_once(kv_lens, scoring, first):
+def test_splits_cover_each_visible_key_once(kv_lens, scoring, first):
     table = table_of(kv_lens, **scoring)
     starts = table[: len(kv_lens) + 1, 3]
     for row, (begin, end) in enumerate(zip(first, kv_lens, strict=True)):
@@ -138,24 +142,24 @@ def test_splits_cover_each_key_that_a_row_sees_once(kv_lens, scoring, first):
     assert (table[starts[-1] :, :3] == 0).all()
 
 
-def test_a_lone_long_context_is_work_for_four_programs_on_each_multiprocessor():
+def test_single_long_context_is_split_over_four_programs_per_multiprocessor():
     table = table_of([100_000])
     assert (table[:, 2] > table[:, 1]).sum() * 8 >= 0.95 * 4 * 132
 
 
-def test_a_long_context_among_short_ones_is_shared_by_many_programs():
+def test_long_context_among_short_ones_is_split_over_many_programs():
     table = table_of([1000] * 63 + [100_000])
     sizes = table[:, 2] - table[:, 1]
-    assert sizes.max() <= 2500  # of 163000 keys, for 66 programs beside one for each row
+    assert sizes.max() <= 2500  # of 163000 keys, for 66 programs in addition to one per row
     assert (table[:, 0] == 63).sum() >= 40
 
 
-def test_a_full_batch_of_equal_lengths_and_short_contexts_are_not_split():
+def test_full_batch_of_equal_lengths_and_short_contexts_are_not_split():
     for kv_lens in ([8000] * 256, [100] * 3):
         table = table_of(kv_lens)
         assert (table[:, 2] > table[:, 1]).sum() == len(kv_lens)
 
 
-def test_a_table_has_no_more_lines_than_splits_that_are_worth_a_merge():
+def test_number_of_splits_is_limited_by_their_minimum_size():
     splits = TritonAttention(132).splits(2, 8, 300, Scoring(1.0))
     assert splits.num_programs == 2 * 3

@@ -1,4 +1,4 @@
-"""Compiled layers: the same tokens, from few compilations; or one clear sentence."""
+"""Compiled layers: the same tokens from few compilations, or a clear error."""
 
 import shutil
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tandem.engine.model import compile_layers
-from tandem.engine.runner import ModelRunner
+from tandem.engine.execution.runner import ModelRunner
+from tandem.engine.model.loading import compile_layers
 from tandem.wire.errors import ConfigInvalid
 from tests.engine.test_core import make_engine, prompts
 from tests.one_engine import ask, run
@@ -23,8 +23,8 @@ def generate(path, **settings) -> dict[str, list[int]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore")  # of torch's own compiler, about itself
-def test_a_compiled_model_generates_the_same_tokens_or_says_what_it_lacks(tiny_model):
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
+def test_compiled_model_generates_the_same_tokens_or_is_refused(tiny_model):
     path = tiny_model("llama")
     if HAS_COMPILER:
         assert generate(path, is_compiled=True) == generate(path)
@@ -34,8 +34,8 @@ def test_a_compiled_model_generates_the_same_tokens_or_says_what_it_lacks(tiny_m
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_one_compilation_serves_all_layers_and_batches(tiny_model):
-    """Four pieces a layer, for attention is left out; each for one row and for any number."""
+def test_all_layers_and_batches_share_one_compilation(tiny_model):
+    """A layer has four graphs, because attention is not compiled; each is compiled for one row and for many."""
     torch.compiler.reset()
     engine = make_engine(tiny_model("llama"), is_compiled=True, is_eager=True)
     counter = CompileCounterWithBackend("eager")
@@ -48,7 +48,7 @@ def test_one_compilation_serves_all_layers_and_batches(tiny_model):
     assert counter.frame_count <= 8
 
 
-def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
-    monkeypatch.setattr("tandem.engine.model.which", lambda _name: None)
-    with pytest.raises(ConfigInvalid, match="leave the flag out"):
+def test_missing_compiler_is_refused(monkeypatch):
+    monkeypatch.setattr("tandem.engine.model.loading.which", lambda _name: None)
+    with pytest.raises(ConfigInvalid, match="omit the flag"):
         compile_layers(torch.nn.Linear(1, 1), "cpu")

@@ -1,4 +1,4 @@
-"""The engine against transformers' own `generate`, and the return of every page."""
+"""The engine compared with transformers' `generate`, and the release of all pages."""
 
 import random
 
@@ -8,19 +8,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tandem.engine.config import EngineConfig
-from tandem.engine.core import Engine
-from tandem.engine.model import load_model
+from tandem.engine.model.loading import load_model
+from tandem.engine.scheduling.core import Engine
 from tandem.wire.errors import InvalidRequest, OutOfPages, Overloaded
 from tandem.wire.generation import (
     Finish,
-    LogprobsWanted,
+    LogprobOptions,
 )
 from tests import one_engine
 from tests.one_engine import ask, ask_remote, run
 from tests.tiny_models import CONFIGS, CONTEXT_LENGTH, VOCAB_SIZE
 
 PAGE = 8
-# Of log-probabilities in bfloat16, which has eight bits: 0.07 was seen, and 5.7 with one wrong key.
+# Tolerance of log-probabilities in bfloat16, which has eight bits: measured 0.07, and 5.7 with one wrong key.
 ROUNDING = 0.2
 
 
@@ -56,7 +56,7 @@ def transformers_greedy(model, prompt, num_new) -> list[int]:
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
-def test_greedy_tokens_are_those_of_transformers(kind, backend, tiny_model):
+def test_greedy_tokens_match_transformers(kind, backend, tiny_model):
     path = tiny_model(kind)
     engine = make_engine(path, attention_backend=backend)
     asked = prompts(9)
@@ -68,7 +68,7 @@ def test_greedy_tokens_are_those_of_transformers(kind, backend, tiny_model):
         assert out[str(i)] == transformers_greedy(reference, prompt, 12), f"prompt {i} of {kind}"
 
 
-def test_a_cached_prefix_changes_no_token_and_is_reported(tiny_model):
+def test_cached_prefix_is_reported_and_keeps_the_tokens(tiny_model):
     engine = make_engine(tiny_model("llama"))
     prompt = prompts(9)[8]
     engine.submit(ask(prompt, "first", max_new_tokens=8))
@@ -79,15 +79,15 @@ def test_a_cached_prefix_changes_no_token_and_is_reported(tiny_model):
 
 
 @pytest.mark.parametrize("over", [-1, 0, 1])
-def test_in_bfloat16_a_second_turn_is_as_likely_behind_cached_pages_as_without(tiny_model, over):
-    """Rounding depends on what is computed together, so tokens may differ where two are as likely."""
+def test_cached_prefix_keeps_bfloat16_logprobs_within_rounding(tiny_model, over):
+    """Rounding depends on the batch, so tokens may differ where two are about equally likely."""
     path = tiny_model("llama")
     warm, cold = (
         make_engine(path, dtype="bfloat16", is_prefix_cache_enabled=is_on)
         for is_on in (True, False)
     )
     turn = prompts(9)[8][: 9 * PAGE]
-    warm.submit(ask(turn, max_new_tokens=PAGE + over))  # ends beside the border of a page
+    warm.submit(ask(turn, max_new_tokens=PAGE + over))  # ends near a page boundary
     turn += run(warm)["r"]
     kept = warm.cache.match(turn)
     assert kept.num_tokens == (len(turn) - 1) // PAGE * PAGE
@@ -96,7 +96,7 @@ def test_in_bfloat16_a_second_turn_is_as_likely_behind_cached_pages_as_without(t
     turn += prompts(9)[6]
     found = []
     for engine in (warm, cold):
-        wanted = LogprobsWanted(num_top=VOCAB_SIZE)
+        wanted = LogprobOptions(num_top=VOCAB_SIZE)
         engine.submit(msgspec.structs.replace(ask(turn, max_new_tokens=1), logprobs=wanted))
         (token,) = (token for _ in range(9) for token in engine.step().tokens)
         found.append(torch.tensor([logprob for _, logprob in sorted(token.logprobs.top)]))
@@ -106,7 +106,7 @@ def test_in_bfloat16_a_second_turn_is_as_likely_behind_cached_pages_as_without(t
 
 
 @pytest.mark.parametrize("num_sent", [1, 5, 11])
-def test_a_continuation_draws_what_the_first_attempt_would_have_drawn(tiny_model, num_sent):
+def test_next_attempt_samples_the_same_tokens(tiny_model, num_sent):
     engine = make_engine(tiny_model("qwen2"))
     prompt = prompts(9)[7]
     settings = {"temperature": 0.8, "top_p": 0.95, "seed": 11, "max_new_tokens": 12}
@@ -117,7 +117,7 @@ def test_a_continuation_draws_what_the_first_attempt_would_have_drawn(tiny_model
     assert run(engine)["rest"] == whole[num_sent:]
 
 
-def test_a_hand_off_continues_with_the_tokens_of_one_engine(tiny_model):
+def test_hand_off_generates_the_same_tokens_as_one_engine(tiny_model):
     colocated, prefill, decode = (make_engine(tiny_model("qwen3")) for _ in range(3))
     prompt = prompts(9)[8]
     request = ask(prompt, max_new_tokens=10, temperature=0.7, seed=3)
@@ -142,7 +142,7 @@ def test_a_hand_off_continues_with_the_tokens_of_one_engine(tiny_model):
         assert counts.free + counts.cached == counts.total
 
 
-def test_a_withdrawn_grant_frees_everything_but_the_granted_pages(tiny_model):
+def test_withdrawn_grant_frees_all_but_the_granted_pages(tiny_model):
     decode = make_engine(tiny_model("llama"), num_pages=20)
     active = ask_remote(decode, ask(prompts(9)[8], max_new_tokens=20))
     decode.quarantine(active)
@@ -152,7 +152,7 @@ def test_a_withdrawn_grant_frees_everything_but_the_granted_pages(tiny_model):
 
 
 @pytest.mark.parametrize("is_overlapped", [True, False])
-def test_a_forward_that_fails_keeps_no_page(tiny_model, is_overlapped, monkeypatch):
+def test_failed_forward_frees_all_pages(tiny_model, is_overlapped, monkeypatch):
     engine = make_engine(tiny_model("llama"), is_overlapped=is_overlapped)
     cancelled, going_on = (
         engine.submit(ask(prompt, str(i), max_new_tokens=9))
@@ -163,10 +163,10 @@ def test_a_forward_that_fails_keeps_no_page(tiny_model, is_overlapped, monkeypat
     with pytest.raises(RuntimeError, match="the device is gone"):
         while engine.has_work:
             engine.step()
-            engine.cancel(cancelled)  # while the forward is under way
+            engine.cancel(cancelled)  # while the forward is in flight
     engine.cancel(cancelled)
     engine.cancel(going_on)
-    while engine.has_work:  # what was launched meanwhile fails, too
+    while engine.has_work:  # the forward launched meanwhile fails too
         with pytest.raises(RuntimeError):
             engine.step()
     engine.cache.check_integrity()
@@ -178,7 +178,7 @@ def test_a_forward_that_fails_keeps_no_page(tiny_model, is_overlapped, monkeypat
 
 
 def broken(_read):
-    """Return what cannot read the tokens of a forward."""
+    """Return a `read` that fails."""
 
     def read():
         raise RuntimeError("the device is gone")
@@ -186,7 +186,7 @@ def broken(_read):
     return read
 
 
-def test_a_cancelled_prompt_keeps_its_pages_until_no_push_reads_them(tiny_model):
+def test_cancelled_prompt_keeps_its_pages_until_release(tiny_model):
     engine = make_engine(tiny_model("llama"), is_prefix_cache_enabled=False)
     half = engine.submit(ask(prompts(9)[8]), is_prompt_only=True)
     engine.step()
@@ -196,13 +196,13 @@ def test_a_cancelled_prompt_keeps_its_pages_until_no_push_reads_them(tiny_model)
     assert engine.counts().held == 0
 
 
-def test_the_context_ends_a_generation(tiny_model):
+def test_generation_finishes_at_the_context_length(tiny_model):
     engine = make_engine(tiny_model("llama"))
     engine.submit(ask([5] * (CONTEXT_LENGTH - 3), max_new_tokens=1000))
     assert len(run(engine)["r"]) == 3
 
 
-def test_a_stop_id_ends_a_generation_and_is_named(tiny_model):
+def test_stop_token_id_finishes_generation_and_is_reported(tiny_model):
     engine = make_engine(tiny_model("llama"))
     engine.submit(ask([5, 6, 7], max_new_tokens=6))
     tokens = run(engine)["r"]
@@ -224,19 +224,19 @@ def test_a_stop_id_ends_a_generation_and_is_named(tiny_model):
         ([5] * 160, OutOfPages),
     ],
 )
-def test_a_prompt_that_can_never_run_is_refused(tiny_model, prompt, error):
+def test_prompt_that_can_never_fit_is_refused(tiny_model, prompt, error):
     engine = make_engine(tiny_model("llama"), num_pages=20)
     with pytest.raises(error):
         engine.submit(ask(prompt))
 
 
-def test_a_request_for_an_adapter_is_refused(tiny_model):
+def test_adapter_request_is_refused(tiny_model):
     engine = make_engine(tiny_model("llama"))
     with pytest.raises(InvalidRequest, match="adapters"):
         engine.submit(msgspec.structs.replace(ask([5]), adapter="sql"))
 
 
-def test_a_full_line_is_answered_with_overload(tiny_model):
+def test_full_queue_raises_overloaded(tiny_model):
     engine = make_engine(tiny_model("llama"), max_waiting_requests=1)
     engine.submit(ask([5]))
     with pytest.raises(Overloaded):

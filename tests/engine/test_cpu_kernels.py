@@ -1,20 +1,20 @@
-"""Kernels on torch's threads, where OpenMP starts fewer than it is asked for."""
+"""CPU kernels when OpenMP starts fewer threads than requested."""
 
 import pytest
 import torch
 from torch.nn import functional
 
-from tandem.engine import cpu_kernels
-from tandem.engine.attention_cpu import CpuAttention
-from tandem.engine.narrow_product import NarrowProduct
-from tandem.engine.operators import TorchOperators
-from tandem.engine.operators_cpu import CpuOperators
+from tandem.engine.attention.cpu import CpuAttention
+from tandem.engine.kernels import cpu as cpu_kernels
+from tandem.engine.kernels.narrow_product import NarrowProduct
+from tandem.engine.kernels.operators import TorchOperators
+from tandem.engine.kernels.operators_cpu import CpuOperators
 from tests.attention_cases import CASES, error
 
 
 @pytest.fixture
 def _one_of_three_threads(torch_threads):
-    """Ask for three threads, of which one starts, as under OMP_THREAD_LIMIT or OMP_DYNAMIC."""
+    """Request three threads, of which one starts, as with OMP_THREAD_LIMIT or OMP_DYNAMIC."""
     library = cpu_kernels._library()
     if library is None:
         pytest.skip("torch's threads are not those of GNU OpenMP")
@@ -26,7 +26,7 @@ def _one_of_three_threads(torch_threads):
 
 
 def operators_off() -> float:
-    """Return by how much rotated heads and gated rows are off plain torch's."""
+    """Return the error of rotated heads and gated rows."""
     heads, gate_up, angles = torch.randn(300, 4, 64), torch.randn(300, 512), torch.randn(300, 64)
     ours, theirs = CpuOperators(torch.float32), TorchOperators()
     rotated, expected = heads.clone(), heads.clone()
@@ -37,19 +37,19 @@ def operators_off() -> float:
 
 
 def product_off() -> float:
-    """Return by how much a product of few rows is off plain torch's."""
+    """Return the error of a product of few rows."""
     rows, weight = torch.randn(2, 64), torch.randn(101, 64).bfloat16().float()
     off = NarrowProduct(weight, None)(rows) - functional.linear(rows, weight)
     return float(off.abs().max())
 
 
 def attention_off() -> float:
-    """Return by how much decoding rows are off the reference's."""
+    """Return the error of attention of decoding rows."""
     return error(CASES["decodes of group 3"], CpuAttention())
 
 
 @pytest.mark.usefixtures("_one_of_three_threads")
 @pytest.mark.parametrize("off", [operators_off, product_off, attention_off])
-def test_what_a_thread_that_did_not_start_would_compute_is_computed(off):
+def test_kernel_is_complete_if_openmp_starts_fewer_threads(off):
     torch.manual_seed(0)
     assert off() <= 1e-4

@@ -1,19 +1,19 @@
-"""Padding, buffers and choice of graphs, with a "graph" that calls the function again."""
+"""Padding, buffers and choice of graphs, with fake graphs that call the function again."""
 
 import numpy as np
 import pytest
 import torch
 
-from tandem.engine.attention import PagedBatch
-from tandem.engine.attention_torch import TorchAttention
-from tandem.engine.config import EngineConfig
-from tandem.engine.core import Engine
-from tandem.engine.cuda_graphs import GraphRunner, batch_sizes, is_recording
-from tandem.engine.forward import ForwardInputs
-from tandem.engine.kv_pool import KVPool, make_pool
-from tandem.engine.launcher import ModelLauncher
-from tandem.engine.model import load_model
-from tandem.engine.runner import ModelRunner
+from tandem.engine.attention.paged import PagedBatch
+from tandem.engine.attention.torch import TorchAttention
+from tandem.engine.config import EngineConfig, EngineOptions
+from tandem.engine.execution.cuda_graphs import GraphRunner, batch_sizes, is_recording
+from tandem.engine.execution.launcher import ModelLauncher
+from tandem.engine.execution.runner import ModelRunner
+from tandem.engine.model.loading import load_model
+from tandem.engine.pages.pool import KVPool, make_pool
+from tandem.engine.scheduling.core import Engine
+from tandem.engine.scheduling.forward import ForwardInputs
 from tandem.wire.errors import ConfigInvalid
 from tests.engine.test_core import PAGE, prompts
 from tests.one_engine import ask, run
@@ -22,7 +22,7 @@ NUM_PAGES = 60
 
 
 class RecordableTorch(TorchAttention):
-    """The reference, which needs what a recorded batch gives backends on the host."""
+    """The reference backend, which uses the host arrays of a recorded batch."""
 
     def __init__(self) -> None:
         self.prepared: list[PagedBatch] = []
@@ -49,7 +49,7 @@ class Recorder:
 
 
 class Rig:
-    """A graph runner and a plain one over equal pools."""
+    """A graph runner and a plain runner over equal pools."""
 
     def __init__(self, path, num_decodes=6, backend=None, capture=None) -> None:
         self.config = EngineConfig(model_dir=str(path), dtype="float32", page_size=PAGE)
@@ -93,14 +93,14 @@ def rig(tiny_model) -> Rig:
     ("largest", "sizes"),
     [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20])],
 )
-def test_sizes_are_small_powers_then_multiples_of_eight_and_the_largest(largest, sizes):
+def test_recorded_batch_sizes(largest, sizes):
     assert batch_sizes(largest) == sizes
 
 
 @pytest.mark.parametrize(
     ("kv_lens", "size"), [([9], 1), ([9, 3], 2), ([9, 3, 17], 4), ([1, 8, 9, 16, 20], 6)]
 )
-def test_a_batch_is_padded_to_the_next_recorded_size_and_answers_as_without(rig, kv_lens, size):
+def test_batch_padded_to_the_next_recorded_size_has_the_same_logits(rig, kv_lens, size):
     inputs = decodes(kv_lens)
     logits = rig.graphs.forward(inputs)
     torch.testing.assert_close(logits, rig.plain.forward(inputs))
@@ -108,14 +108,14 @@ def test_a_batch_is_padded_to_the_next_recorded_size_and_answers_as_without(rig,
     assert rig.backend.prepared[-1].num_decodes == size
 
 
-def test_padding_writes_to_the_scratch_page_and_nowhere_else(rig):
+def test_padding_rows_write_only_to_the_scratch_page(rig):
     inputs = decodes([9, 3, 17])
     rig.graphs.forward(inputs)
     rig.plain.forward(inputs)
     torch.testing.assert_close(rig.graphs.pool.pages[:NUM_PAGES], rig.plain.pool.pages[:NUM_PAGES])
 
 
-def test_a_small_batch_after_a_large_one_leaves_the_large_ones_pages_alone(rig):
+def test_small_batch_does_not_write_pages_of_a_previous_large_batch(rig):
     rig.graphs.forward(decodes([1, 8, 9, 16, 20]))
     before = rig.graphs.pool.pages.clone()
     small = decodes([2, 2, 2])
@@ -124,19 +124,19 @@ def test_a_small_batch_after_a_large_one_leaves_the_large_ones_pages_alone(rig):
     assert set(changed) <= {*small.page_table.flatten().tolist(), NUM_PAGES}
 
 
-def test_graphs_of_all_sizes_leave_their_logits_in_one_place(rig):
+def test_all_graphs_share_one_logits_buffer(rig):
     places = {rig.graphs.forward(decodes([3] * num)).data_ptr() for num in (1, 2, 3, 6)}
     assert rig.recorder.replays == [1, 2, 4, 6]
     assert len(places) == 1
 
 
-def test_only_the_logits_asked_for_come_back(rig):
+def test_only_the_requested_logits_are_returned(rig):
     inputs = decodes([9, 3, 17], logit_rows=[0, 2])
     torch.testing.assert_close(rig.graphs.forward(inputs), rig.plain.forward(inputs))
     assert rig.graphs.forward(decodes([9, 3, 17], logit_rows=[])).shape[0] == 0
 
 
-def test_ids_that_only_the_device_knows_are_put_in_before_the_replay(rig):
+def test_ids_on_the_device_are_copied_before_the_replay(rig):
     inputs = decodes([9, 3, 17], token_ids=[7, 0, 0], sources=[-1, 1, 0])
     known = decodes([9, 3, 17], token_ids=[7, 21, 20])
     sampled = torch.tensor([20, 21])
@@ -145,20 +145,10 @@ def test_ids_that_only_the_device_knows_are_put_in_before_the_replay(rig):
 
 
 @pytest.mark.parametrize("kv_lens", [[1] * 7, [65]], ids=["too many rows", "too many pages"])
-def test_what_no_graph_holds_runs_without_one(rig, kv_lens):
+def test_batch_without_a_graph_runs_eagerly(rig, kv_lens):
     inputs = decodes(kv_lens)
     torch.testing.assert_close(rig.graphs.forward(inputs), rig.plain.forward(inputs))
     assert rig.recorder.replays == []
-
-
-def test_flashinfer_follows_each_batch_with_a_plan_of_its_own(tiny_model, fake_flashinfer):
-    from tandem.engine.attention_flashinfer import FlashInferAttention
-
-    rig = Rig(tiny_model("llama"), backend=FlashInferAttention("cpu"))
-    for kv_lens in ([9], [9, 3, 17], [1, 8, 9, 16, 20], [2, 2, 2]):
-        inputs = decodes(kv_lens)
-        torch.testing.assert_close(rig.graphs.forward(inputs), rig.plain.forward(inputs))
-    assert rig.recorder.replays == [1, 4, 6, 4]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +158,7 @@ def test_flashinfer_follows_each_batch_with_a_plan_of_its_own(tiny_model, fake_f
         (RuntimeError("not permitted when stream is capturing"), "--enforce-eager"),
     ],
 )
-def test_a_model_that_cannot_be_recorded_is_refused_with_what_to_give(tiny_model, error, hint):
+def test_model_that_cannot_be_recorded_is_refused_with_a_hint(tiny_model, error, hint):
     def capture(_compute):
         raise error
 
@@ -176,7 +166,7 @@ def test_a_model_that_cannot_be_recorded_is_refused_with_what_to_give(tiny_model
         Rig(tiny_model("llama"), capture=capture)
 
 
-def test_an_engine_answers_with_graphs_as_without_and_decodes_in_them(tiny_model):
+def test_engine_with_graphs_generates_the_same_tokens(tiny_model):
     answers = []
     for is_recorded in (False, True):
         rig = Rig(tiny_model("mistral"), num_decodes=4)
@@ -191,9 +181,9 @@ def test_an_engine_answers_with_graphs_as_without_and_decodes_in_them(tiny_model
     assert answers[0] == answers[1]
 
 
-def test_graphs_are_for_gpus_that_were_not_told_otherwise_and_backends_that_can():
-    def config(**settings) -> EngineConfig:
-        return EngineConfig(model_dir="", **settings)
+def test_graphs_are_recorded_on_gpus_unless_disabled_or_unsupported():
+    def config(**settings) -> EngineOptions:
+        return EngineOptions(**settings)
 
     assert is_recording(config(device="cuda:0"), RecordableTorch())
     assert not is_recording(config(device="cuda:0", is_eager=True), RecordableTorch())

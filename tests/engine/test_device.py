@@ -1,9 +1,9 @@
-"""Which device an engine takes, on machines with any number of GPUs, and when it gives it up."""
+"""The choice of an engine's device with any number of GPUs, and the detection of its loss."""
 
 import pytest
 import torch
 
-from tandem.engine.config import EngineConfig, config_of_rank
+from tandem.engine.config import EngineOptions, config_of_rank
 from tandem.engine.device import device_errors, use_device
 from tandem.engine.errors import DeviceLost
 from tandem.wire.errors import ConfigInvalid
@@ -12,7 +12,7 @@ from tests.one_engine import ask
 
 
 class Machine:
-    """GPUs that only remember which one is current."""
+    """Fake GPUs that only record the current device."""
 
     def __init__(self, num_gpus: int) -> None:
         self._num_gpus = num_gpus
@@ -27,14 +27,14 @@ class Machine:
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)])
-def test_the_gpu_that_was_asked_for_is_the_current_one(device, index):
+def test_requested_gpu_becomes_the_current_device(device, index):
     machine = Machine(2)
-    use_device(EngineConfig(model_dir="", device=device), machine)
+    use_device(EngineOptions(device=device), machine)
     assert machine.current == index
 
 
-def test_each_rank_computes_on_a_gpu_of_its_own():
-    config, taken = EngineConfig(model_dir="", tp_size=4, device="cuda"), []
+def test_each_rank_uses_its_own_gpu():
+    config, taken = EngineOptions(tp_size=4, device="cuda"), []
     for rank in range(4):
         machine = Machine(4)
         use_device(config_of_rank(config, rank), machine)
@@ -45,13 +45,13 @@ def test_each_rank_computes_on_a_gpu_of_its_own():
 @pytest.mark.parametrize(
     ("device", "num_gpus", "words"),
     [
-        ("cuda", 0, "--device cuda: torch sees no GPU here"),
-        ("cuda:2", 2, "--device cuda:2: torch sees cuda:0 to cuda:1 here"),
+        ("cuda", 0, "--device cuda does not exist: torch finds no GPU"),
+        ("cuda:2", 2, "--device cuda:2 does not exist: torch finds cuda:0 to cuda:1"),
     ],
 )
-def test_a_gpu_that_is_not_there_is_refused(device, num_gpus, words):
+def test_missing_gpu_is_refused(device, num_gpus, words):
     with pytest.raises(ConfigInvalid, match=words):
-        use_device(EngineConfig(model_dir="", device=device), Machine(num_gpus))
+        use_device(EngineOptions(device=device), Machine(num_gpus))
 
 
 GPU = torch.device("cuda:1")
@@ -73,7 +73,7 @@ def works(_device) -> None:
         (torch.OutOfMemoryError("CUDA out of memory"), failed),
     ],
 )
-def test_an_error_after_which_the_device_cannot_be_used_loses_it(error, wait):
+def test_fatal_device_error_raises_device_lost(error, wait):
     with pytest.raises(DeviceLost, match="cuda:1: "), device_errors(GPU, wait):
         raise error
 
@@ -87,7 +87,7 @@ def test_an_error_after_which_the_device_cannot_be_used_loses_it(error, wait):
         (torch.device("cpu"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")),
     ],
 )
-def test_an_error_of_what_was_asked_of_the_device_does_not_lose_it(device, error):
+def test_recoverable_device_error_is_raised_unchanged(device, error):
     wait = works if device == GPU else failed
     with pytest.raises(type(error)) as raised, device_errors(device, wait):
         raise error
@@ -97,11 +97,11 @@ def test_an_error_of_what_was_asked_of_the_device_does_not_lose_it(device, error
 class BrokenRunner(ToyRunner):
     """A device that fails in every forward."""
 
-    def forward(self, inputs, sampled=None, wrote=None):
+    def forward(self, inputs, sampled=None, on_layer_written=None):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
-def test_an_engine_whose_device_fails_in_a_forward_has_lost_it():
+def test_device_failure_in_a_forward_raises_device_lost():
     engine, _ = toy_engine(8, make_runner=BrokenRunner)
     engine.submit(ask([3, 4, 5]))
     with pytest.raises(DeviceLost, match="illegal memory access"):

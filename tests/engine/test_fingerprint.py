@@ -1,4 +1,4 @@
-"""Pages outlive a node by their keys: no two models' weights may pass for one another's."""
+"""Fingerprints distinguish weights, because page keys outlive a node."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.engine.config import EngineConfig
-from tandem.engine.model import load_model, model_needs
+from tandem.engine.model.loading import load_model
 from tandem.wire.errors import ConfigInvalid
 
 
@@ -26,7 +26,7 @@ def in_safetensors(path, change=None):
     weights = load_file(file)
     if change:
         weights[change] *= 1.01
-    # More than 1 MiB at each end of the file.
+    # More than 1 MiB at both ends of the file.
     save_file({**weights, "0.before": filler(), "zz.behind": filler()}, file, {"format": "pt"})
 
 
@@ -60,7 +60,7 @@ def in_shards(path, change=None):
 
 
 def beside_others(path, change=None):
-    """Weights that are loaded, and a file that is not."""
+    """Weight files that are loaded, and one that is not."""
     in_an_archive(path, change)
     save_file({"other": filler()}, path / "adapter.safetensors")
 
@@ -70,7 +70,7 @@ def filler() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("write", [in_safetensors, in_an_archive, in_shards, beside_others])
-def test_one_tensor_that_was_trained_makes_another_model(model_dir, write):
+def test_one_changed_tensor_changes_the_fingerprint(model_dir, write):
     write(model_dir)
     before = fingerprint_of(model_dir)
     write(model_dir)
@@ -79,7 +79,7 @@ def test_one_tensor_that_was_trained_makes_another_model(model_dir, write):
     assert fingerprint_of(model_dir) != before
 
 
-def test_one_tensor_of_an_old_pickle_without_checksums_makes_another_model(model_dir):
+def test_one_changed_tensor_of_a_legacy_pickle_changes_the_fingerprint(model_dir):
     in_an_archive(model_dir)
     archive = model_dir / "pytorch_model.bin"
     weights = torch.load(archive)
@@ -92,8 +92,8 @@ def test_one_tensor_of_an_old_pickle_without_checksums_makes_another_model(model
     assert fingerprint_of(model_dir) != before
 
 
-def test_a_file_that_holds_no_weights_is_refused_by_name(model_dir):
+def test_file_without_weights_is_refused_by_name(model_dir):
     (file,) = model_dir.glob("*.safetensors")
     file.write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(ConfigInvalid, match=str(model_dir)):
-        model_needs(EngineConfig(model_dir=str(model_dir), dtype="float32"))
+        load_model(EngineConfig(model_dir=str(model_dir), dtype="float32"))

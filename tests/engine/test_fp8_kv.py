@@ -1,25 +1,25 @@
-"""K and V in unscaled e4m3: how far attention is off, and that engines run on it."""
+"""K and V in unscaled e4m3: the error of attention, and engines that use it."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tandem.engine.attention_torch import TorchAttention
+from tandem.engine.attention.torch import TorchAttention
 from tandem.engine.config import EngineConfig
-from tandem.engine.core import Engine
-from tandem.engine.model import load_model
+from tandem.engine.model.loading import load_model
+from tandem.engine.scheduling.core import Engine
 from tests.attention_cases import CASES, FP8, clear_nan, make
 from tests.engine.test_core import PAGE, make_engine, prompts
 from tests.one_engine import ask, run
 
 
 @pytest.mark.parametrize("name", ["decodes at page borders", "prompts with cached prefixes"])
-def test_attention_is_off_by_no_more_than_the_rounding_of_keys_and_values(name):
-    """e4m3 has 3 bits of mantissa, so a relative error of at most 2^-4.
+def test_fp8_attention_error_is_within_the_rounding_of_kv(name):
+    """e4m3 has a mantissa of 3 bits, so its relative error is at most 2^-4.
 
-    Values around 1, up to 4 here, are then off by up to 0.25 before averaging, and scores of the same
-    size shift the weights about as much: 0.25 for the largest of all elements, 0.05 for their mean.
+    Values here are around 1 and up to 4, so their error is up to 0.25 before averaging, and errors of scores shift the
+    weights by about as much. The limits are 0.25 for the largest error and 0.05 for the mean.
     """
     outputs = []
     for kv_dtype in (None, FP8):
@@ -31,7 +31,7 @@ def test_attention_is_off_by_no_more_than_the_rounding_of_keys_and_values(name):
     assert difference.mean() < 0.05
 
 
-def test_what_is_too_large_becomes_the_largest_and_not_nan():
+def test_values_beyond_the_fp8_range_are_clamped():
     layer, batch = make(replace(CASES["one row"], kv_dtype=FP8), TorchAttention(), "cpu")
     layer.key[:] = 1e4
     layer.value[:] = -1e4
@@ -46,8 +46,8 @@ def engine(tiny_model) -> Engine:
     return make_engine(tiny_model("llama"), kv_cache_dtype="fp8_e4m3")
 
 
-def test_a_generation_is_the_same_from_chunks_or_from_a_cached_prefix(engine, tiny_model):
-    """Rounding is at the write, so whoever reads a page reads the same numbers."""
+def test_fp8_kv_generates_the_same_tokens_from_chunks_and_cache(engine, tiny_model):
+    """Values are rounded when they are written, so all readers of a page read the same values."""
     prompt = prompts(9)[8]
     answers = []
     chunked = make_engine(tiny_model("llama"), kv_cache_dtype="fp8_e4m3", chunked_prefill_size=PAGE)
@@ -58,7 +58,7 @@ def test_a_generation_is_the_same_from_chunks_or_from_a_cached_prefix(engine, ti
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_the_pool_is_of_bytes_and_its_fingerprint_its_own(engine, tiny_model):
+def test_fp8_pool_has_one_byte_elements_and_its_own_fingerprint(engine, tiny_model):
     path = tiny_model("llama")
     _, shape = load_model(EngineConfig(model_dir=str(path), dtype="float32"))
     assert engine._launcher._runner.pool.dtype is torch.float8_e4m3fn

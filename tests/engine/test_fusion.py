@@ -1,4 +1,4 @@
-"""Fused and packed layers against the layers they replace."""
+"""Fused and packed layers compared with the layers that they replace."""
 
 import pytest
 import torch
@@ -6,15 +6,15 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from tandem.engine import fusion
-from tandem.engine.fusion import Product, fuse
-from tandem.engine.narrow_product import MOST_ROWS, NarrowProduct, is_narrow
+from tandem.engine.kernels.narrow_product import MAX_ROWS, NarrowProduct, fits_bfloat16
+from tandem.engine.model import fusion
+from tandem.engine.model.fusion import Product, fuse
 from tests.tiny_models import CONFIGS, VOCAB_SIZE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
-def test_a_fused_model_computes_what_it_did(kind, dtype, tiny_model):
+def test_fused_model_matches_the_original(kind, dtype, tiny_model):
     path = tiny_model(kind)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     ids = torch.arange(24).unsqueeze(0) * 7 % VOCAB_SIZE
@@ -27,7 +27,7 @@ def test_a_fused_model_computes_what_it_did(kind, dtype, tiny_model):
 
 
 class Odd(nn.Module):
-    """Calls its siblings with different tensors, and in another order."""
+    """Calls its siblings with different tensors and in a different order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Odd(nn.Module):
 
 
 @torch.inference_mode()
-def test_siblings_that_are_called_in_any_way_are_right():
+def test_fused_siblings_are_correct_in_any_call_order():
     odd = Odd()
     x = torch.randn(4, 8)
     before = odd(x)
@@ -49,7 +49,7 @@ def test_siblings_that_are_called_in_any_way_are_right():
 
 
 class Reader(nn.Module):
-    """Calls one layer, and reads the weights of another."""
+    """Calls one layer and reads the weights of the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Reader(nn.Module):
 
 
 @torch.inference_mode()
-def test_a_layer_whose_weights_are_read_is_left_alone():
+def test_layer_whose_weights_are_read_directly_is_not_fused():
     reader, x = Reader(), torch.randn(4, 8)
     before = reader(x)
     assert fuse(reader, {"called"}) == 1
@@ -68,7 +68,7 @@ def test_a_layer_whose_weights_are_read_is_left_alone():
 
 
 class Twins(nn.Module):
-    """Two layers of one weight, each with a bias of its own."""
+    """Two layers with the same weight and different biases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Twins(nn.Module):
 
 
 @torch.inference_mode()
-def test_layers_that_share_a_weight_keep_their_own_biases():
+def test_layers_with_a_tied_weight_keep_their_biases():
     twins, x = Twins(), torch.randn(4, 8)
     before = twins(x)
     assert fuse(twins, dict(twins.named_modules())) == 2
@@ -92,8 +92,8 @@ def test_layers_that_share_a_weight_keep_their_own_biases():
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
 @pytest.mark.parametrize("num_out", [1, 6, 101])
-@pytest.mark.parametrize("dtype", MOST_ROWS)
-def test_weights_that_bfloat16_holds_give_the_same_products(
+@pytest.mark.parametrize("dtype", MAX_ROWS)
+def test_narrow_product_matches_the_product_of_bfloat16_weights(
     dtype, num_out, num_rows, has_bias, num_threads, torch_threads
 ):
     torch_threads(num_threads)
@@ -101,7 +101,7 @@ def test_weights_that_bfloat16_holds_give_the_same_products(
     weight = torch.randn(num_out, 67).bfloat16().to(dtype)
     bias = torch.randn(num_out).to(dtype) if has_bias else None
     rows = torch.randn(num_rows, 67).to(dtype)
-    assert is_narrow(weight)
+    assert fits_bfloat16(weight)
     expected = functional.linear(
         rows.double(), weight.double(), None if bias is None else bias.double()
     )
@@ -111,26 +111,26 @@ def test_weights_that_bfloat16_holds_give_the_same_products(
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", MOST_ROWS)
-def test_only_products_of_few_rows_are_narrow(dtype):
+@pytest.mark.parametrize("dtype", MAX_ROWS)
+def test_narrow_product_supports_few_rows_only(dtype):
     narrow = NarrowProduct(torch.zeros(3, 8, dtype=dtype), None)
-    most = MOST_ROWS[dtype]
-    assert narrow.suits(torch.zeros(most, 8, dtype=dtype))
-    assert not narrow.suits(torch.zeros(most + 1, 8, dtype=dtype))
-    assert not narrow.suits(torch.zeros(most, 8, dtype=torch.float16))
+    most = MAX_ROWS[dtype]
+    assert narrow.supports(torch.zeros(most, 8, dtype=dtype))
+    assert not narrow.supports(torch.zeros(most + 1, 8, dtype=dtype))
+    assert not narrow.supports(torch.zeros(most, 8, dtype=torch.float16))
 
 
-def test_only_weights_that_bfloat16_holds_are_narrow():
+def test_only_weights_exact_in_bfloat16_fit():
     weight = torch.randn(8, 8).bfloat16()
-    assert is_narrow(weight)
-    assert is_narrow(weight.float())
-    assert not is_narrow(weight.half())
+    assert fits_bfloat16(weight)
+    assert fits_bfloat16(weight.float())
+    assert not fits_bfloat16(weight.half())
     odd = weight.float()
     odd[7, 7] += 2.0**-20
-    assert not is_narrow(odd)
+    assert not fits_bfloat16(odd)
 
 
-def test_a_large_model_keeps_no_second_copy_of_its_weights(monkeypatch):
+def test_large_model_gets_no_second_copy_of_its_weights(monkeypatch):
     num_copies = 0
 
     def copy(weight: torch.Tensor, bias: torch.Tensor | None) -> NarrowProduct:
@@ -141,7 +141,7 @@ def test_a_large_model_keeps_no_second_copy_of_its_weights(monkeypatch):
     monkeypatch.setattr(fusion, "NarrowProduct", copy)
     num_bytes = 2 * 8 * (5 + 3)
     for most_bytes, expected in ((num_bytes, 1), (num_bytes - 1, 0)):
-        monkeypatch.setattr(fusion, "_MOST_NARROW_BYTES", most_bytes)
+        monkeypatch.setattr(fusion, "_MAX_COPY_BYTES", most_bytes)
         num_copies, odd = 0, Odd().bfloat16()
         fuse(odd, dict(odd.named_modules()))
         assert num_copies == expected

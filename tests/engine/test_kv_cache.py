@@ -1,11 +1,11 @@
-"""Who owns each page, what is found again by its prefix, and what is saved to tiers and adopted from them."""
+"""Page ownership, the prefix cache, and pages saved to tiers and adopted from them."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem.engine.kv_cache import KVCache, PageStateError
+from tandem.engine.pages.kv_cache import KVCache, PageStateError
 from tandem.wire.prefixes import BLOCK_TOKENS, PageSpace, block_names, page_keys
 
 PAGE = 4
@@ -13,13 +13,13 @@ SPACE = PageSpace("toy", "float32", PAGE)
 
 
 def tiered(num_pages: int, page_size: int = PAGE) -> KVCache:
-    """Return a cache with tiers behind it."""
+    """Return a cache with tiers."""
     return KVCache(num_pages, page_size, space=PageSpace("toy", "float32", page_size))
 
 
 def put(cache: KVCache, tokens, salt=""):
     pages = cache.allocate(cache.num_pages_for(len(tokens)))
-    cache.remember(tokens, pages, salt)
+    cache.insert(tokens, pages, salt)
     cache.release(pages)
     return pages
 
@@ -27,14 +27,14 @@ def put(cache: KVCache, tokens, salt=""):
 # ── states of pages ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_granted_page_cannot_be_released_as_if_it_were_held():
+def test_granted_page_cannot_be_released():
     pool = KVCache(4, PAGE)
     pages = pool.grant(2)
-    with pytest.raises(PageStateError, match="is granted, must be held"):
+    with pytest.raises(PageStateError, match="is granted: it must be held"):
         pool.release(pages)
 
 
-def test_a_quarantined_page_is_not_handed_out_until_its_writer_is_cut_off():
+def test_quarantined_page_is_not_allocated_until_reclaimed():
     pool = KVCache(2, PAGE)
     pages = pool.grant(2)
     pool.quarantine(pages)
@@ -46,14 +46,14 @@ def test_a_quarantined_page_is_not_handed_out_until_its_writer_is_cut_off():
 # ── the prefix cache ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_another_salt_shares_nothing():
+def test_different_salts_do_not_share_prefixes():
     cache = KVCache(8, PAGE)
     put(cache, list(range(8)), salt="tenant a")
     assert cache.match(list(range(8)), "tenant b").page_ids == []
     assert cache.match(list(range(8)), "tenant a").num_tokens == 8
 
 
-def test_the_least_recently_used_prefix_is_evicted_first_and_from_its_end():
+def test_least_recently_used_prefix_is_evicted_first_from_its_end():
     cache = KVCache(4, PAGE)
     put(cache, [1] * 8)
     put(cache, [2] * 8)
@@ -63,7 +63,7 @@ def test_the_least_recently_used_prefix_is_evicted_first_and_from_its_end():
     assert cache.match([2] * 8).num_tokens == 4
 
 
-def test_flushing_frees_all_that_nobody_reads():
+def test_flush_frees_all_pages_without_readers():
     cache = KVCache(4, PAGE)
     put(cache, [1] * 8)
     in_use = cache.match([1] * 4)
@@ -72,7 +72,7 @@ def test_flushing_frees_all_that_nobody_reads():
     assert cache.counts().held == len(in_use.page_ids) == 1
 
 
-def test_a_disabled_cache_remembers_nothing():
+def test_disabled_prefix_cache_stores_nothing():
     cache = KVCache(4, PAGE, is_prefix_cache_enabled=False)
     put(cache, [1] * 8)
     assert cache.match([1] * 8).num_tokens == 0
@@ -80,7 +80,7 @@ def test_a_disabled_cache_remembers_nothing():
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=8))
-def test_a_match_is_the_longest_prefix_in_pages_of_what_was_put_in(sequences):
+def test_match_is_the_longest_inserted_prefix_in_whole_pages(sequences):
     cache = KVCache(200, PAGE)
     for tokens in sequences[:-1]:
         put(cache, tokens)
@@ -97,14 +97,14 @@ def test_a_match_is_the_longest_prefix_in_pages_of_what_was_put_in(sequences):
     assert cache.match(wanted).num_tokens == longest
 
 
-def test_a_page_cached_anew_behind_another_parent_is_told_of_once():
+def test_page_reinserted_under_a_new_parent_is_reported_once():
     cache = KVCache(3, BLOCK_TOKENS)
     put(cache, [1] * BLOCK_TOKENS)
     tokens = [1] * BLOCK_TOKENS + [2] * BLOCK_TOKENS
-    own = cache.allocate(2)  # of a request that computes its own copy of the first page
-    cache.remember(tokens, own)
-    assert cache.allocate(1) is not None  # the cached copy is evicted while the request goes on
-    cache.remember(tokens, own)
+    own = cache.allocate(2)  # a request that computes its own copy of the first page
+    cache.insert(tokens, own)
+    assert cache.allocate(1) is not None  # the cached copy is evicted while the request runs
+    cache.insert(tokens, own)
     cache.release(own)
     assert cache.flush() == 2
     told = cache.journal.since(-1)
@@ -116,7 +116,7 @@ def test_a_page_cached_anew_behind_another_parent_is_told_of_once():
 
 
 @given(st.lists(st.integers(0, 1), max_size=20), st.integers(0, 20), st.sampled_from(["", "a"]))
-def test_missing_pages_have_the_keys_that_everybody_gives_them(tokens, num_cached, salt):
+def test_missing_pages_have_the_same_keys_on_all_nodes(tokens, num_cached, salt):
     cache = tiered(8)
     put(cache, tokens[:num_cached], salt)
     expected = list(page_keys(SPACE, tokens, salt))
@@ -128,7 +128,7 @@ def test_missing_pages_have_the_keys_that_everybody_gives_them(tokens, num_cache
         assert (missing.first_page, missing.keys) == (first, expected[first:])
 
 
-def test_saved_pages_have_the_keys_of_their_content_parents_first():
+def test_pages_to_save_have_content_keys_parents_first():
     cache = tiered(8)
     pages = put(cache, list(range(12)))
     taken = cache.begin_save(8, only_unused=True)
@@ -136,8 +136,8 @@ def test_saved_pages_have_the_keys_of_their_content_parents_first():
     assert list(taken.values()) == list(page_keys(SPACE, list(range(12))))
 
 
-def test_blocks_of_a_prompt_are_named_alike_with_and_without_tiers():
-    size = 48  # no divisor of a block's 128 tokens
+def test_block_names_are_the_same_with_and_without_tiers():
+    size = 48  # does not divide a block's 128 tokens
     tokens = list(range(400))
     for space in (None, PageSpace("toy", "float32", size)):
         cache = KVCache(9, size, space=space)
@@ -145,7 +145,7 @@ def test_blocks_of_a_prompt_are_named_alike_with_and_without_tiers():
         assert cache.journal.since(0).added == block_names(tokens[: 8 * size])
 
 
-def test_of_a_prefix_the_beginning_is_saved_first_and_of_two_the_one_used_longest_ago():
+def test_least_recently_used_prefix_is_saved_first_from_its_start():
     cache = tiered(8)
     older, newer = put(cache, [1] * 16), put(cache, [2] * 16)
     for only_unused in (True, False):
@@ -154,7 +154,7 @@ def test_of_a_prefix_the_beginning_is_saved_first_and_of_two_the_one_used_longes
     assert list(cache.begin_save(8, only_unused=True)) == newer
 
 
-def test_pages_that_requests_read_are_not_saved_ahead_of_eviction():
+def test_pages_with_readers_are_skipped_when_saving_before_eviction():
     cache = tiered(8)
     put(cache, [1] * 8)
     other = put(cache, [2] * 8)
@@ -162,7 +162,7 @@ def test_pages_that_requests_read_are_not_saved_ahead_of_eviction():
     assert list(cache.begin_save(8, only_unused=True)) == other
 
 
-def test_a_page_that_is_saved_is_not_offered_again_and_one_that_is_not_is():
+def test_only_pages_that_failed_to_save_are_returned_again():
     cache = tiered(8)
     pages = put(cache, [1] * 12)
     taken = list(cache.begin_save(2, only_unused=False))
@@ -173,15 +173,13 @@ def test_a_page_that_is_saved_is_not_offered_again_and_one_that_is_not_is():
     assert set(taken) < set(pages)
 
 
-def test_saving_a_page_does_not_move_its_place_in_eviction():
+def test_saving_does_not_change_the_eviction_order():
     cache = tiered(4)
     oldest = put(cache, [1] * 8)
     put(cache, [2] * 8)
     taken = cache.begin_save(2, only_unused=True)
     assert list(taken) == oldest
-    assert (
-        cache.allocate(1) is not None
-    )  # meets the pages that are being saved, and passes over them
+    assert cache.allocate(1) is not None  # skips the pages that are being saved
     cache.end_save(list(taken))
     assert cache.allocate(2) is not None
     assert cache.match([1] * 8).num_tokens == 0
@@ -192,7 +190,7 @@ def test_saving_a_page_does_not_move_its_place_in_eviction():
 
 
 class OwnersOfPages(RuleBasedStateMachine):
-    """Requests come, match, get grants, land, are withdrawn and end; pages are saved and adopted; in any order."""
+    """Requests arrive, match, get grants, land, are withdrawn and end, and pages are saved and adopted, in any order."""
 
     def __init__(self):
         super().__init__()
@@ -216,7 +214,7 @@ class OwnersOfPages(RuleBasedStateMachine):
     def end(self, data, is_remembered):
         tokens, pages = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         if is_remembered:
-            self.cache.remember(tokens, pages)
+            self.cache.insert(tokens, pages)
         self.cache.release(pages)
 
     @rule(num_pages=st.integers(1, 4))

@@ -1,18 +1,18 @@
-"""The direct forward of Llama-shaped models, against transformers' modelling code."""
+"""The direct forward of Llama-like models compared with transformers' modelling code."""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from tandem.engine.attention import register
-from tandem.engine.attention_torch import TorchAttention
+from tandem.engine.attention.paged import register
+from tandem.engine.attention.torch import TorchAttention
 from tandem.engine.config import EngineConfig
-from tandem.engine.llama import speed_up
-from tandem.engine.model import load_model
-from tandem.engine.model_check import Sequences, difference, plain_logits, shape_of
-from tandem.engine.observation import observe
-from tandem.engine.operators import TorchOperators
-from tandem.engine.operators_cpu import CpuOperators
+from tandem.engine.kernels.operators import TorchOperators
+from tandem.engine.kernels.operators_cpu import CpuOperators
+from tandem.engine.model.check import Sequences, difference, plain_logits, shape_of
+from tandem.engine.model.llama import speed_up
+from tandem.engine.model.loading import load_model
+from tandem.engine.model.observation import observe
 from tests.tiny_models import CONFIGS, SIZES
 
 LLAMA_SHAPED = ("llama", "qwen2", "qwen3", "mistral")
@@ -23,19 +23,19 @@ def config(path, **settings) -> EngineConfig:
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
-def test_llama_shaped_models_are_computed_directly_and_no_others(tiny_model, kind):
+def test_only_llama_like_models_use_the_direct_forward(tiny_model, kind):
     model, _ = load_model(config(tiny_model(kind)))
     assert (model.direct is not None) is (kind in LLAMA_SHAPED)
 
 
 @pytest.mark.parametrize("settings", [{"is_compiled": True}, {"tp_size": 2}])
-def test_models_that_are_compiled_or_shared_keep_the_modelling_code(settings):
+def test_compiled_and_sharded_models_keep_the_modelling_code(settings):
     assert not config("model", **settings).is_fused
     assert config("model", **settings, is_eager=True).is_fused is ("is_compiled" in settings)
 
 
 def uneven(hf_config):
-    """Return a model whose norms and biases are not those that models begin with."""
+    """Return a model with random norms and biases."""
     torch.manual_seed(0)
     register()
     module = AutoModelForCausalLM.from_config(
@@ -49,10 +49,10 @@ def uneven(hf_config):
 
 
 def off(module, spoil=None) -> float:
-    """Return by how much the direct forward's logits are off transformers', in standard deviations."""
+    """Return the error of the direct forward's logits, in standard deviations."""
     text = module.config
     observed = observe(module, text)
-    sequences = Sequences.of(text.vocab_size, 16, getattr(text, "sliding_window", None), None)
+    sequences = Sequences.of(text, 16)
     expected = plain_logits(module, sequences)
     shape = shape_of(observed, text.vocab_size)
     speed_up(observed)
@@ -63,11 +63,11 @@ def off(module, spoil=None) -> float:
 
 
 @pytest.mark.parametrize("kind", LLAMA_SHAPED)
-def test_logits_are_those_of_transformers(kind):
+def test_direct_forward_logits_match_transformers(kind):
     assert off(uneven(CONFIGS[kind]())) < 1e-4
 
 
-def test_biases_and_long_ropes_are_those_of_the_model():
+def test_biases_and_longrope_match_transformers():
     rope = {
         "rope_type": "llama3",
         "rope_theta": 1e4,
@@ -80,33 +80,33 @@ def test_biases_and_long_ropes_are_those_of_the_model():
     assert off(uneven(config)) < 1e-4
 
 
-def test_a_single_head_of_keys_is_normalized_row_by_row():
+def test_single_kv_head_is_normalized_row_by_row():
     config = Qwen3Config(**{**SIZES, "num_key_value_heads": 1}, head_dim=32)
     assert off(uneven(config)) < 1e-4
 
 
 class Reversed(TorchOperators):
-    """Takes the other half for the gate."""
+    """Swaps gates and ups."""
 
     def gated(self, gate_up):
         return super().gated(gate_up.roll(gate_up.shape[1] // 2, dims=1))
 
 
 class WithoutRotation(TorchOperators):
-    """Leaves it to attention, as on GPUs."""
+    """Leaves rotation to attention, as on GPUs."""
 
     rotate = None
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_what_is_left_to_rotate_is_rotated_by_attention(kind):
+def test_attention_rotates_heads_that_are_not_rotated_yet(kind):
     def leave(direct) -> None:
         direct._operators = WithoutRotation()
 
     assert off(uneven(CONFIGS[kind]()), leave) < 1e-4
 
 
-def test_an_operator_that_is_wrong_shows():
+def test_wrong_operator_changes_the_logits():
     def spoil(direct) -> None:
         assert isinstance(direct._operators, CpuOperators)
         direct._operators = Reversed()
@@ -114,14 +114,14 @@ def test_an_operator_that_is_wrong_shows():
     assert off(uneven(CONFIGS["llama"]()), spoil) > 0.01
 
 
-def test_another_activation_is_left_to_the_modelling_code():
+def test_other_activations_keep_the_modelling_code():
     module = uneven(LlamaConfig(**SIZES, hidden_act="gelu"))
     observed = observe(module, module.config)
     speed_up(observed)
     assert observed.model.direct is None
 
 
-def test_each_layer_is_reported_after_it_attended(tiny_model):
+def test_each_layer_is_reported_after_its_attention(tiny_model):
     model, shape = load_model(config(tiny_model("llama")))
     events = []
 
@@ -130,7 +130,9 @@ def test_each_layer_is_reported_after_it_attended(tiny_model):
         return torch.zeros_like(layer.query)
 
     ids = torch.arange(3)
-    model.logits(ids, ids, ids[-1:], attend, wrote=lambda index: events.append(("wrote", index)))
+    model.logits(
+        ids, ids, ids[-1:], attend, on_layer_written=lambda index: events.append(("wrote", index))
+    )
     assert events == [
         (what, index) for index in range(shape.num_layers) for what in ("attends", "wrote")
     ]

@@ -1,17 +1,17 @@
-"""Log-probabilities of answers and prompts against those of a plain forward of transformers."""
+"""Log-probabilities of answers and prompts compared with a plain forward of transformers."""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem.engine.core import Engine
-from tandem.wire.generation import LogprobsWanted
+from tandem.engine.scheduling.core import Engine
+from tandem.wire.generation import LogprobOptions
 from tests.engine.test_core import make_engine, prompts
 from tests.one_engine import ask
 
 
 def run_with_logprobs(engine: Engine, request):
-    """Return the tokens, what was told of them, and what was told of the prompt by position."""
+    """Return the tokens, their log-probabilities, and those of the prompt by position."""
     engine.submit(request)
     tokens, told, of_prompt = [], [], {}
     while engine.has_work:
@@ -34,11 +34,11 @@ def scores(path, token_ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
 @pytest.mark.parametrize("penalty", [0.0, 1.5])
-def test_those_of_an_answer_are_the_models_own(tiny_model, is_overlapped, penalty):
+def test_answer_logprobs_are_those_of_the_model(tiny_model, is_overlapped, penalty):
     path, prompt = tiny_model("llama"), prompts(9)[7]
     engine = make_engine(path, is_overlapped=is_overlapped)
     request = ask(
-        prompt, max_new_tokens=6, frequency_penalty=penalty, logprobs=LogprobsWanted(num_top=3)
+        prompt, max_new_tokens=6, frequency_penalty=penalty, logprobs=LogprobOptions(num_top=3)
     )
     tokens, told, of_prompt = run_with_logprobs(engine, request)
     expected = scores(path, prompt + tokens)
@@ -52,7 +52,7 @@ def test_those_of_an_answer_are_the_models_own(tiny_model, is_overlapped, penalt
 
 @pytest.mark.parametrize("prompt_start", [0, 1, 30, 69])
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_those_of_a_prompt_are_told_once_in_chunks_and_with_a_warm_cache(
+def test_prompt_logprobs_are_reported_once_with_chunks_and_cache(
     tiny_model, prompt_start, is_cached
 ):
     path, prompt = tiny_model("llama"), prompts(9)[7]
@@ -60,7 +60,7 @@ def test_those_of_a_prompt_are_told_once_in_chunks_and_with_a_warm_cache(
     engine = make_engine(path)  # chunks of 32
     if is_cached:
         run_with_logprobs(engine, ask(prompt, max_new_tokens=1))
-    wanted = LogprobsWanted(num_top=2, prompt_start=prompt_start)
+    wanted = LogprobOptions(num_top=2, prompt_start=prompt_start)
     request = ask(prompt, max_new_tokens=2, logprobs=wanted)
     _, _, of_prompt = run_with_logprobs(engine, request)
     assert sorted(of_prompt) == list(range(prompt_start, len(prompt)))
@@ -74,10 +74,10 @@ def test_those_of_a_prompt_are_told_once_in_chunks_and_with_a_warm_cache(
         assert entry.top[0][0] == int(expected[position - 1].argmax())
 
 
-def test_a_prompt_of_one_token_tells_its_one_position(tiny_model):
+def test_prompt_of_one_token_reports_one_position(tiny_model):
     engine = make_engine(tiny_model("llama"))
     _, _, of_prompt = run_with_logprobs(
-        engine, ask([5], max_new_tokens=2, logprobs=LogprobsWanted(prompt_start=0))
+        engine, ask([5], max_new_tokens=2, logprobs=LogprobOptions(prompt_start=0))
     )
     assert list(of_prompt) == [0]
     assert of_prompt[0].logprob is None

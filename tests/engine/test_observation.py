@@ -1,17 +1,17 @@
-"""What a model asks of attention: understood, or refused by name before anything is served."""
+"""Observation of a model's attention, which is supported or refused by name at the start."""
 
 import pytest
 import torch
 from torch import nn
 
-from tandem.engine.attention import (
+from tandem.engine.attention.paged import (
     NAME,
     AttentionNotServed,
     PagedModel,
     paged_attention,
     register,
 )
-from tandem.engine.observation import observe
+from tandem.engine.model.observation import observe
 from tandem.wire.hand_off import LayerKV
 from tests.architectures.configs import cases
 
@@ -32,44 +32,44 @@ def observed(name: str):
     [
         ("codegen", "does not go through transformers' attention interface"),
         ("diffllama", "attends twice"),
-        ("doge", "attention mask of its own"),
-        ("roberta", "looks at later tokens"),
+        ("doge", "its own attention mask"),
+        ("roberta", "not causal"),
         ("deepseek_v32", "layers of kind 'indexed_attention'"),
         ("qwen3_next", "layers of kind 'linear_attention'"),
     ],
 )
-def test_a_model_that_asks_for_more_than_pages_hold_is_refused_with_the_reason(name, reason):
+def test_unsupported_attention_is_refused_with_the_reason(name, reason):
     with pytest.raises(AttentionNotServed, match=reason):
         observed(name)
 
 
-def test_layers_that_are_alike_keep_their_heads():
+def test_equal_layers_keep_their_heads():
     found = observed("llama")
     assert set(found.layers) == {LayerKV(2, 32, 32)}
     assert not found.features
     assert not found.sources
 
 
-def test_latent_attention_keeps_one_row_for_all_heads():
+def test_latent_attention_stores_one_row_for_all_heads():
     found = observed("deepseek_v3")
     assert set(found.layers) == {LayerKV(1, 16 + 8, 0)}
     assert found.features == {"latents"}
 
 
-def test_layers_of_two_sizes_and_layers_that_read_others_are_told_apart():
+def test_layers_of_two_sizes_and_shared_layers_are_distinguished():
     found = observed("gemma4_text, shared KV")
     assert found.layers[:2] == (LayerKV(2, 32, 32), LayerKV(2, 48, 48))
     assert found.layers[2:] == (LayerKV(0, 0, 0),) * 2
     assert found.sources == ((2, 0), (3, 1))
 
 
-def test_sinks_and_chunks_are_noted_for_who_chooses_kernels():
+def test_sinks_and_chunks_are_reported_as_features():
     assert observed("gpt_oss").features == {"sinks"}
     assert observed("llama4_text").features == {"chunks"}
 
 
 class Attention(nn.Module):
-    """An attention layer that brings one argument more."""
+    """An attention layer that passes an additional argument."""
 
     layer_idx = 0
 
@@ -88,7 +88,7 @@ class Attention(nn.Module):
     [{"position_bias": torch.ones(1)}, {"indices": torch.ones(1)}, {"is_causal": False}],
     ids=str,
 )
-def test_an_argument_that_is_not_understood_is_never_ignored(brings):
+def test_unsupported_argument_is_refused(brings):
     attention = Attention(**brings)
     PagedModel(attention)
     with pytest.raises(AttentionNotServed):

@@ -1,24 +1,21 @@
-"""The state on the device gives the logits and tokens of a plain reference that knows every token."""
+"""Logits and tokens from the state on the device compared with a plain reference that has all tokens."""
 
 from collections import Counter
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
 import torch
-import xgrammar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.config import EngineConfig
-from tandem.engine.core import Engine
-from tandem.engine.forward import Slots
-from tandem.engine.grammar_compiler import Library, compile_text
-from tandem.engine.launcher import ModelLauncher
-from tandem.engine.penalties import Penalties
-from tandem.engine.request import ActiveRequest
-from tandem.wire.generation import Grammar
+from tandem.engine.config import EngineOptions
+from tandem.engine.execution.launcher import ModelLauncher
+from tandem.engine.sampling.penalties import Penalties
+from tandem.engine.scheduling.core import Engine
+from tandem.engine.scheduling.forward import Slots
+from tandem.engine.scheduling.request import ActiveRequest
 from tests.engine.test_sampler import LOGITS, NO_EOS, active, sample
+from tests.engine.toy_grammars import ANY_TEXT, ToyGrammars
 from tests.engine.toy_runner import EOS, VOCAB, ToyRunner, toy_engine, toy_shape
 from tests.one_engine import ask, ask_remote, run
 
@@ -37,7 +34,7 @@ SAMPLING = st.fixed_dictionaries(
 
 
 def changed(logits: np.ndarray, tokens: list[int], start: int, p) -> np.ndarray:
-    """Return the logits by the definitions; `tokens[start:]` is the answer so far."""
+    """Return the logits by definition. `tokens[start:]` is the answer so far."""
     logits, answer = logits.copy(), tokens[start:]
     factor = np.float32(p.repetition_penalty)
     for token in set(tokens):
@@ -69,14 +66,14 @@ def changed(logits: np.ndarray, tokens: list[int], start: int, p) -> np.ndarray:
     ),
     st.integers(0, 2**32 - 1),
 )
-def test_logits_are_those_of_a_reference_while_requests_come_and_go(asked, seed):
+def test_penalized_logits_match_a_reference_as_requests_come_and_go(asked, seed):
     rng, slots = np.random.default_rng(seed), Slots(8, 1)
     penalties = Penalties(VOCAB, frozenset({EOS}), torch.device("cpu"))
     requests = [
         active(prompt=prompt + prior, num_prior=len(prior), **sampling)
         for prompt, prior, sampling, *_ in asked
     ]
-    # The requests themselves never learn of their tokens.
+    # The requests themselves do not record their tokens.
     tokens = [prompt + prior for prompt, prior, *_ in asked]
     for step in range(25):
         batch = []
@@ -84,7 +81,7 @@ def test_logits_are_those_of_a_reference_while_requests_come_and_go(asked, seed)
             if step == begin:
                 slots.take(requests[i])
             if step == begin + num_steps:
-                slots.give_back(requests[i])
+                slots.release(requests[i])
             if begin <= step < begin + num_steps and (not pause or step % (pause + 1)):
                 batch.append(i)
         rows = np.array([requests[i].slot for i in batch], np.int64)
@@ -97,12 +94,12 @@ def test_logits_are_those_of_a_reference_while_requests_come_and_go(asked, seed)
         assert logits.tolist() == expected
         sampled = rng.integers(VOCAB, size=len(batch))
         count(torch.from_numpy(sampled))
-        slots.launched(rows)
+        slots.record_launch(rows)
         for i, token in zip(batch, sampled.tolist(), strict=True):
             tokens[i].append(token)
 
 
-def test_rows_are_reused_and_memory_is_that_of_the_most_requests_at_once():
+def test_rows_are_reused_and_memory_follows_the_peak_of_requests():
     slots = Slots(256, 1)
     penalties = Penalties(VOCAB, NO_EOS, torch.device("cpu"))
     others = [active() for _ in range(100)]
@@ -114,14 +111,14 @@ def test_rows_are_reused_and_memory_is_that_of_the_most_requests_at_once():
             slots.take(request)
         rows = np.array([request.slot for request in penalized])
         penalties.apply(torch.zeros(3, VOCAB), slots, rows, penalized)
-        slots.launched(rows)
+        slots.record_launch(rows)
         for request in (*penalized, others.pop()):
-            slots.give_back(request)
+            slots.release(request)
     assert len(penalties._marks) <= 4
     assert not len(penalties._biases)
 
 
-def test_a_repetition_penalty_counts_the_prompt():
+def test_repetition_penalty_includes_the_prompt():
     chosen = sample(
         LOGITS[None].clone(),
         [active(prompt=(1,), temperature=0, repetition_penalty=2.0)],
@@ -130,12 +127,12 @@ def test_a_repetition_penalty_counts_the_prompt():
     assert chosen == [4]
 
 
-def test_a_repetition_penalty_lowers_a_logit_that_is_negative_already():
+def test_repetition_penalty_lowers_negative_logits():
     request = active(prompt=(1,), temperature=0, repetition_penalty=2.0)
     assert sample(LOGITS[None] - 100, [request], NO_EOS) == [4]
 
 
-def test_frequency_and_presence_count_the_output_only():
+def test_frequency_and_presence_penalties_exclude_the_prompt():
     request = active(prompt=(1, 1, 1), output=(1,), temperature=0, frequency_penalty=0.4)
     assert sample(LOGITS[None].clone(), [request], NO_EOS) == [1]
     request = active(prompt=(4,), output=(1, 1), temperature=0, frequency_penalty=0.4)
@@ -144,20 +141,20 @@ def test_frequency_and_presence_count_the_output_only():
     assert sample(LOGITS[None].clone(), [request], NO_EOS) == [4]
 
 
-def test_no_end_is_chosen_before_the_minimum():
+def test_end_of_sequence_is_banned_before_min_new_tokens():
     request = active(temperature=0, min_new_tokens=1, stop_token_ids=[4])
     assert sample(LOGITS[None].clone(), [request], frozenset({1})) == [2]
     request = active(output=(0,), temperature=0, min_new_tokens=1)
     assert sample(LOGITS[None].clone(), [request], frozenset({1})) == [1]
 
 
-def test_tokens_of_an_earlier_attempt_count_as_output():
+def test_tokens_of_earlier_attempts_count_as_output():
     resumed = active(prompt=(0, 1), num_prior=1, temperature=0, presence_penalty=0.6)
     assert resumed.next_index == 1
     assert sample(LOGITS[None].clone(), [resumed], NO_EOS) == [4]
 
 
-def test_a_stop_id_that_the_vocabulary_does_not_have_stops_nothing_and_breaks_nothing():
+def test_stop_id_outside_the_vocabulary_is_ignored():
     strange = active(temperature=0, min_new_tokens=3, stop_token_ids=[1, 99999, -3])
     assert sample(LOGITS.repeat(2, 1), [strange, active(temperature=0)], NO_EOS) == [4, 1]
 
@@ -166,7 +163,7 @@ def test_a_stop_id_that_the_vocabulary_does_not_have_stops_nothing_and_breaks_no
 
 
 class WideToyRunner(ToyRunner):
-    """A toy whose logits are all near each other, so that every penalty counts."""
+    """A toy runner whose logits are close together, so that every penalty matters."""
 
     def logits_after(self, tokens):
         return torch.from_numpy(wide_logits(tokens))
@@ -205,9 +202,7 @@ def reference(prompt: list[int], prior: list[int], num_new: int, sampling) -> li
     st.booleans(),
     st.integers(1, 5),
 )
-def test_whatever_comes_when_every_answer_is_that_of_a_reference(
-    asked, num_pages, is_overlapped, max_running
-):
+def test_answers_match_a_reference_in_any_schedule(asked, num_pages, is_overlapped, max_running):
     engine, _ = toy_engine(
         num_pages,
         make_runner=WideToyRunner,
@@ -237,7 +232,7 @@ def test_whatever_comes_when_every_answer_is_that_of_a_reference(
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
-def test_on_decode_the_first_token_counts_as_answer(is_overlapped):
+def test_first_token_counts_as_output_on_decode(is_overlapped):
     sampling = {"repetition_penalty": 1.3, "presence_penalty": 0.8, "min_new_tokens": 3}
     engine, runner = toy_engine(20, make_runner=WideToyRunner, is_overlapped=is_overlapped)
     prompt = [5, 6, 7, 8, 5]
@@ -249,9 +244,9 @@ def test_on_decode_the_first_token_counts_as_answer(is_overlapped):
 
 
 class LauncherBesideHost:
-    """Launches like a GPU, and notes the order of launches and reads."""
+    """Launches like a GPU, and records the order of launches and reads."""
 
-    is_beside_host = True
+    is_asynchronous = True
 
     def __init__(self, launcher: ModelLauncher) -> None:
         self._launcher = launcher
@@ -260,8 +255,8 @@ class LauncherBesideHost:
     def seed(self, request, drawn):
         return self._launcher.seed(request, drawn)
 
-    def launch(self, batch, slots, wrote):
-        read = self._launcher.launch(batch, slots, wrote)
+    def launch(self, batch, slots, on_layer_written):
+        read = self._launcher.launch(batch, slots, on_layer_written)
         self.events.append("launch")
 
         def noted():
@@ -269,20 +264,6 @@ class LauncherBesideHost:
             return read()
 
         return noted
-
-
-class AtOnce:
-    """A compiler that has compiled every grammar when it is asked to."""
-
-    def compile(self, grammar):
-        tokens = [bytes([65 + token]) for token in range(VOCAB)]
-        info = xgrammar.TokenizerInfo(tokens, vocab_size=VOCAB, stop_token_ids=[EOS])
-        future = Future()
-        future.set_result(compile_text(Library(info), grammar))
-        return future
-
-
-ANY_TEXT = Grammar(kind="regex", text="[C-Z]*")
 
 
 @pytest.mark.parametrize(
@@ -299,10 +280,10 @@ ANY_TEXT = Grammar(kind="regex", text="[C-Z]*")
     ],
     ids=str,
 )
-def test_only_a_grammar_waits_until_the_host_has_read_the_token_before(sampling, order):
-    shape, config = toy_shape(), EngineConfig(model_dir="", page_size=4)
+def test_only_grammars_wait_for_the_previous_token_on_the_host(sampling, order):
+    shape, config = toy_shape(), EngineOptions(page_size=4)
     launcher = LauncherBesideHost(ModelLauncher(ToyRunner(20, 4), shape, 4))
-    engine = Engine(launcher, shape, config, 20, compiler=AtOnce())
+    engine = Engine(launcher, shape, config, 20, grammars=ToyGrammars())
     engine.submit(ask([5, 6, 7], max_new_tokens=3, **sampling))
     assert len(run(engine)["r"]) == 3
     assert " ".join(launcher.events) == order

@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from tandem.wire.errors import InvalidRequest
-from tandem.wire.generation import GenerateRequest, LogprobsWanted, RequestId, SamplingParams
+from tandem.wire.generation import GenerateRequest, LogprobOptions, RequestId, SamplingParams
 from tests.engine.toy_runner import toy_engine
 
 HONEST = GenerateRequest(
@@ -14,9 +14,9 @@ def sampling(**changes) -> dict:
     return {"sampling": SamplingParams(**changes)}
 
 
-def test_what_edge_workers_ask_for_is_let_in():
+def test_valid_requests_are_accepted():
     extremes = sampling(top_k=-1, temperature=0, top_p=1e-30, min_new_tokens=0, max_new_tokens=1)
-    logprobs = LogprobsWanted(num_top=20, prompt_start=0)
+    logprobs = LogprobOptions(num_top=20, prompt_start=0)
     for changes in ({}, extremes, {"logprobs": logprobs}, {"priority": -(2**31)}):
         engine, _ = toy_engine(8)
         engine.submit(msgspec.structs.replace(HONEST, **changes))
@@ -40,12 +40,12 @@ def test_what_edge_workers_ask_for_is_let_in():
         {"num_prior_tokens": 4},
         {"num_prior_tokens": -1},
         {"priority": 2**63},
-        {"logprobs": LogprobsWanted(num_top=-1)},
-        {"logprobs": LogprobsWanted(prompt_start=2**63)},
+        {"logprobs": LogprobOptions(num_top=-1)},
+        {"logprobs": LogprobOptions(prompt_start=2**63)},
     ],
     ids=str,
 )
-def test_what_no_column_holds_is_refused_and_takes_no_page(changes):
+def test_out_of_range_request_is_refused_without_pages(changes):
     engine, _ = toy_engine(8)
     with pytest.raises(InvalidRequest):
         engine.submit(msgspec.structs.replace(HONEST, **changes))

@@ -1,4 +1,4 @@
-"""What a forward tells of its layers: on the CPU at once, on a device when its stream has come to them."""
+"""Reports of written layers: at once on a CPU, and when the stream reaches them on a device."""
 
 import threading
 
@@ -6,7 +6,7 @@ import pytest
 import structlog
 import torch
 
-from tandem.engine.runner import LayerEvents
+from tandem.engine.execution.runner import LayerEvents
 from tests.engine.test_core import PAGE, make_engine
 from tests.one_engine import ask
 from tests.patience import PATIENCE_S
@@ -14,7 +14,7 @@ from tests.tiny_models import SIZES
 
 
 class FakeEvent:
-    """A device that comes to the mark when the test says so."""
+    """An event that completes when the test sets it."""
 
     def __init__(self) -> None:
         self.is_recorded, self.passed = False, threading.Event()
@@ -27,15 +27,15 @@ class FakeEvent:
         assert self.passed.wait(PATIENCE_S)
 
 
-def test_a_layer_is_told_of_when_the_device_has_come_to_it():
+def test_layer_is_reported_once_the_device_reaches_its_event():
     made, told, has_told = [], [], threading.Semaphore(0)
 
-    def wrote(layer: int) -> None:
+    def on_layer_written(layer: int) -> None:
         told.append(layer)
         has_told.release()
 
     events = LayerEvents(lambda: made.append(FakeEvent()) or made[-1])
-    queued = events.after(wrote)
+    queued = events.after(on_layer_written)
     for layer in range(3):
         queued(layer)
     assert told == []
@@ -49,14 +49,14 @@ def test_a_layer_is_told_of_when_the_device_has_come_to_it():
 
 
 class PassedEvent(FakeEvent):
-    """A device that is never behind."""
+    """An event that has already completed."""
 
     def synchronize(self) -> None:
         assert self.is_recorded
 
 
 class BrokenEvent(PassedEvent):
-    """A device that cannot be waited for."""
+    """An event that cannot be waited for."""
 
     def synchronize(self) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -66,25 +66,23 @@ def bug(_layer: int) -> None:
     raise ZeroDivisionError("a bug")
 
 
-@pytest.mark.parametrize(("event", "wrote"), [(PassedEvent, bug), (BrokenEvent, print)])
-def test_a_forward_whose_layers_cannot_be_told_of_is_logged_once_and_the_next_one_is_told_of(
-    event, wrote
-):
+@pytest.mark.parametrize(("event", "on_layer_written"), [(PassedEvent, bug), (BrokenEvent, print)])
+def test_failed_layer_report_is_logged_once_and_later_forwards_report(event, on_layer_written):
     kinds, told, has_told = iter([event] * 3), [], threading.Event()
-    events = LayerEvents(lambda: next(kinds, PassedEvent)())  # noqa: PLW0108 - of another kind each time
+    events = LayerEvents(lambda: next(kinds, PassedEvent)())  # noqa: PLW0108 - the class differs from call to call
     with structlog.testing.capture_logs() as logged:
-        failing, next_forward = events.after(wrote), events.after(told.append)
+        failing, next_forward = events.after(on_layer_written), events.after(told.append)
         for layer in range(3):
             failing(layer)
         next_forward(0)
         events.after(lambda _layer: has_told.set())(0)
         assert has_told.wait(PATIENCE_S)
     assert told == [0]
-    assert [(line["event"], line["layer"]) for line in logged] == [("layers.not_told", 0)]
+    assert [(line["event"], line["layer"]) for line in logged] == [("layers.report_failed", 0)]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_a_layer_is_in_the_pool_when_it_is_told_of(tiny_model, backend):
+def test_reported_layer_is_in_the_pool(tiny_model, backend):
     engine = make_engine(tiny_model("llama"), attention_backend=backend)
     pool = engine._launcher._runner.pool.pages
     begun, seen = [], []
@@ -99,10 +97,10 @@ def test_a_layer_is_in_the_pool_when_it_is_told_of(tiny_model, backend):
         begun.append(pages)
         ids = torch.tensor(pages[0].page_ids)
 
-        def wrote(layer):
+        def on_layer_written(layer):
             seen.append((layer, by_layer(ids).clone()))
 
-        return wrote
+        return on_layer_written
 
     engine.watch_layers(begin)
     prompt = [3 + i % 300 for i in range(50)]  # chunks of 32 and 18: pages 0 ... 3, 4 ... 6
@@ -117,7 +115,7 @@ def test_a_layer_is_in_the_pool_when_it_is_told_of(tiny_model, backend):
     for pages, told in zip(begun, (seen[:num_layers], seen[num_layers:]), strict=True):
         final = by_layer(torch.tensor(pages[0].page_ids))
         for layer, at_the_time in told:
-            # Everything up to this layer is what it is in the end, and nothing after it is there yet.
+            # Layers up to this one have their final content, and later ones are not written yet.
             assert torch.equal(at_the_time[:, : layer + 1], final[:, : layer + 1])
             assert not at_the_time[:, layer + 1 :].any()
     assert final.any()

@@ -1,23 +1,22 @@
-"""Admission, growth, retraction, sharing and overlap, with a runner whose tokens give any mistake away."""
+"""Admission, growth, retraction, sharing and overlap, with a runner whose tokens reveal any error."""
 
 import random
-from concurrent.futures import Future
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.core import Engine
-from tandem.engine.request import ActiveRequest, Stage
-from tandem.engine.scheduler import MAX_LOGPROB_ROWS, next_chunks
+from tandem.engine.scheduling.core import Engine
+from tandem.engine.scheduling.request import ActiveRequest, Stage
+from tandem.engine.scheduling.scheduler import MAX_LOGPROB_ROWS, next_chunks
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import (
     GenerateRequest,
-    Grammar,
-    LogprobsWanted,
+    LogprobOptions,
     RequestId,
     SamplingParams,
 )
+from tests.engine.toy_grammars import ANY_TEXT, ToyGrammars
 from tests.engine.toy_runner import EOS, toy_answer, toy_engine
 from tests.one_engine import ask, ask_remote, run
 
@@ -56,32 +55,40 @@ REQUESTS = st.lists(
     st.booleans(),
     st.booleans(),
     st.integers(1, 6),
+    st.randoms(use_true_random=False),
 )
-def test_whatever_comes_when_every_answer_is_right_and_every_page_returns(
-    asked, num_pages, is_overlapped, has_prefix_cache, max_running
+def test_answers_are_correct_and_pages_freed_in_any_schedule(
+    asked, num_pages, is_overlapped, has_prefix_cache, max_running, rng
 ):
+    grammars = ToyGrammars()
+    grammars.is_held = True
     engine, _ = toy_engine(
         num_pages,
         is_overlapped=is_overlapped,
         is_prefix_cache_enabled=has_prefix_cache,
         max_running_requests=max_running,
         chunked_prefill_size=9,
+        grammars=grammars,
     )
     out: dict[str, list[int]] = {}
     running: dict[int, ActiveRequest] = {}
     for step in range(41):
         for i, (length, seed, num_new, priority, begin, _) in enumerate(asked):
             if begin == step:
-                request = ask(
-                    prompt_of(length, seed), str(i), max_new_tokens=num_new, priority=priority
-                )
+                limits = {"max_new_tokens": num_new, "grammar": rng.choice([None, ANY_TEXT])}
+                request = ask(prompt_of(length, seed), str(i), priority=priority, **limits)
                 running[i] = engine.submit(request)
         for i, (*_, end) in enumerate(asked):
             if end == step and i in running:
                 engine.cancel(running[i])
+        while grammars.held and rng.random() < 0.5:
+            grammars.release()
         for token in engine.step().tokens:
             out.setdefault(token.request.request.request_id, []).append(token.token)
         engine.cache.check_integrity()
+    grammars.is_held = False
+    while grammars.held:
+        grammars.release()
     run(engine, out)
     for i, (length, seed, num_new, _, begin, end) in enumerate(asked):
         expected = toy_answer(prompt_of(length, seed), num_new)
@@ -92,7 +99,7 @@ def test_whatever_comes_when_every_answer_is_right_and_every_page_returns(
 
 
 @OVERLAP
-def test_a_retracted_request_goes_on_with_the_tokens_it_would_have_had(is_overlapped):
+def test_retracted_request_resumes_with_the_same_tokens(is_overlapped):
     engine, _ = toy_engine(12, is_overlapped=is_overlapped, is_prefix_cache_enabled=False)
     engine._scheduler.growth_share = 0.0
     for i in range(4):
@@ -103,7 +110,21 @@ def test_a_retracted_request_goes_on_with_the_tokens_it_would_have_had(is_overla
     assert_all_returned(engine)
 
 
-def test_the_youngest_is_retracted_and_the_oldest_never():
+def test_cache_hits_of_a_retracted_request_are_counted_once():
+    engine, _ = toy_engine(12)
+    engine._scheduler.growth_share = 0.0
+    prefix = prompt_of(4)
+    engine.submit(ask([*prefix, 7], "first", max_new_tokens=1))
+    run(engine)
+    asked = [ask([*prefix, *prompt_of(4, i)], str(i), max_new_tokens=30) for i in range(4)]
+    made = [engine.submit(request) for request in asked]
+    run(engine)
+    assert engine.num_retracted > 0
+    assert [active.num_cached for active in made] == [4] * 4
+    assert engine.num_cached_tokens == 16
+
+
+def test_youngest_request_is_retracted_and_the_oldest_never():
     engine, _ = toy_engine(12, is_prefix_cache_enabled=False)
     engine._scheduler.growth_share = 0.0
     made = [engine.submit(ask(prompt_of(8, i), str(i), max_new_tokens=30)) for i in range(4)]
@@ -116,7 +137,7 @@ def test_the_youngest_is_retracted_and_the_oldest_never():
     assert 0 not in retracted
 
 
-def test_a_low_priority_gives_its_pages_to_a_high_one():
+def test_low_priority_request_is_retracted_for_a_high_priority_one():
     engine, _ = toy_engine(12, is_prefix_cache_enabled=False)
     engine._scheduler.growth_share = 0.0
     low = engine.submit(ask(prompt_of(8, 1), "low", max_new_tokens=36, priority=-1))
@@ -132,7 +153,7 @@ def test_a_low_priority_gives_its_pages_to_a_high_one():
     assert answers["low"] == toy_answer(prompt_of(8, 1), 36)
 
 
-def test_the_highest_priority_is_admitted_first_and_among_equals_the_first_come():
+def test_admission_is_by_priority_then_arrival():
     engine, _ = toy_engine(40, max_running_requests=1)
     for name, priority in (("a", 0), ("b", 0), ("c", 5), ("d", -1)):
         engine.submit(ask(prompt_of(4), name, priority=priority, max_new_tokens=1))
@@ -142,8 +163,17 @@ def test_the_highest_priority_is_admitted_first_and_among_equals_the_first_come(
     assert order == ["c", "a", "b", "d"]
 
 
+def test_prompts_for_another_node_keep_no_pages_free_for_their_answers():
+    engine, _ = toy_engine(4)
+    for i in range(2):
+        prompt = ask(prompt_of(8, i), str(i), max_new_tokens=100)
+        engine.submit(prompt, is_prompt_only=True)
+    engine.admit()
+    assert (engine.num_running, engine.counts().free) == (2, 0)
+
+
 @OVERLAP
-def test_a_pool_filled_to_its_last_page_serves_to_the_end(is_overlapped):
+def test_full_pool_finishes_all_requests(is_overlapped):
     engine, _ = toy_engine(5, is_overlapped=is_overlapped)
     active = engine.submit(ask(prompt_of(10), max_new_tokens=100))
     assert active.max_tokens == 20
@@ -152,7 +182,7 @@ def test_a_pool_filled_to_its_last_page_serves_to_the_end(is_overlapped):
 
 
 @OVERLAP
-def test_one_prompt_asked_many_times_at_once_is_computed_once(is_overlapped):
+def test_concurrent_identical_prompts_are_computed_once(is_overlapped):
     engine, runner = toy_engine(100, is_overlapped=is_overlapped)
     prompt = prompt_of(41)
     made = [engine.submit(ask(prompt, str(i), max_new_tokens=5)) for i in range(8)]
@@ -163,7 +193,7 @@ def test_one_prompt_asked_many_times_at_once_is_computed_once(is_overlapped):
     assert_all_returned(engine)
 
 
-def test_whoever_waits_for_anothers_prompt_computes_it_when_that_is_cancelled():
+def test_waiting_request_computes_the_prompt_if_the_other_is_cancelled():
     engine, _ = toy_engine(100, chunked_prefill_size=8)
     first, second = (engine.submit(ask(prompt_of(41), name, max_new_tokens=2)) for name in "ab")
     engine.step()
@@ -173,7 +203,7 @@ def test_whoever_waits_for_anothers_prompt_computes_it_when_that_is_cancelled():
     assert_all_returned(engine)
 
 
-def test_prompts_of_different_salts_share_nothing():
+def test_prompts_with_different_salts_are_computed_separately():
     engine, _ = toy_engine(100)
     made = [
         engine.submit(ask(prompt_of(41), salt, salt=salt, max_new_tokens=2)) for salt in ("x", "y")
@@ -182,7 +212,7 @@ def test_prompts_of_different_salts_share_nothing():
     assert [active.num_cached for active in made] == [0, 0]
 
 
-def test_on_decode_one_prompt_asked_many_times_is_granted_once():
+def test_concurrent_identical_prompts_are_granted_once_on_decode():
     engine, _ = toy_engine(100)
     first, second = (
         ask_remote(engine, ask(prompt_of(41), name, max_new_tokens=2)) for name in "ab"
@@ -196,18 +226,18 @@ def test_on_decode_one_prompt_asked_many_times_is_granted_once():
     assert second.num_computed == 40
 
 
-def test_an_answer_that_ends_while_the_next_forward_runs_takes_nothing_back():
+def test_answer_that_ends_during_the_next_forward_emits_no_more_tokens():
     engine, runner = toy_engine(20, is_overlapped=True, is_prefix_cache_enabled=False)
     answer = toy_answer(prompt_of(7), 3)
     assert len(set(answer)) == 3
     engine.submit(ask(prompt_of(7), max_new_tokens=50, stop_token_ids=[answer[2]]))
     assert run(engine)["r"] == answer
-    assert runner.num_rows == 7 + 3  # the third was under way when the stop was read
+    assert runner.num_rows == 7 + 3  # the third was in flight when the stop was read
     assert_all_returned(engine)
 
 
 @OVERLAP
-def test_penalties_see_the_token_before(is_overlapped):
+def test_penalties_include_the_previous_token(is_overlapped):
     plain, _ = toy_engine(40)
     plain.submit(ask(prompt_of(6), max_new_tokens=12, frequency_penalty=2.0))
     expected = run(plain)["r"]
@@ -217,7 +247,7 @@ def test_penalties_see_the_token_before(is_overlapped):
     assert run(engine)["r"] == expected
 
 
-def test_an_end_of_sequence_is_not_chosen_before_the_minimum_and_then_ends_it():
+def test_end_of_sequence_is_sampled_only_after_min_new_tokens():
     engine, _ = toy_engine(40)
     bias = {EOS: 100.0}
     engine.submit(
@@ -228,7 +258,7 @@ def test_an_end_of_sequence_is_not_chosen_before_the_minimum_and_then_ends_it():
 
 
 @OVERLAP
-def test_new_prompts_are_computed_in_small_chunks_while_others_are_answered(is_overlapped):
+def test_new_prompts_run_in_small_chunks_while_others_decode(is_overlapped):
     engine, runner = toy_engine(
         40, is_overlapped=is_overlapped, chunked_prefill_size=32, local_prefill_tokens=5
     )
@@ -250,12 +280,12 @@ def test_new_prompts_are_computed_in_small_chunks_while_others_are_answered(is_o
 @OVERLAP
 @pytest.mark.parametrize("has_stop_id", [False, True])
 @pytest.mark.parametrize("over", [-1, 0, 1])
-def test_turns_that_end_beside_a_page_border_have_the_tokens_of_an_engine_without_a_cache(
+def test_turns_ending_near_a_page_boundary_match_an_engine_without_cache(
     over, has_stop_id, is_overlapped
 ):
     engine, _ = toy_engine(60, is_overlapped=is_overlapped)
     tokens = prompt_of(6)
-    for end in (16, 32, 36, 48):  # borders of pages of 4 tokens
+    for end in (16, 32, 36, 48):  # boundaries of pages of 4 tokens
         answer = toy_answer(tokens, end + over - len(tokens))
         is_clear = has_stop_id and answer.index(answer[-1]) == len(answer) - 1
         stop = {"max_new_tokens": 99, "stop_token_ids": [answer[-1]]} if is_clear else {}
@@ -271,7 +301,7 @@ def test_turns_that_end_beside_a_page_border_have_the_tokens_of_an_engine_withou
 
 
 @pytest.mark.parametrize("num_chunk", [7, 8, 9])
-def test_of_a_prompt_that_is_cancelled_only_what_was_computed_is_cached(num_chunk):
+def test_cancelled_prompt_caches_only_computed_pages(num_chunk):
     engine, _ = toy_engine(20, chunked_prefill_size=num_chunk, is_overlapped=False)
     active = engine.submit(ask(prompt_of(20), max_new_tokens=5))
     engine.step()
@@ -280,7 +310,7 @@ def test_of_a_prompt_that_is_cancelled_only_what_was_computed_is_cached(num_chun
 
 
 @pytest.mark.parametrize("num_prompt", [7, 8, 9])
-def test_nothing_that_a_failed_forward_was_to_compute_is_cached(num_prompt, monkeypatch):
+def test_failed_forward_caches_nothing(num_prompt, monkeypatch):
     engine, _ = toy_engine(20, is_overlapped=True)
     launch = engine._launcher.launch
     monkeypatch.setattr(engine._launcher, "launch", lambda *given: failing(launch(*given)))
@@ -306,7 +336,7 @@ def failing(_read):
 
 
 def full_engine():
-    """Return an engine with a retracted request in its queue, and room for short prompts only."""
+    """Return an engine with a retracted request in its queue and pages for short prompts only."""
     engine, _ = toy_engine(12, is_prefix_cache_enabled=False)
     engine._scheduler.growth_share = 0.0
     made = [engine.submit(ask(prompt_of(16, i), str(i), max_new_tokens=20)) for i in range(2)]
@@ -318,7 +348,7 @@ def full_engine():
     return engine, made[1]
 
 
-def test_no_newcomer_passes_a_retracted_request():
+def test_newer_request_does_not_overtake_a_retracted_one():
     engine, retracted = full_engine()
     new = engine.submit(ask(prompt_of(2), "new", max_new_tokens=2))
     order = []
@@ -329,7 +359,7 @@ def test_no_newcomer_passes_a_retracted_request():
     assert order.index(retracted) < order.index(new)
 
 
-def test_no_newcomer_is_granted_pages_before_a_retracted_request_has_some():
+def test_newer_request_gets_no_grant_before_a_retracted_one():
     engine, retracted = full_engine()
     new = ask_remote(engine, ask(prompt_of(2), "new", max_new_tokens=2))
     assert new.stage is Stage.WAITING
@@ -339,35 +369,167 @@ def test_no_newcomer_is_granted_pages_before_a_retracted_request_has_some():
     assert new.stage is Stage.RESERVED
 
 
-def test_only_a_higher_priority_passes_a_retracted_request():
+def test_only_a_higher_priority_overtakes_a_retracted_request():
     engine, retracted = full_engine()
     urgent = engine.submit(ask(prompt_of(2), "urgent", max_new_tokens=2, priority=1))
     engine.step()
     assert (urgent.stage, retracted.stage) == (Stage.RUNNING, Stage.WAITING)
 
 
-class Refusing:
-    """A compiler of grammars that refuses every one at once."""
+# ── grammars ─────────────────────────────────────────────────────────────────────────────────────
 
-    def compile(self, _grammar):
-        future = Future()
-        future.set_exception(InvalidRequest("the grammar cannot be used"))
-        return future
+
+def names(result) -> list[str]:
+    return [token.request.request.request_id for token in result.tokens]
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
-def test_a_grammar_that_is_refused_at_once_fails_its_request_and_no_other(is_remote):
-    engine, _ = toy_engine(20)
-    engine._compiler = Refusing()
-    grammar = Grammar(kind="regex", text="(")
-    active = engine.check(ask(prompt_of(5), "bad", grammar=grammar), is_remote=is_remote)
+def test_refused_grammar_fails_only_its_request(is_remote):
+    engine, _ = toy_engine(20, grammars=ToyGrammars(InvalidRequest("the grammar cannot be used")))
+    request = ask(prompt_of(5), "bad", grammar=ANY_TEXT)
+    active = engine.check(request, is_remote=is_remote)
     engine.queue(active)
     engine.submit(ask(prompt_of(5), "good", max_new_tokens=1))
     result = engine.step()
     assert [(failure.request, failure.error.message) for failure in result.failures] == [
         (active, "the grammar cannot be used")
     ]
-    assert [token.request.request.request_id for token in result.tokens] == ["good"]
+    assert names(result) == ["good"]
+    assert_all_returned(engine)
+
+
+@OVERLAP
+def test_requests_without_masks_sit_out_and_delay_no_other(is_overlapped):
+    grammars = ToyGrammars()
+    engine, runner = toy_engine(
+        400, grammars=grammars, is_overlapped=is_overlapped, chunked_prefill_size=1000
+    )
+    for i in range(20):
+        engine.submit(ask(prompt_of(5, i), f"late {i}", max_new_tokens=3, grammar=ANY_TEXT))
+    engine.submit(ask(prompt_of(5, 20), "plain", max_new_tokens=9))
+    grammars.is_held = True
+    out: dict[str, list[int]] = {}
+    run(engine, out)
+    assert len(grammars.held) == 20
+    assert {name: len(tokens) for name, tokens in out.items()} == {
+        "plain": 9,
+        **{f"late {i}": 1 for i in range(20)},
+    }
+    assert runner.num_rows == 21 * 5 + 8  # nothing was computed in vain
+    num_woken = grammars.num_woken
+    while grammars.held:
+        grammars.release()
+        assert engine.has_work
+        run(engine, out)
+    assert grammars.num_woken > num_woken
+    assert out == {
+        "plain": toy_answer(prompt_of(5, 20), 9),
+        **{f"late {i}": toy_answer(prompt_of(5, i), 3) for i in range(20)},
+    }
+    assert_all_returned(engine)
+
+
+@pytest.mark.parametrize("is_prompt_only", [False, True])
+def test_no_mask_is_requested_after_the_last_token(is_prompt_only):
+    grammars = ToyGrammars()
+    engine, _ = toy_engine(40, grammars=grammars)
+    request = ask(prompt_of(5), max_new_tokens=3, grammar=ANY_TEXT)
+    active = engine.submit(request, is_prompt_only=is_prompt_only)
+    run(engine)
+    assert active.stage is Stage.ENDED
+    assert grammars.num_requested == (1 if is_prompt_only else 3)
+
+
+def test_step_waits_only_once_for_each_late_mask(monkeypatch):
+    waits = []
+    monkeypatch.setattr(
+        "tandem.engine.scheduling.core.wait", lambda masks, timeout: waits.append((masks, timeout))
+    )
+    grammars = ToyGrammars()
+    engine, _ = toy_engine(40, grammars=grammars)
+    engine.submit(ask(prompt_of(5), "late", max_new_tokens=3, grammar=ANY_TEXT))
+    engine.submit(ask(prompt_of(6), "plain", max_new_tokens=9))
+    grammars.is_held = True
+    run(engine)
+    assert sum(len(masks) for masks, _ in waits) == 1
+    assert max(timeout for _, timeout in waits) < 0.003
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("broken"), "using the grammar failed: broken"),
+        (InvalidRequest("slow"), "slow"),
+    ],
+)
+def test_mask_that_fails_ends_only_its_request(error, message):
+    grammars = ToyGrammars()
+    engine, _ = toy_engine(40, grammars=grammars)
+    bad = engine.submit(ask(prompt_of(5), "bad", max_new_tokens=9, grammar=ANY_TEXT))
+    for i in range(2):
+        grammar = ANY_TEXT if i else None
+        engine.submit(ask(prompt_of(6, i), str(i), max_new_tokens=9, grammar=grammar))
+    out: dict[str, list[int]] = {}
+    grammars.is_held = True
+    run(engine, out)
+    grammars.release(error)
+    result = engine.step()
+    assert [(failure.request, failure.error.message) for failure in result.failures] == [
+        (bad, message)
+    ]
+    grammars.is_held = False
+    grammars.release()
+    run(engine, out)
+    assert len(out.pop("bad")) == 1
+    assert out == {str(i): toy_answer(prompt_of(6, i), 9) for i in range(2)}
+    assert_all_returned(engine)
+
+
+def test_mask_of_a_retracted_request_that_fails_ends_only_that_request():
+    grammars = ToyGrammars()
+    engine, _ = toy_engine(12, grammars=grammars, is_prefix_cache_enabled=False)
+    engine._scheduler.growth_share = 0.0
+    for i in range(3):
+        engine.submit(ask(prompt_of(8, i), str(i), max_new_tokens=20))
+    bad = engine.submit(ask(prompt_of(8, 3), "bad", max_new_tokens=20, grammar=ANY_TEXT))
+    grammars.is_held = True
+    out: dict[str, list[int]] = {}
+    failed = []
+    while engine.has_work:
+        is_retracted = engine.num_retracted and bad.stage is Stage.WAITING
+        for token in engine.step().tokens if not is_retracted else ():
+            out.setdefault(token.request.request.request_id, []).append(token.token)
+        if is_retracted:
+            break
+    # The mask fails while the request is admitted again.
+    take = engine._scheduler.slots.take
+
+    def take_and_fail(active):
+        if active is bad:
+            grammars.release(InvalidRequest("slow"))
+        take(active)
+
+    engine._scheduler.slots.take = take_and_fail
+    while engine.has_work:
+        result = engine.step()
+        failed += [failure.request for failure in result.failures]
+        for token in result.tokens:
+            out.setdefault(token.request.request.request_id, []).append(token.token)
+    assert failed == [bad]
+    del out["bad"]
+    assert out == {str(i): toy_answer(prompt_of(8, i), 20) for i in range(3)}
+    assert_all_returned(engine)
+
+
+def test_request_that_is_cancelled_while_its_mask_is_due_returns_its_pages():
+    grammars = ToyGrammars()
+    engine, _ = toy_engine(40, grammars=grammars)
+    active = engine.submit(ask(prompt_of(5), max_new_tokens=9, grammar=ANY_TEXT))
+    grammars.is_held = True
+    run(engine)
+    engine.cancel(active)
+    assert grammars.held == {}  # the process may forget the answer
+    assert not engine.has_work
     assert_all_returned(engine)
 
 
@@ -389,19 +551,19 @@ def sizes(chunks):
     return [(chunk.num_tokens, chunk.is_last) for chunk in chunks]
 
 
-def test_prompts_share_a_forward_first_come_first_served():
+def test_prompts_share_a_forward_in_order_of_arrival():
     prompts = [prompt_request(6) for _ in range(3)]
     assert sizes(next_chunks(prompts, 8)) == [(6, True), (2, False)]
 
 
-def test_only_a_prompt_that_reports_its_logprobs_goes_in_smaller_chunks():
-    asked = [prompt_request(2000, logprobs=LogprobsWanted(prompt_start=0)), prompt_request(100)]
+def test_only_prompts_with_logprobs_run_in_smaller_chunks():
+    asked = [prompt_request(2000, logprobs=LogprobOptions(prompt_start=0)), prompt_request(100)]
     assert sizes(next_chunks(asked, 1000)) == [(MAX_LOGPROB_ROWS, False), (100, True)]
-    alone = prompt_request(2000, logprobs=LogprobsWanted())
+    alone = prompt_request(2000, logprobs=LogprobOptions())
     assert sizes(next_chunks([alone], 1000)) == [(1000, False)]
 
 
-def test_an_answer_that_was_retracted_is_not_bound_by_the_budget_of_new_prompts():
+def test_retracted_answer_is_exempt_from_the_new_prompt_budget():
     new, retracted = prompt_request(6), prompt_request(50, 60)
     prompts = [new, prompt_request(6), retracted, prompt_request(6)]
     assert sizes(next_chunks(prompts, 40, 8)) == [(6, True), (2, False), (32, False)]

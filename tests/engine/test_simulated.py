@@ -1,4 +1,4 @@
-"""Tokens without a model, and the time they take."""
+"""Tokens of the simulated engine and the time that they take."""
 
 import json
 import shutil
@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from transformers import DeepseekV3Config
 
-from tandem.engine.config import EngineConfig
-from tandem.engine.core import Engine
-from tandem.engine.forward import Chunk
-from tandem.engine.model import load_model
+from tandem.engine.config import EngineConfig, EngineOptions
+from tandem.engine.model.loading import load_model
 from tandem.engine.profile import DecodeTimes, PrefillTimes, Profile
-from tandem.engine.request import ActiveRequest
+from tandem.engine.scheduling.core import Engine
+from tandem.engine.scheduling.forward import Chunk
+from tandem.engine.scheduling.request import ActiveRequest
 from tandem.engine.simulated import (
     Clock,
     SimulatedLauncher,
@@ -26,7 +26,7 @@ from tandem.engine.simulated import (
 from tandem.wire.errors import ConfigInvalid, InvalidRequest
 from tandem.wire.generation import (
     Grammar,
-    LogprobsWanted,
+    LogprobOptions,
 )
 from tests import one_engine
 from tests.engine.toy_runner import toy_shape
@@ -40,7 +40,7 @@ PROMPTS = [[i + 1, *range(3, 3 + 5 * i)] for i in range(8)]
 
 @dataclass
 class FakeTime:
-    """Time that passes only while somebody sleeps."""
+    """A clock that advances only during sleeps."""
 
     now_s: float = 100.0
 
@@ -54,7 +54,7 @@ class FakeTime:
 
 def make_engine(num_pages=200, profile=None, time=None, ordinary=ORDINARY, **settings) -> Engine:
     shape = toy_shape(num_layers=4, vocab_size=int(ordinary[-1]) + 1)
-    config = EngineConfig(model_dir="", page_size=PAGE, **{"chunked_prefill_size": 16, **settings})
+    config = EngineOptions(page_size=PAGE, **{"chunked_prefill_size": 16, **settings})
     clock = (time or FakeTime()).clock()
     launcher = SimulatedLauncher(profile or Profile(), ordinary, shape.num_layers, clock=clock)
     return Engine(launcher, shape, config, num_pages)
@@ -69,7 +69,7 @@ def answer(prompt, num_new=12, seed=0, first=0) -> list[int]:
 
 
 @pytest.mark.parametrize("is_overlapped", [None, False])
-def test_an_answer_is_ordinary_tokens_up_to_its_length(is_overlapped):
+def test_answer_has_ordinary_tokens_up_to_its_length(is_overlapped):
     engine = make_engine(is_overlapped=is_overlapped)
     for i, prompt in enumerate(PROMPTS):
         engine.submit(ask(prompt, str(i)))
@@ -79,7 +79,7 @@ def test_an_answer_is_ordinary_tokens_up_to_its_length(is_overlapped):
     assert len({tuple(tokens) for tokens in answers.values()}) == len(PROMPTS)
 
 
-def test_a_seed_changes_what_is_sampled_and_nothing_greedy():
+def test_seed_changes_sampled_answers_but_not_greedy_ones():
     engine = make_engine()
     for seed in (1, 2, -3):
         engine.submit(ask(PROMPTS[1], f"sampled {seed}", seed=seed, temperature=0.5))
@@ -92,7 +92,7 @@ def test_a_seed_changes_what_is_sampled_and_nothing_greedy():
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}])
-def test_prefill_and_decode_choose_what_one_engine_does(sampling):
+def test_prefill_and_decode_generate_the_tokens_of_one_engine(sampling):
     request = ask(PROMPTS[3], **sampling)
     prefill, decode = make_engine(), make_engine()
     prompt_only = prefill.submit(request, is_prompt_only=True)
@@ -103,7 +103,7 @@ def test_prefill_and_decode_choose_what_one_engine_does(sampling):
 
 
 @pytest.mark.parametrize("num_sent", [1, 5, 11])
-def test_another_attempt_continues_where_the_first_was_lost(num_sent):
+def test_next_attempt_continues_with_the_same_tokens(num_sent):
     whole = answer(PROMPTS[2], seed=9)
     engine = make_engine()
     prompt = PROMPTS[2] + whole[:num_sent]
@@ -115,7 +115,7 @@ def test_another_attempt_continues_where_the_first_was_lost(num_sent):
     ("name", "asked"),
     [
         ("structured output", {"grammar": Grammar(kind="json_object")}),
-        ("logprobs", {"logprobs": LogprobsWanted()}),
+        ("logprobs", {"logprobs": LogprobOptions()}),
         ("logit_bias", {"logit_bias": {3: 1.0}}),
         ("frequency_penalty", {"frequency_penalty": 0.5}),
         ("presence_penalty", {"presence_penalty": 0.5}),
@@ -124,15 +124,15 @@ def test_another_attempt_continues_where_the_first_was_lost(num_sent):
     ],
 )
 @pytest.mark.parametrize("is_prompt_only", [True, False])
-def test_what_takes_probabilities_is_refused_by_its_name(name, asked, is_prompt_only):
+def test_features_that_need_probabilities_are_refused_by_name(name, asked, is_prompt_only):
     engine = make_engine()
-    with pytest.raises(InvalidRequest, match=f"{name} cannot be had of a simulated engine"):
+    with pytest.raises(InvalidRequest, match=f"does not support {name}"):
         engine.submit(ask([3], **asked), is_prompt_only=is_prompt_only)
     engine.submit(ask([3], top_p=0.5, min_new_tokens=12))
     assert run(engine)["r"] == answer([3])
 
 
-def test_a_step_takes_the_time_of_its_profile_and_no_more():
+def test_step_takes_the_time_of_its_profile():
     profile = Profile(
         prefill=PrefillTimes(base_ms=100, per_token_ms=10, per_context_token_ms=1),
         decode=DecodeTimes(base_ms=1000, per_request_ms=10, per_context_token_ms=1),
@@ -147,7 +147,7 @@ def test_a_step_takes_the_time_of_its_profile_and_no_more():
     assert time.now_s - begin_s == pytest.approx(chunks_s + decodes_s)
 
 
-def test_layers_are_told_of_one_by_one_while_time_passes():
+def test_layers_are_reported_one_by_one_over_time():
     time = FakeTime()
     engine = make_engine(profile=Profile(prefill=PrefillTimes(base_ms=1000)), time=time)
     begin_s, told = time.now_s, []
@@ -162,7 +162,7 @@ def test_layers_are_told_of_one_by_one_while_time_passes():
     assert told == [(i, pytest.approx(0.25 * (i + 1))) for i in range(4)]
 
 
-def test_a_forward_marks_the_pages_it_fills_and_no_others():
+def test_forward_marks_only_the_pages_it_fills():
     memory = np.zeros(6 * 2 * 32, np.uint8)
     pages = SimulatedPages(memory, num_pages=6, page_size=PAGE, num_slabs=2)
     request = ActiveRequest(ask([3] * 11), 0, 20, 0, page_ids=[5, 0, 3])
@@ -171,7 +171,7 @@ def test_a_forward_marks_the_pages_it_fills_and_no_others():
     first = memory.copy()
     pages.fill(Chunk.next_of(request, 7))
     by_page = memory.reshape(6, 2, 32)
-    assert (by_page[5] == first.reshape(6, 2, 32)[5]).all(), "it may be pushed by now"
+    assert (by_page[5] == first.reshape(6, 2, 32)[5]).all(), "the page may have been pushed already"
     assert by_page[[0, 3], :, :8].any(axis=2).all()
     assert (by_page[0] != by_page[3]).any()
     assert not by_page[[1, 2, 4]].any()
@@ -192,7 +192,7 @@ def write_config(directory, **facts):
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
-def test_the_shape_is_the_models_without_its_weights(tiny_model, tmp_path, kind, kv_cache_dtype):
+def test_shape_matches_the_loaded_model(tiny_model, tmp_path, kind, kv_cache_dtype):
     for file in tiny_model(kind).glob("*.json"):
         shutil.copy(file, tmp_path)
     settings = {"kv_cache_dtype": kv_cache_dtype, "context_length": 100}
@@ -201,7 +201,7 @@ def test_the_shape_is_the_models_without_its_weights(tiny_model, tmp_path, kind,
     assert replace(shape, fingerprint="") == replace(loaded, fingerprint="", model_kv_heads=0)
 
 
-def test_latents_are_as_large_as_those_of_the_model(tmp_path):
+def test_latents_have_the_size_of_the_loaded_model(tmp_path):
     sizes = SIZES | {"num_key_value_heads": 4, "first_k_dense_replace": 3, "q_lora_rank": None}
     sizes |= {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20}
     DeepseekV3Config(**sizes).save_pretrained(tmp_path)
@@ -212,14 +212,14 @@ def test_latents_are_as_large_as_those_of_the_model(tmp_path):
     assert read_model(config_of(tmp_path), "none")[0].kv_bytes_per_token == 2
 
 
-def test_where_the_config_is_silent_its_architecture_speaks(tmp_path):
+def test_missing_config_fields_use_the_architecture_defaults(tmp_path):
     write_config(tmp_path, model_type="gpt2", n_layer=3, n_head=4, n_embd=64, n_positions=128)
     shape, _ = read_model(config_of(tmp_path), "real")
     assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (3, 4, 16)
     assert shape.context_length == 128
 
 
-def test_without_kv_a_token_has_two_bytes_and_all_else_is_the_models(tiny_model):
+def test_sim_kv_none_has_two_bytes_per_token_and_the_same_model(tiny_model):
     path = tiny_model("llama")
     real, ordinary = read_model(config_of(path), "real")
     none, same = read_model(config_of(path), "none")
@@ -229,7 +229,7 @@ def test_without_kv_a_token_has_two_bytes_and_all_else_is_the_models(tiny_model)
     assert none.fingerprint != real.fingerprint, "their pages cannot be pushed into each other"
 
 
-def test_answers_are_made_of_what_the_tokenizer_calls_words(embedded_model):
+def test_answers_contain_no_special_tokens(embedded_model):
     facts = json.loads((embedded_model / "tokenizer.json").read_text())
     marks = {token["id"] for token in facts["added_tokens"]}
     shape, ordinary = read_model(config_of(embedded_model), "real")
@@ -240,12 +240,12 @@ def test_answers_are_made_of_what_the_tokenizer_calls_words(embedded_model):
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"model_type": "unheard-of"}, "cannot tell the shape"),
+        ({"model_type": "unheard-of"}, "cannot be determined"),
         ({"torch_dtype": "int3"}, "dtype int3"),
         ({"max_position_embeddings": 50}, "--context-length 64"),
     ],
 )
-def test_a_config_that_cannot_work_is_refused_with_what_to_do(tmp_path, facts, words):
+def test_invalid_config_is_refused_with_a_remedy(tmp_path, facts, words):
     whole = {
         "num_hidden_layers": 2,
         "num_attention_heads": 2,

@@ -1,4 +1,4 @@
-"""A model over two processes computes what it computes in one. The other process is `follower.py`."""
+"""A model on two processes compared with one process. The second process is `follower.py`."""
 
 from multiprocessing import Pipe
 from pathlib import Path
@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tandem.engine.config import EngineConfig, config_of_rank
-from tandem.engine.core import Engine
-from tandem.engine.forward import ForwardInputs
-from tandem.engine.launcher import ModelLauncher
-from tandem.engine.tensor_parallel import ShardedRunner, join
+from tandem.engine.config import EngineConfig, EngineOptions, config_of_rank
+from tandem.engine.execution.launcher import ModelLauncher
+from tandem.engine.execution.tensor_parallel import ShardedRunner, join
+from tandem.engine.scheduling.core import Engine
+from tandem.engine.scheduling.forward import ForwardInputs
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import SamplingParams
 from tests.engine.follower import NUM_PAGES, load_shard
@@ -52,7 +52,7 @@ class OtherRank:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    # Beside GPUs it is no test of anything: transformers would shard over them.
+    # On machines with GPUs, transformers would shard over these.
     if torch.cuda.is_available():
         pytest.skip("hide the GPUs with CUDA_VISIBLE_DEVICES=")
     num_threads = torch.get_num_threads()
@@ -61,7 +61,7 @@ def other(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         made = OtherRank(store)
-        join(EngineConfig(model_dir="", tp_size=2, tp_rank=0), store)
+        join(EngineOptions(tp_size=2, tp_rank=0), store)
         yield made
         made.close()
         dist.destroy_process_group()
@@ -69,7 +69,7 @@ def other(tmp_path_factory):
 
 
 def config_of(path, **changes) -> EngineConfig:
-    # The kernel of the `cpu` backend would be compiled anew for each shard.
+    # The kernel of the `cpu` backend would be compiled again for each shard.
     settings = {"dtype": "float32", "page_size": PAGE, "chunked_prefill_size": 24}
     settings["attention_backend"] = "torch"
     return EngineConfig(model_dir=str(path), **settings | changes)
@@ -96,12 +96,12 @@ def generate(runner, shape, config, **sampling) -> list[list[int]]:
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("kind", sorted(set(CONFIGS) - {"gemma"}))
-def test_two_ranks_give_the_tokens_of_one(other, tiny_model, kind, load_format):
+def test_two_ranks_generate_the_tokens_of_one(other, tiny_model, kind, load_format):
     config = config_of(tiny_model(kind), load_format=load_format)
     alone, whole = load_shard(config)
     sharded, shape = load_both(other, config)
     assert shape.num_kv_heads == (whole.num_kv_heads if kind == "phi3" else 1)
-    # With steps in flight the next token's id is known to the device alone.
+    # With a step in flight, the next token's id is known only on the device.
     overlapped = msgspec.structs.replace(config, is_overlapped=True)
     for sampling in ({}, SAMPLED):
         expected = generate(alone, whole, config, **sampling)
@@ -109,13 +109,13 @@ def test_two_ranks_give_the_tokens_of_one(other, tiny_model, kind, load_format):
         assert generate(sharded, shape, overlapped, **sampling) == expected
 
 
-def test_heads_that_cannot_be_shared_are_refused_by_name(other, tiny_model):
+def test_heads_that_do_not_divide_evenly_are_refused(other, tiny_model):
     config = config_of(tiny_model("gemma"))
-    with pytest.raises(ConfigInvalid, match="--tp 2 cannot share 4 attention heads with 1 KV head"):
+    with pytest.raises(ConfigInvalid, match="--tp 2 cannot split 4 attention heads and 1 KV head"):
         load_both(other, config)
 
 
-def test_a_shard_has_the_fingerprint_of_the_whole_and_knows_its_heads(other, tiny_model):
+def test_shard_has_the_fingerprint_of_the_whole_model(other, tiny_model):
     config = config_of(tiny_model("llama"))
     _, whole = load_shard(config)
     _, shard = load_both(other, config)
@@ -139,20 +139,20 @@ def inputs_of(token_ids, sources) -> ForwardInputs:
     )
 
 
-def test_ids_that_only_the_device_knows_reach_the_other_rank(other, tiny_model):
+def test_ids_on_the_device_reach_the_other_rank(other, tiny_model):
     sharded, _ = load_both(other, config_of(tiny_model("llama")))
     expected = sharded.forward(inputs_of([5, 9, 7], [-1, -1, -1]))
     sampled = torch.tensor([9, 7])
     assert torch.equal(sharded.forward(inputs_of([5, 0, 0], [-1, 0, 1]), sampled), expected)
-    # Sampled ids that nobody asks for are not sent.
+    # Sampled ids that no row refers to are not sent.
     assert torch.equal(sharded.forward(inputs_of([5, 9, 7], [-1, -1, -1]), sampled), expected)
 
 
-def test_a_forward_that_fails_here_ends_the_others():
+def test_failed_forward_terminates_the_other_ranks():
     class Broken:
         device = torch.device("cpu")
 
-        def forward(self, inputs, sampled=None, wrote=None):
+        def forward(self, inputs, sampled=None, on_layer_written=None):
             raise ZeroDivisionError
 
     class Others:

@@ -1,7 +1,7 @@
-"""A runner without a model: its KV is the tokens themselves, and its answer a digest of what it reads.
+"""A runner without a model: its KV is the tokens themselves, and its answer a digest of the tokens that it reads.
 
-A token depends on every token before it, read back through the page table. A page that was given to
-somebody else too early, a wrong position or a stale token changes everything that follows.
+A token depends on all earlier tokens, read back through the page table. A page that was reused too early, a wrong
+position or a stale token changes all following tokens.
 """
 
 import hashlib
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tandem.engine.config import EngineConfig
-from tandem.engine.core import Engine
-from tandem.engine.forward import ForwardInputs, Wrote
-from tandem.engine.launcher import ModelLauncher
+from tandem.engine.config import EngineOptions
+from tandem.engine.execution.launcher import ModelLauncher
+from tandem.engine.scheduling.core import Engine
+from tandem.engine.scheduling.forward import ForwardInputs, OnLayerWritten
 from tandem.engine.shape import ModelShape
 
 VOCAB = 50
@@ -21,13 +21,13 @@ EOS = 1
 
 
 def toy_token(tokens: Sequence[int]) -> int:
-    """Return what follows these tokens."""
+    """Return the token that follows these tokens."""
     digest = hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), digest_size=4).digest()
     return 2 + int.from_bytes(digest) % (VOCAB - 2)
 
 
 def toy_answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """Return the answer of `num_tokens` tokens to a prompt."""
+    """Return an answer of `num_tokens` tokens to a prompt."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         tokens.append(toy_token(tokens))
@@ -39,7 +39,7 @@ class ToyRunner:
 
     Attributes:
         num_rows: Tokens computed so far.
-        largest: Rows of the largest forward.
+        largest: Number of rows of the largest forward.
     """
 
     device = torch.device("cpu")
@@ -52,7 +52,7 @@ class ToyRunner:
         self,
         inputs: ForwardInputs,
         sampled: torch.Tensor | None = None,
-        wrote: Wrote | None = None,
+        on_layer_written: OnLayerWritten | None = None,
     ) -> torch.Tensor:
         """See `Runner.forward`."""
         page_size = self.pages.shape[1]
@@ -62,8 +62,8 @@ class ToyRunner:
             assert sampled is not None
             ids[late] = sampled.numpy()[inputs.sources[late]]
         self.pages[inputs.write_pages(page_size), inputs.positions % page_size] = ids
-        if wrote is not None:
-            wrote(0)
+        if on_layer_written is not None:
+            on_layer_written(0)
         self.num_rows += inputs.num_rows
         self.largest = max(self.largest, inputs.num_rows)
         logits = torch.zeros(len(inputs.logit_rows), VOCAB)
@@ -74,14 +74,14 @@ class ToyRunner:
         return logits
 
     def logits_after(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Return the logits of what follows these tokens. Shape (VOCAB,)."""
+        """Return the logits of the token that follows these tokens. Shape (VOCAB,)."""
         logits = torch.zeros(VOCAB)
         logits[toy_token(tokens)] = 9.0
         return logits
 
 
 class ShardedToyRunner(ToyRunner):
-    """A toy of two ranks: each has a digit of every token, so that an answer takes the pages of both.
+    """A toy runner of two ranks, each of which stores a digit of every token, so that answers need both pages.
 
     Attributes:
         shards: The pages of each rank.
@@ -95,18 +95,18 @@ class ShardedToyRunner(ToyRunner):
         self,
         inputs: ForwardInputs,
         sampled: torch.Tensor | None = None,
-        wrote: Wrote | None = None,
+        on_layer_written: OnLayerWritten | None = None,
     ) -> torch.Tensor:
         """See `Runner.forward`."""
         self.pages = self.shards[0] * 8 + self.shards[1]
-        logits = super().forward(inputs, sampled, wrote)
-        # In place: tiers keep the arrays.
+        logits = super().forward(inputs, sampled, on_layer_written)
+        # Written in place, because tiers keep the arrays.
         self.shards[0][:], self.shards[1][:] = divmod(self.pages, 8)
         return logits
 
 
 def toy_shape(**changes) -> ModelShape:
-    """Return the shape of a model with next to nothing, but for these changes."""
+    """Return the shape of a minimal model, with these changes."""
     return ModelShape(
         **{
             "num_layers": 1,
@@ -128,13 +128,12 @@ def toy_engine(
     page_size: int = 4,
     context_length: int = 1 << 20,
     make_runner: type[ToyRunner] = ToyRunner,
+    grammars=None,
     **settings,
 ):
-    """Return an engine over a toy runner, and the runner."""
+    """Return an engine with a toy runner, and the runner."""
     shape = toy_shape(context_length=context_length)
-    config = EngineConfig(
-        model_dir="", page_size=page_size, **{"chunked_prefill_size": 16, **settings}
-    )
+    config = EngineOptions(page_size=page_size, **{"chunked_prefill_size": 16, **settings})
     runner = make_runner(num_pages, page_size)
     launcher = ModelLauncher(runner, shape, page_size)
-    return Engine(launcher, shape, config, num_pages), runner
+    return Engine(launcher, shape, config, num_pages, grammars=grammars), runner

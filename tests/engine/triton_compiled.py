@@ -1,6 +1,6 @@
-"""Compiles the Triton kernels for a GPU that need not be there, as the backend would launch them.
+"""Compiles the Triton kernels as the backend would launch them, without a GPU.
 
-Triton's wheel brings its own assembler, so types, shared memory and registers can be checked anywhere.
+Triton's wheel includes an assembler, so types, shared memory and registers can be checked on any machine.
 """
 
 import inspect
@@ -11,9 +11,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tandem.engine import triton_kernels
-from tandem.engine.attention_triton import Blocks
-from tandem.engine.operators_triton import norm_warps
+from tandem.engine.attention.triton import TileSizes
+from tandem.engine.kernels import triton as triton_kernels
+from tandem.engine.kernels.operators_triton import norm_warps
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 FLOATS = {"scale", "softcap"}
@@ -22,7 +22,7 @@ INT64 = {"write_pages", "write_offsets"}
 FLOAT32 = {"partial", "sizes"}
 
 
-# Types of arguments, constants, and warps of each kernel.
+# Argument types, constants and warps of each kernel.
 Typed = tuple[dict[str, str], dict[str, int], int]
 SAMPLER: dict[str, Typed] = {
     "add_noise": (
@@ -37,10 +37,10 @@ SAMPLER: dict[str, Typed] = {
         {"num_blocks": 128},
         4,
     ),
-    "least_kept": (
+    "cutoff_logits": (
         {
             "logits": "*fp32",
-            "least": "*fp32",
+            "cutoffs": "*fp32",
             "top_k": "*i64",
             "top_p": "*fp64",
             "vocab_size": "i32",
@@ -53,7 +53,7 @@ SAMPLER: dict[str, Typed] = {
 
 @dataclass(frozen=True)
 class Geometry:
-    """Of a model, and which of the kernels' paths it takes."""
+    """Geometry of a model, and the kernel paths that it uses."""
 
     dtype: torch.dtype
     head_dim: int
@@ -66,12 +66,12 @@ class Geometry:
     num_kv_heads: int = 8
     page_size: int = 16
 
-    def blocks(self, kernel: str) -> Blocks:
+    def blocks(self, kernel: str) -> TileSizes:
         if kernel == "attend_prompts":
-            return Blocks.of_prompts(self.head_dim, self.dtype, self.group, is_fp8=self.is_fp8)
-        return Blocks.of_decodes(self.head_dim, self.dtype, self.group)
+            return TileSizes.of_prompts(self.head_dim, self.dtype, self.group, is_fp8=self.is_fp8)
+        return TileSizes.of_decodes(self.head_dim, self.dtype, self.group)
 
-    def constants(self, blocks: Blocks) -> dict[str, object]:
+    def constants(self, blocks: TileSizes) -> dict[str, object]:
         return {
             "num_heads": self.group * self.num_kv_heads,
             "block_rows": blocks.rows,
@@ -97,7 +97,7 @@ POINTERS = {"query", "key", "value", "cos", "sin", "pool", "sinks", "out", *INT3
 
 
 def compile_kernel(name: str, geometry: Geometry, capability: int):
-    """Return one of our kernels as triton compiles it."""
+    """Return a kernel as compiled by triton."""
     kernel = getattr(triton_kernels, name)
     blocks = geometry.blocks(name)
     known = geometry.constants(blocks)
@@ -109,7 +109,7 @@ def compile_kernel(name: str, geometry: Geometry, capability: int):
             signature[argument] = geometry.pointer(argument)
         else:
             signature[argument] = "fp32" if argument in FLOATS else "i32"
-    # What the launcher finds: allocations are aligned, and strides of pools are multiples of 16.
+    # As in the launcher, allocations are aligned and strides of pools are multiples of 16.
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, argument in enumerate(signature)
@@ -121,7 +121,7 @@ def compile_kernel(name: str, geometry: Geometry, capability: int):
 
 
 def operators(dtype: torch.dtype) -> dict[str, Typed]:
-    """Return the kernels of operators with the sizes of Llama-3-8B."""
+    """Return the operator kernels with the sizes of Llama-3-8B."""
     pointer = f"*{NAMES[dtype]}"
     of_norm = {**dict.fromkeys(("rows", "delta", "weight", "out"), pointer), "eps": "fp32"}
     return {
@@ -131,7 +131,7 @@ def operators(dtype: torch.dtype) -> dict[str, Typed]:
 
 
 def compile_typed(name: str, typed: Typed, capability: int):
-    """Return a kernel as triton compiles it for pointers that are multiples of 16."""
+    """Return a kernel as compiled by triton for pointers that are multiples of 16."""
     types, constants, num_warps = typed
     signature = types | dict.fromkeys(constants, "constexpr")
     aligned = {

@@ -1,6 +1,6 @@
-"""Runs the Triton kernels on CPU tensors; writes a JSON object of errors and of generated tokens.
+"""Runs the Triton kernels on CPU tensors and writes a JSON object of errors and generated tokens.
 
-A process of its own: triton decides at import whether it interprets.
+This is a separate process, because triton decides at import whether it interprets.
 
     TRITON_INTERPRET=1 python -m tests.engine.triton_interpreted MODEL_DIR
 """
@@ -12,29 +12,29 @@ from itertools import product
 import numpy as np
 import torch
 
-from tandem.engine.attention import AttentionBackend
-from tandem.engine.attention_triton import TritonAttention
+from tandem.engine.attention.paged import AttentionBackend
+from tandem.engine.attention.triton import TritonAttention
 from tandem.engine.config import EngineConfig
-from tandem.engine.core import Engine
-from tandem.engine.kv_pool import make_pool
-from tandem.engine.launcher import ModelLauncher
-from tandem.engine.model import load_model
-from tandem.engine.runner import ModelRunner
-from tandem.engine.sampler import find_least_kept, gumbels, with_noise
+from tandem.engine.execution.launcher import ModelLauncher
+from tandem.engine.execution.runner import ModelRunner
+from tandem.engine.model.loading import load_model
+from tandem.engine.pages.pool import make_pool
+from tandem.engine.sampling.sampler import find_cutoffs, gumbels, with_noise
+from tandem.engine.scheduling.core import Engine
 from tandem.telemetry import log as logs
 from tests.attention_cases import CASES, PROMPTS, Case, error
 from tests.engine.cut_off import kept_by_definition
 from tests.engine.test_core import PAGE, prompts
 from tests.one_engine import ask, run
 
-# Few programs, but more splits of the longest row than are merged together.
+# Few programs, but more splits of the longest row than one merge pass takes.
 NUM_PROCESSORS = 10
 KV_DTYPES = ("auto", "fp8_e4m3")
 NUM_PAGES = 40
 
 
 def generate(path: str, kv_cache_dtype: str, backend: AttentionBackend) -> dict[str, list[int]]:
-    """Return what a small engine answers to a few prompts."""
+    """Return the answers of a small engine to a few prompts."""
     config = EngineConfig(
         model_dir=path, dtype="float32", page_size=PAGE, kv_cache_dtype=kv_cache_dtype
     )
@@ -48,7 +48,7 @@ def generate(path: str, kv_cache_dtype: str, backend: AttentionBackend) -> dict[
 
 
 def noise_error() -> float:
-    """Return how far the kernel's noise is from numpy's, over more tokens than one program makes."""
+    """Return the error of the kernel's noise, over more tokens than one program computes."""
     seeds = np.array([3, 2**64 - 1], np.uint64)
     indexes, temperatures = np.array([0, 2**40]), np.array([1.0, 0.5], np.float32)
     logits = torch.randn(2, 1500, generator=torch.Generator().manual_seed(0))
@@ -60,7 +60,7 @@ def noise_error() -> float:
 
 
 def wrongly_cut() -> list[str]:
-    """Return where the kernel keeps other logits than the definition does."""
+    """Return the cases in which the kernel keeps different logits than the definition."""
     logits = torch.randn(3, 2100, generator=torch.Generator().manual_seed(2)) * 3
     logits[:2] = logits[:2].round()  # with ties
     logits[0, 30:] = float("-inf")
@@ -68,9 +68,9 @@ def wrongly_cut() -> list[str]:
     wrong = []
     for top_k, top_p in product((1, 40, 2100), (0.0, 0.5, 0.93, 1.0)):
         k, p = torch.full((3, 1), top_k), torch.full((3, 1), top_p, dtype=torch.float64)
-        least = find_least_kept(logits, k, p)
-        for row, (own, cut) in enumerate(zip(logits.numpy(), least.numpy(), strict=True)):
-            # Nobody minds whether a token that cannot be drawn is kept.
+        cutoffs = find_cutoffs(logits, k, p)
+        for row, (own, cut) in enumerate(zip(logits.numpy(), cutoffs.numpy(), strict=True)):
+            # Tokens that cannot be drawn may be kept or not.
             kept = set(np.flatnonzero((own >= cut) & np.isfinite(own)))
             if kept != kept_by_definition(own, top_k, top_p):
                 wrong.append(f"row {row}, k {top_k}, p {top_p}")
@@ -79,7 +79,7 @@ def wrongly_cut() -> list[str]:
 
 def main() -> None:
     """Run all cases and generations."""
-    logs.configure("error")  # what is printed is the result
+    logs.configure("error")  # standard output is the result
     backend = TritonAttention(NUM_PROCESSORS)
     found = {
         "errors": {name: error(case, backend) for name, case in CASES.items()},

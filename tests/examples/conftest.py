@@ -1,4 +1,4 @@
-"""What the tests of examples begin with."""
+"""Fixtures of the tests of examples."""
 
 from contextlib import ExitStack
 

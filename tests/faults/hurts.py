@@ -12,9 +12,10 @@ import aiohttp
 
 from tandem.wire.generation import new_room
 from tests.faults.cells import DELAY_MS, LOSS, Cell
-from tests.faults.members import Member, children
+from tests.faults.members import Member
 from tests.faults.rig import DECODE_MBIT, Rig
 from tests.patience import PATIENCE_S
+from tests.processes import children
 
 # A process that was not granted memory before asks for more soon; it gets next to nothing.
 MEMORY_BYTES = 256 << 10

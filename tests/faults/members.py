@@ -4,16 +4,13 @@ import contextlib
 import datetime as dt
 import json
 import os
-import signal
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from tests.e2e.clients import children
-from tests.faults.network import ROOT
-from tests.fork_server import Forked
-from tests.patience import PATIENCE_S
+from tests.patience import eventually
+from tests.processes import Process, children, is_alive
 
 # Logs of an hour, metrics and scratch files take a tenth of it.
 DISK_BYTES = 32 << 20
@@ -79,37 +76,30 @@ class Member:
         shared_memory: str = "",
     ) -> None:
         self.name, self.role, self.url, self.disk = name, role, url, disk
-        self._argv = ["tandem", *argv]
-        self._where = {"namespace": namespace, "shared_memory": shared_memory}
-        self._env = {**os.environ, **env, "TMPDIR": str(disk.path)}
-        self._popen: Forked | None = None
+        self._argv = argv
         self._log = disk.path / "log"
+        self._how: dict[str, Any] = {"log": self._log, "env": env | {"TMPDIR": str(disk.path)}}
+        self._how |= {"namespace": namespace, "shared_memory": shared_memory}
+        self._process: Process | None = None
+
+    @property
+    def process(self) -> Process:
+        assert self._process is not None
+        return self._process
 
     @property
     def pid(self) -> int:
-        assert self._popen is not None
-        return self._popen.pid
+        return self.process.pid
 
     @property
     def is_running(self) -> bool:
-        return self._popen is not None and self._popen.poll() is None
+        return self._process is not None and self._process.is_running()
 
     def start(self) -> None:
-        with self._log.open("ab") as log:
-            file = log.fileno()
-            self._popen = Forked(
-                self._argv, stdout=file, stderr=file, cwd=ROOT, env=self._env, **self._where
-            )
+        self._process = Process(*self._argv, **self._how)
 
     def tree(self) -> list[int]:
-        """Return all processes of it, parents first."""
-        found, left = [], [self.pid]
-        while left:
-            pid = left.pop()
-            with contextlib.suppress(FileNotFoundError):
-                left += children(pid)
-                found.append(pid)
-        return found
+        return self.process.tree()
 
     def children(self) -> list[int]:
         """Return the processes that its first one started: an engine, or edge workers."""
@@ -117,21 +107,12 @@ class Member:
 
     def kill(self) -> None:
         """End all of it at once."""
-        for pid in reversed(self.tree()) if self.is_running else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if self._popen is not None:
-            self._popen.wait()
+        if self._process is not None:
+            self._process.kill()
 
     def stop(self) -> int:
         """Stop as an operator would; return the exit status."""
-        assert self._popen is not None
-        if self.is_running:
-            self._popen.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._popen.wait(PATIENCE_S)
-        self.kill()
-        return self._popen.wait()
+        return self.process.stop()
 
     def events(self, since_s: float) -> Iterator[dict]:
         """Yield what it logged since a time, as `time.time()` tells it; the time is in `at_s`."""
@@ -152,17 +133,5 @@ def time_of(stamp: str) -> float:
 
 
 def wait_ended(pids: Sequence[int], within_s: float = 10) -> bool:
-    """Tell whether processes that are not our children end in time."""
-    deadline = time.monotonic() + within_s
-    while any(map(is_running, pids)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)  # another's child: nothing to wait on
-    return True
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    """Return whether processes that are not our children end in time."""
+    return eventually(lambda: not any(map(is_alive, pids)), within_s=within_s)

@@ -3,7 +3,6 @@
 import datetime as dt
 import os
 import platform
-import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,30 +20,34 @@ from tests.faults.cells import (
 
 INTRODUCTION = """# The fault matrix
 
-What clients and operators see when a process fails while requests are at a given stage. Every token is compared with the
-right one. `make faults` runs the matrix and writes this page: as root, for networks and disks of its own. It resumes after an interruption.
-`tests/faults/test_matrix.py` runs cells of every row and column.
+This page shows what clients and operators see if a process fails while requests are at a given stage. The tests compare every token with the
+right one. `make faults`, as root, runs the matrix, resumes after an interruption, and writes this page. `tests/faults/test_matrix.py` runs cells of every
+row and column.
 
-Two cells run at a time, each on its own cluster: two prefill and two decode nodes (simulated engines, real KV bytes over TCP,
-checked), a router with two edge workers, and a second router. Each cell sends six requests, *waiting* sixteen: greedy, sampled with a seed, and ended by a stop id.
-*TP rank* is a tiny model with two ranks a decode node, on loopback.
+Each cell has its own cluster, two at a time: two prefill and two decode nodes (simulated engines, real KV bytes over TCP,
+checked), a router with two edge workers, and a second router. Each cell sends six requests, *waiting* sixteen. They are greedy, sampled with a seed, or ended by a
+stop id. *TP rank* is a tiny model with two ranks per decode node, on loopback.
 """
 
 LEGEND = f"""## Legend
 
 A cell has two lines, `right/all` and `gap/seen/pages`:
 
-- **right/all** requests got exactly the right tokens. The connections of the others ended with the process that held them. It is
-  left out where all were right. **Bold**: a token was lost, repeated or wrong, a client got an error, or pages leaked; the cell names it.
+- **right/all**: requests with exactly the right tokens, omitted if all were right. The connections of the others ended with the process that held them. **Bold**: a
+  token was lost, repeated or wrong, a client got an error, or pages leaked; the cell names it.
 - **gap**: the longest pause of a client, in ms, beyond the longest pause of an undisturbed run.
 - **seen**: when another process first logged the failure, in ms; `-`: none did.
 - **pages**: how long after the last answer all pages of the other nodes were free or cached, in ms.
 
-The stage is that of the first request to reach it (`tests/faults/stages.py`). At *idle* all requests begin after the fault; *pushing*: the prompt is
-computed and its KV is moving; *landed*: decode has the KV and has made at most one step; *decoding*: clients wait for the whole answer;
-*streaming*: each has ten tokens.
+The stage is that of the first request to reach it (`tests/faults/stages.py`):
 
-SIGKILL and SIGSTOP hit all processes of a node or router, SIGTERM the first. *Engine process* is a prefill's at *prefilling* and *pushing*, else a decode's.
+- *idle*: all requests begin after the fault;
+- *pushing*: prefill has computed the prompt, and its KV is moving;
+- *landed*: decode has the KV and has made at most one step;
+- *decoding*: clients wait for the whole answer;
+- *streaming*: each client has ten tokens.
+
+SIGKILL and SIGSTOP hit all processes of a node or router, SIGTERM the first. *Engine process* belongs to prefill at *prefilling* and *pushing*, else to decode.
 
 | fault | means |
 |---|---|
@@ -116,9 +119,8 @@ def _shown(one: Mapping | None) -> str:
 def _operators(results: Mapping[Cell, Mapping]) -> str:
     lines = [
         "## What operators see\n",
-        "Log events, and what `/health` of a router reported if it changed: nodes that served, and the reason of the other one.\n",
-        "| process | fault | log events | `/health` |",
-        "|---|---|---|---|",
+        "| process | fault | log events |",
+        "|---|---|---|",
     ]
     for target in TARGETS:
         for fault in FAULTS:
@@ -128,16 +130,8 @@ def _operators(results: Mapping[Cell, Mapping]) -> str:
                 events.update(one["operator"].keys())
             if any(not one["not_run"] for one in of):
                 names = ", ".join(f"`{name}`" for name, _ in events.most_common(6)) or "-"
-                health = max((one["health"] for one in of), key=len, default="")
-                lines.append(f"| {target} | {fault} | {names} | {_brief(health) or '-'} |")
+                lines.append(f"| {target} | {fault} | {names} |")
     return "\n".join([*lines, ""])
-
-
-def _brief(health: str) -> str:
-    """Shorten the sentence of /health: counts of both roles, then reasons without URLs."""
-    text = " ".join(health.replace("|", "/").split())[:200]
-    text = re.sub(r"(\d+) of (\d+) (prefill|decode) nodes(?: and | serve)", r"\3 \1/\2, ", text)
-    return re.sub(r" ?; (?:prefill|decode) https?://\S+", "", text).strip(" ,")
 
 
 def _not_run(results: Mapping[Cell, Mapping]) -> str:

@@ -19,12 +19,13 @@ from pathlib import Path
 
 import aiohttp
 
-from tandem.node.checkpoint import resolve_model
-from tandem.up import free_ports
+from tandem.cli.up import free_ports
+from tandem.node.models.checkpoint import resolve_model
 from tandem.wire.keys import ChannelKey
 from tests.faults.members import Disk, Member
 from tests.faults.network import Loopback, Network, network_of
 from tests.faults.probe import Probe
+from tests.patience import until_async
 
 SECRET = "of-the-fault-matrix"
 # Of torch on several processes of a busy machine; it only guards against a hang.
@@ -143,11 +144,11 @@ class Rig:
         return all([await self.is_whole(r) for r in self.routers for _ in range(2)])
 
     async def until(self, is_so: Callable, what: str, within_s: float) -> None:
-        deadline = time.monotonic() + within_s
-        while not await is_so():
-            if time.monotonic() > deadline:
-                raise NotWell(f"not within {within_s:g} s: {what}\n{self.describe()}")
-            await asyncio.sleep(0.02)
+        try:
+            await until_async(is_so, within_s)
+        except TimeoutError:
+            message = f"not within {within_s:g} s: {what}\n{self.describe()}"
+            raise NotWell(message) from None
 
     def describe(self) -> str:
         loads = {name: str(probe.load) for name, probe in self.probes.items()}
@@ -238,7 +239,7 @@ def _add_members(
             pairs["decode"].append(url)
         else:
             role, workers = "router", "2" if name == "a" else "1"
-            argv = ["lb", *at, "--detokenizers", workers, *router_flags]
+            argv = ["lb", *at, "--workers", workers, *router_flags]
             argv += ["--prefill", *pairs["prefill"], "--decode", *pairs["decode"]]
         disk = Disk(directory / name, is_real=os.geteuid() == 0)
         where = {"namespace": rig.network.namespace(name), "shared_memory": shared_memory}

@@ -8,9 +8,9 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from tandem.frontend.app import create_app
+from tandem.frontend.http.server import listen, serving
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.server import listen, serving
-from tandem.frontend.tokenizer import Tokenizer
+from tandem.frontend.text.tokenizer import Tokenizer
 from tests.frontend.fakes import FakeBackend
 from tests.loop_watch import no_callback_holds_up_the_loop
 
@@ -19,7 +19,7 @@ __all__ = ["no_callback_holds_up_the_loop"]
 
 @pytest.fixture(scope="session")
 def tokenizer_dir(embedded_model) -> Path:
-    """A directory with SmolLM2's tokenizer files, as transformers writes them."""
+    """A directory with SmolLM2's tokenizer files, written by transformers."""
     return embedded_model
 
 
@@ -35,14 +35,14 @@ def backend(tokenizer) -> FakeBackend:
 
 @asynccontextmanager
 async def serve(backend: FakeBackend, options: FrontendOptions | None = None):
-    """A real server on a free port, and a client whose base is its address."""
+    """Start a real server on a free port and return a client with its base URL."""
     async with serve_app(create_app(backend, options)) as client:
         yield client
 
 
 @asynccontextmanager
 async def serve_app(app: web.Application):
-    """As `serve`, for an app that a test made."""
+    """Like `serve`, for an existing app."""
     sock = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     async with serving(app, sock), aiohttp.ClientSession(url) as client:
@@ -51,7 +51,7 @@ async def serve_app(app: web.Application):
 
 @pytest.fixture
 def logs():
-    """What is logged, as events, instead of lines."""
+    """Captured log events."""
     with capture_logs() as entries:
         yield entries
 
@@ -64,7 +64,7 @@ async def client(backend):
 
 @pytest.fixture
 async def sdk(client):
-    """OpenAI's own client."""
+    """OpenAI's client library."""
     base = str(client._base_url / "v1")
     async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as made:
         yield made

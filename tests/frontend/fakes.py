@@ -1,19 +1,20 @@
-"""A backend that speaks the real protocol and does what a test scripted."""
+"""A fake backend that follows a script and speaks the real protocol."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 
-from tandem.frontend.backend import Bootstrap, Health, ServedModel, Tap
-from tandem.frontend.tokenizer import Tokenizer
+from tandem.frontend.backend import Bootstrap, Health, ServedModel
+from tandem.frontend.text.tokenizer import Tokenizer
 from tandem.wire.errors import TandemError
 from tandem.wire.generation import Finish, GenerateRequest, SamplingDefaults, TokenLogprobs
 from tandem.wire.messages import NodeLoad, TokenDelta
+from tandem.wire.token_stream import Tap
 
 
 @dataclass(frozen=True)
 class End:
-    """The last delta."""
+    """The last delta of a generation."""
 
     token_ids: list[int]
     finish: Finish | None
@@ -25,7 +26,7 @@ Script = Callable[[GenerateRequest], Iterable[Step]]
 
 
 def repeat_prompt(request: GenerateRequest) -> Iterable[Step]:
-    """Say the prompt again and again, up to `max_new_tokens`."""
+    """Repeat the prompt up to `max_new_tokens`."""
     prompt = request.prompt_ids
     count = request.sampling.max_new_tokens
     for index in range(count - 1):
@@ -34,7 +35,7 @@ def repeat_prompt(request: GenerateRequest) -> Iterable[Step]:
 
 
 def stop(*token_ids: int) -> End:
-    """The end at a stop token, the last of `token_ids`."""
+    """Return an ending by a stop token, which is the last of `token_ids`."""
     return End(list(token_ids), Finish(reason="stop", matched=token_ids[-1]))
 
 
@@ -47,13 +48,13 @@ def say(*steps: Step) -> Script:
 
 
 def told(token_id: int, num_top: int) -> TokenLogprobs:
-    """What the fake says of a token: it is the likeliest, and its likelihood tells which it is."""
+    """Return the fake's log-probabilities of a token: the most likely one, with a value that identifies it."""
     likeliest = [(token_id + rank, -token_id / 100 - rank) for rank in range(num_top)]
     return TokenLogprobs(logprob=-token_id / 100, top=likeliest)
 
 
 class FakeBackend:
-    """Log-probabilities come as a prefill's do: the prompt's in runs of two, before any token."""
+    """A scripted backend. Like a prefill node, it sends the prompt's log-probabilities first, in runs of two."""
 
     def __init__(self, tokenizer: Tokenizer | None, context_length: int = 8192) -> None:
         self.served = ServedModel(
@@ -141,7 +142,7 @@ class FakeBackend:
         )
 
     async def until(self, is_true: Callable[[], object]) -> None:
-        """Wait until something a test looks at has become so."""
+        """Wait until a condition holds."""
         while not is_true():
             self._changed.clear()
             await self._changed.wait()
@@ -158,7 +159,7 @@ class FakeBackend:
     def health(self) -> Health:
         return Health(self.is_serving, "serving" if self.is_serving else "no node")
 
-    def tokens_told(self):
+    def token_counts(self):
         return self.told
 
     def loads(self):

@@ -1,4 +1,4 @@
-"""Reading answers and events in tests."""
+"""Helpers that read answers and events."""
 
 import asyncio
 import io
@@ -6,9 +6,9 @@ import json
 
 import aiohttp
 
-from tandem.frontend.tokenizer import Tokenizer
+from tandem.frontend.text.tokenizer import Tokenizer
 
-# The routes that generate, each with the least body.
+# The generation routes, each with a minimal body.
 ROUTES = {
     "/generate": {"input_ids": [5]},
     "/v1/completions": {"prompt": [5]},
@@ -17,7 +17,7 @@ ROUTES = {
 
 
 class LoopClock:
-    """The clock of the running loop, and of its timers: it goes on by itself, and jumps where a test says so.
+    """The clock of the running loop and its timers. It runs normally and can jump forward.
 
     So a limit that no busy machine reaches passes when what it is to end is under way.
     """
@@ -32,19 +32,19 @@ class LoopClock:
 
 
 async def post(client: aiohttp.ClientSession, path: str, body, **kwargs):
-    """Return the status and the JSON of an answer."""
+    """Return the status and JSON body of an answer."""
     async with client.post(path, json=body, **kwargs) as response:
         return response.status, await response.json()
 
 
 async def post_large(client: aiohttp.ClientSession, path: str, body):
-    """As `post`, for a body of megabytes: aiohttp's client warns unless it is a file."""
+    """Like `post`, for a body of megabytes, which aiohttp's client accepts without a warning only as a file."""
     async with client.post(path, data=io.BytesIO(json.dumps(body).encode())) as response:
         return response.status, await response.json()
 
 
 async def events(response: aiohttp.ClientResponse) -> list:
-    """Return the JSON of each event; the last is checked to be [DONE] and left out."""
+    """Return the JSON of each event, without the final [DONE], which is checked."""
     text = await response.text()
     blocks = text.removesuffix("\n\n").split("\n\n")
     assert all(block.startswith("data: ") for block in blocks)
@@ -60,5 +60,5 @@ async def stream(client: aiohttp.ClientSession, path: str, body) -> list:
 
 
 def each(tokenizer: Tokenizer, text: str) -> list[list[int]]:
-    """The ids of a text, one a step."""
+    """Return the ids of a text, one id per step."""
     return [[token_id] for token_id in tokenizer.encode(text)]

@@ -1,4 +1,4 @@
-"""The fields of SGLang 0.5.23's and vLLM 0.32's requests, by our route that answers them. Facts, to compare with ours."""
+"""The fields of SGLang 0.5.23's and vLLM 0.32's requests, by the route that serves them here. Tests compare them with our fields."""
 
 SGLANG_GENERATE = """
     rid session_id text input_ids input_embeds image_data video_data audio_data mm_hashes mm_content_hashes
@@ -91,7 +91,7 @@ FIELDS = {
     "/v1/chat/completions": {*SGLANG_CHAT.split(), *VLLM_CHAT.split()},
     "/inference/v1/generate": {*VLLM_GENERATE.split()},
 }
-# Those in `sampling_params`.
+# Fields of `sampling_params`.
 PARAMETERS = {
     "/generate": {*SGLANG_SAMPLING.split()},
     "/inference/v1/generate": {*VLLM_SAMPLING.split()},

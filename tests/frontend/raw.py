@@ -1,4 +1,4 @@
-"""A client of bare bytes, for what no well-behaved client sends."""
+"""A client that sends raw bytes, for requests that no well-behaved client sends."""
 
 import asyncio
 import json
@@ -23,13 +23,13 @@ class Reply:
 
 
 class RawClient:
-    """One connection. Sends what it is given and reads answers one at a time."""
+    """One connection that sends raw bytes and reads answers one at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
     async def send(self, data: bytes) -> None:
-        """Send, and take no notice of a server that has closed: what it answered is still read."""
+        """Send bytes. Ignore a connection that the server has closed, whose answer can still be read."""
         self.writer.write(data)
         try:
             await self.writer.drain()
@@ -37,7 +37,7 @@ class RawClient:
             return
 
     async def reply(self, method: str = "POST") -> Reply:
-        """Read one answer, whole."""
+        """Read one complete answer."""
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
         first, *lines = head.strip().split("\r\n")
         headers = {
@@ -61,7 +61,7 @@ class RawClient:
         return body
 
     async def closed(self) -> bool:
-        """Wait until the server closes; nothing may come before."""
+        """Wait until the server closes the connection, and check that it sends nothing before."""
         try:
             return await self.reader.read() == b""
         except ConnectionResetError:
@@ -72,7 +72,7 @@ class RawClient:
 async def connected(
     client: aiohttp.ClientSession, first: bytes = b"", buffer_bytes: int = 0
 ) -> AsyncIterator[RawClient]:
-    """A bare connection to the server that `client` speaks with.
+    """Open a raw connection to the server of `client`.
 
     Args:
         first: What is there before the server, of this process, looks: to it this client never was idle.

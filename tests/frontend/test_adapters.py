@@ -1,4 +1,4 @@
-"""Requests may name a LoRA adapter: as the model of OpenAI's and Anthropic's APIs, or as SGLang's `lora_path`."""
+"""Selecting a LoRA adapter: by `model` in OpenAI's and Anthropic's APIs, or by SGLang's `lora_path`."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ def adapters(backend):
 
 
 @pytest.mark.parametrize("path", BY_MODEL)
-async def test_the_model_of_a_body_may_be_an_adapter(client, served, path):
+async def test_model_field_selects_an_adapter(client, served, path):
     for name in ("sql", "smol", "default"):
         status, answer = await post(client, path, BY_MODEL[path] | {"model": name})
         assert (status, answer["model"]) == (200, "smol" if name == "default" else name)
@@ -36,16 +36,19 @@ async def test_the_model_of_a_body_may_be_an_adapter(client, served, path):
 
 
 @pytest.mark.parametrize("path", ALL)
-async def test_an_adapter_may_be_named_as_in_sglang(client, served, path):
+async def test_lora_path_selects_an_adapter(client, served, path):
     for name in ("law", "", None):
         assert (await post(client, path, ALL[path] | {"lora_path": name}))[0] == 200
     assert adapters(served) == ["law", "", ""]
     status, answer = await post(client, path, ALL[path] | {"lora_path": "poems"})
     assert status == 400
-    assert answer["error"]["message"] == "lora_path: 'poems' is not loaded; there is 'sql', 'law'"
+    assert (
+        answer["error"]["message"]
+        == "lora_path: 'poems' is not loaded; loaded adapters: 'sql', 'law'"
+    )
 
 
-async def test_each_prompt_of_a_batch_may_have_its_own(client, served):
+async def test_each_prompt_of_a_batch_may_select_an_adapter(client, served):
     body = {"input_ids": [[5], [6], [7]], "lora_path": ["law", None, "sql"]}
     assert (await post(client, "/generate", body))[0] == 200
     found = {request.prompt_ids[0]: request.adapter for request in served.requests}
@@ -54,14 +57,14 @@ async def test_each_prompt_of_a_batch_may_have_its_own(client, served):
     assert (await post(client, "/generate", body))[0] == 400
 
 
-async def test_two_names_of_different_adapters_are_refused(client, served):
+async def test_conflicting_model_and_lora_path_are_rejected(client, served):
     body = {"prompt": [5], "model": "sql", "lora_path": "law"}
     assert (await post(client, "/v1/completions", body))[0] == 400
     assert (await post(client, "/v1/completions", body | {"lora_path": "sql"}))[0] == 200
 
 
-async def test_a_model_without_adapters_refuses_them(client, backend):
+async def test_adapter_of_a_model_without_adapters_is_rejected(client, backend):
     status, answer = await post(client, "/generate", {"input_ids": [5], "lora_path": "law"})
     assert status == 400
-    assert "there is none" in answer["error"]["message"]
+    assert "loaded adapters: none" in answer["error"]["message"]
     assert backend.requests == []

@@ -1,15 +1,18 @@
-"""Anthropic's API without its client: what the template gets, what is refused, what errors look like."""
+"""Anthropic's API without its client library: template input, rejected fields, error bodies."""
 
 import json
 
 import pytest
 
-from tandem.frontend.anthropic_body import read_messages
-from tandem.frontend.chat_template import ChatTemplate
+from tandem.frontend.apis.anthropic_body import read_messages
+from tandem.frontend.apis.responses_body import read_responses
+from tandem.frontend.chat.openai_body import read_chat
 from tandem.frontend.options import FrontendOptions, HttpOptions
-from tandem.frontend.reply_parser import reply_formats
+from tandem.frontend.replies.parser import reply_formats
+from tandem.frontend.text.chat_template import ChatTemplate
+from tandem.frontend.text.template_forms import REASONING_NAMES
 from tandem.wire.errors import InvalidRequest
-from tandem.wire.generation import Finish
+from tandem.wire.generation import Finish, Grammar
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import End, length, say, stop
 from tests.frontend.helpers import each, post
@@ -39,7 +42,7 @@ def sees(backend, tokenizer, monkeypatch):
     return read
 
 
-def test_a_conversation_is_a_chat(sees):
+def test_messages_are_converted_to_a_chat(sees):
     messages = [
         {"role": "user", "content": [text("A", cache_control={"type": "ephemeral"}), text("B")]},
         {
@@ -56,7 +59,7 @@ def test_a_conversation_is_a_chat(sees):
         {
             "role": "assistant",
             "content": "C",
-            "reasoning_content": "Hm.",
+            **dict.fromkeys(REASONING_NAMES, "Hm."),
             "tool_calls": [{"id": "t1", "type": "function", "function": arguments}],
         },
         {"role": "tool", "tool_call_id": "t1", "name": "f", "content": "2"},
@@ -64,14 +67,14 @@ def test_a_conversation_is_a_chat(sees):
     ]
 
 
-def test_a_result_that_is_an_error_reads_so(sees):
+def test_tool_result_error_is_marked_in_the_prompt(sees):
     failed = {"role": "user", "content": [RESULT | {"is_error": True}]}
     messages = [USER, {"role": "assistant", "content": [CALL]}, failed]
     assert json.loads(sees({"messages": messages}))[-1]["content"] == "Error: 2"
 
 
 @pytest.mark.parametrize(("choice", "count"), [({}, 1), ({"tool_choice": {"type": "none"}}, 0)])
-def test_tools_reach_the_template_unless_none_may_be_called(sees, choice, count):
+def test_tools_reach_the_template_unless_tool_choice_is_none(sees, choice, count):
     tool = TOOL | {"type": "custom", "description": "Does."}
     written = json.loads(sees({"tools": [tool], **choice}, "{{ (tools or []) | tojson }}"))
     function = {"name": "f", "description": "Does.", "parameters": {"type": "object"}}
@@ -87,14 +90,14 @@ def test_tools_reach_the_template_unless_none_may_be_called(sees, choice, count)
         ({"type": "disabled"}, "False"),
     ],
 )
-def test_thinking_is_the_template_s_switch(sees, thinking, written):
+def test_thinking_sets_the_template_switch(sees, thinking, written):
     body = {"thinking": thinking} if thinking else {}
     template = "{{ enable_thinking if enable_thinking is defined else none }}"
     assert sees(body, template, THINKS) == written
     assert sees(body | {"chat_template_kwargs": {"enable_thinking": 5}}, template, THINKS) == "5"
 
 
-def test_the_effort_and_the_format_of_the_output_are_those_of_a_chat(sees, backend):
+def test_output_config_sets_reasoning_effort_and_grammar(sees, backend):
     schema = {"type": "object", "properties": {}}
     config = {"effort": "low", "format": {"type": "json_schema", "schema": schema}}
     assert sees({"output_config": config}, "{{ reasoning_effort }}") == "low"
@@ -104,6 +107,30 @@ def test_the_effort_and_the_format_of_the_output_are_those_of_a_chat(sees, backe
         asked = json.loads(generation.request.sampling.grammar.text)
         behind = asked["format"]["elements"][-1]["json_schema"] if is_behind else asked
         assert behind == schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "^[a-z]{3}$"},
+        {"type": "string", "format": "date"},
+        {"type": "object", "properties": {"a": {"pattern": "b"}}},
+    ],
+)
+def test_grammars_of_schemas_equal_those_of_chats(backend, schema):
+    def grammar(read, body) -> Grammar:
+        return (
+            read(backend.served, FrontendOptions(), ASK | body)
+            .generations[0]
+            .request.sampling.grammar
+        )
+
+    form = {"type": "json_schema", "schema": schema}
+    chat = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    answer = {"input": "Hi", "text": {"format": form}, "messages": None, "max_tokens": None}
+    expected = grammar(read_chat, chat)
+    assert grammar(read_messages, {"output_config": {"format": form}}) == expected
+    assert grammar(read_responses, answer) == expected
 
 
 def content(*blocks) -> dict:
@@ -123,7 +150,7 @@ REFUSED = {
         content({"type": "image", "source": {}}),
         "messages.0.user.content.0: 'type' 'image'",
     ),
-    "document": (content({"type": "document"}), "'document' is not supported here, only 'text'"),
+    "document": (content({"type": "document"}), "'document' is not supported; use 'text'"),
     "image of a tool": (
         answered(CALL) | content(RESULT | {"content": [{"type": "image"}]}),
         "content.0.type: must be 'text'",
@@ -146,12 +173,12 @@ REFUSED = {
         {"tools": [TOOL | {"allowed_callers": ["code_execution_20250825"]}]},
         "tools.0.allowed_callers.0",
     ),
-    "strict": ({"tools": [TOOL | {"strict": True}]}, "tools: strict is supported with"),
+    "strict": ({"tools": [TOOL | {"strict": True}]}, "tools: strict requires"),
     "schema": ({"tools": [TOOL | {"input_schema": {}}]}, "input_schema: must be a JSON schema"),
-    "forced without tools": ({"tool_choice": {"type": "any"}}, "'any' needs tools"),
+    "forced without tools": ({"tool_choice": {"type": "any"}}, "'any' requires tools"),
     "forced unknown": (
         {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}},
-        "'g' is none of the tools",
+        "'g' is not in tools",
     ),
     "thinking unread": (THINKING, "--reasoning-parser"),
     "thinking hidden": (
@@ -170,7 +197,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_is_not_done_is_refused_by_name(client, name):
+async def test_unsupported_anthropic_field_is_rejected_by_name(client, name):
     body, sentence = REFUSED[name]
     status, answer = await post(client, "/v1/messages", ASK | body)
     assert (status, answer["type"], answer["error"]["type"]) == (
@@ -181,19 +208,24 @@ async def test_what_is_not_done_is_refused_by_name(client, name):
     assert sentence in answer["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("body", "thoughts", "sentence"),
-    [
-        (THINKING | forced(), "gpt_oss", "beside a forced call"),
-        ({"thinking": {"type": "disabled"}}, "qwen3", "cannot turn it off"),
-    ],
-)
-def test_thinking_that_cannot_be_is_refused(sees, body, thoughts, sentence):
-    with pytest.raises(InvalidRequest, match=sentence):
-        sees(body, "a", FrontendOptions(reply_formats=reply_formats("", thoughts)))
+def test_unsupported_thinking_is_rejected(sees):
+    options = FrontendOptions(reply_formats=reply_formats("", "gpt_oss"))
+    with pytest.raises(InvalidRequest, match="together with a forced tool call"):
+        sees(THINKING | forced(), "a", options)
 
 
-def test_a_strict_tool_follows_its_schema_where_the_model_chooses(backend):
+@pytest.mark.parametrize("options", [THINKS, FrontendOptions()], ids=["parser", "no parser"])
+def test_disabled_thinking_is_accepted_where_the_template_has_no_switch(sees, options):
+    assert sees({"thinking": {"type": "disabled"}}, "a", options) == "a"
+
+
+def test_answer_with_calls_alone_has_no_content(sees):
+    result = {"role": "user", "content": [RESULT]}
+    messages = [USER, {"role": "assistant", "content": [CALL]}, result]
+    assert sees({"messages": messages}, "{{ messages[1].content is none }}") == "True"
+
+
+def test_unforced_strict_tool_call_follows_its_schema(backend):
     options = FrontendOptions(reply_formats=reply_formats("hermes", ""))
     for is_strict in (True, False):
         call = read_messages(
@@ -203,7 +235,7 @@ def test_a_strict_tool_follows_its_schema_where_the_model_chooses(backend):
         assert (grammar is not None) == is_strict
 
 
-async def test_what_means_nothing_here_is_passed_over(client, backend):
+async def test_fields_without_effect_are_ignored(client, backend):
     backend.script = say(length(5))
     hints = {
         "metadata": {"user_id": "me"},
@@ -221,7 +253,7 @@ async def test_what_means_nothing_here_is_passed_over(client, backend):
     assert backend.requests[0].session == "me"
 
 
-async def test_each_event_has_its_name_and_none_follows_the_last(client, backend, tokenizer):
+async def test_anthropic_events_are_named_and_message_stop_is_last(client, backend, tokenizer):
     backend.script = say(*each(tokenizer, "Hello you"), stop(2))
     async with client.post("/v1/messages", json=ASK | {"stream": True}) as response:
         blocks = (await response.text()).removesuffix("\n\n").split("\n\n")
@@ -232,7 +264,7 @@ async def test_each_event_has_its_name_and_none_follows_the_last(client, backend
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_an_aborted_message_is_an_error(client, backend, is_stream):
+async def test_aborted_message_is_an_error(client, backend, is_stream):
     backend.script = say([81], End([], Finish(reason="abort")))
     async with client.post("/v1/messages", json=ASK | {"stream": is_stream}) as response:
         *_, last = (await response.text()).strip().split("\n")
@@ -240,7 +272,7 @@ async def test_an_aborted_message_is_an_error(client, backend, is_stream):
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the request was aborted"
 
 
-async def test_every_error_of_these_routes_has_their_shape(backend):
+async def test_anthropic_routes_return_anthropic_errors(backend):
     options = FrontendOptions(http=HttpOptions(api_keys=("k",), max_body_bytes=2000))
     big = ASK | {"system": "a" * 3000}
     async with serve(backend, options) as client:
@@ -251,7 +283,7 @@ async def test_every_error_of_these_routes_has_their_shape(backend):
                 told[status] = answer["error"]["type"]
         async with client.get("/v1/messages", headers={"x-api-key": "k"}) as response:
             told[response.status] = (await response.json())["error"]["type"]
-        # Other routes take the key as OpenAI's clients send it.
+        # Other routes accept the key only in OpenAI's header.
         assert (await post(client, "/v1/completions", {}, headers={"x-api-key": "k"}))[0] == 401
     assert told == {
         401: "authentication_error",
@@ -261,7 +293,7 @@ async def test_every_error_of_these_routes_has_their_shape(backend):
     }
 
 
-async def test_timings_come_where_they_are_wanted(client, backend):
+async def test_timings_are_returned_on_request(client, backend):
     backend.script = say(length(5))
     headers = {"X-Tandem-Timings": "1"}
     _, answer = await post(client, "/v1/messages", ASK, headers=headers)

@@ -1,4 +1,4 @@
-"""Anthropic's API as its own client sees it: whole messages, streams, tools, thoughts, counts, errors."""
+"""Anthropic's API through its client library: messages, streams, tools, reasoning, token counts, errors."""
 
 import typing
 from contextlib import asynccontextmanager
@@ -10,9 +10,9 @@ from anthropic.types.beta import MessageCountTokensParams as BetaCountTokensPara
 from anthropic.types.beta.message_create_params import MessageCreateParamsBase as BetaCreateParams
 from anthropic.types.message_create_params import MessageCreateParamsBase
 
-from tandem.frontend.anthropic_body import UNSUPPORTED_IN_MESSAGES, CountBody, MessagesBody
+from tandem.frontend.apis.anthropic_body import UNSUPPORTED_IN_MESSAGES, CountBody, MessagesBody
 from tandem.frontend.options import FrontendOptions, HttpOptions
-from tandem.frontend.reply_parser import reply_formats
+from tandem.frontend.replies.parser import reply_formats
 from tandem.wire.errors import EngineFailed, NoNodeAvailable, Overloaded, RateLimited
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say, stop
@@ -64,7 +64,7 @@ async def ask(client, **fields):
     return told[0]
 
 
-# How a message is paid for, how soon it comes, what becomes of a refusal, and headers.
+# Billing, latency, refusals and headers.
 WITHOUT_EFFECT = frozenset(
     [
         "betas",
@@ -90,15 +90,18 @@ WITHOUT_EFFECT = frozenset(
         (BetaCountTokensParams, CountBody),
     ],
 )
-def test_every_field_of_the_client_is_taken_refused_or_without_effect(params, body):
+def test_every_client_field_is_supported_rejected_or_without_effect(params, body):
     fields = set(typing.get_type_hints(params))
     assert fields - body.names() - UNSUPPORTED_IN_MESSAGES - WITHOUT_EFFECT == set()
     assert not body.names() & (UNSUPPORTED_IN_MESSAGES | WITHOUT_EFFECT)
 
 
-async def test_a_message_and_its_usage(backend, tokenizer):
+async def test_message_has_content_and_usage(backend, tokenizer):
     speak(backend, "Hello!")
-    sampling = {"temperature": 0.5, "top_k": 3}  # the client has no arguments for them any more
+    sampling = {
+        "temperature": 0.5,
+        "top_k": 3,
+    }  # the client library no longer has arguments for them
     async with client_of(backend) as client:
         got = await client.messages.create(**ASK, system="Be brief.", extra_body=sampling)
     assert (got.type, got.role, got.model) == ("message", "assistant", "smol")
@@ -117,7 +120,7 @@ async def test_a_message_and_its_usage(backend, tokenizer):
     assert got.usage.output_tokens == len(tokenizer.encode("Hello!")) + 1
 
 
-async def test_a_stream_has_typed_events_in_order(backend):
+async def test_stream_events_are_typed_and_ordered(backend):
     speak(backend, "Hello you")
     async with client_of(backend) as client:
         events = [event async for event in await client.messages.create(**ASK, stream=True)]
@@ -135,13 +138,13 @@ async def test_a_stream_has_typed_events_in_order(backend):
     assert events[-2].usage.output_tokens == 3
 
 
-async def test_the_longest_answer_ends_with_max_tokens(backend):
+async def test_truncated_answer_has_stop_reason_max_tokens(backend):
     backend.script = say(length(5))
     async with client_of(backend) as client:
         assert (await ask(client))[1:] == ("max_tokens", None)
 
 
-async def test_a_stop_sequence_is_named(backend):
+async def test_stop_sequence_is_reported(backend):
     speak(backend, "One two three")
     async with client_of(backend) as client:
         got = await ask(client, stop_sequences=["zero", " three"])
@@ -149,7 +152,7 @@ async def test_a_stop_sequence_is_named(backend):
 
 
 @pytest.mark.parametrize(("name", "written"), [("hermes", CALL), ("qwen3_coder", TAGGED)])
-async def test_thoughts_text_and_calls_are_blocks(backend, name, written):
+async def test_reasoning_text_and_calls_are_separate_blocks(backend, name, written):
     speak(backend, f"<think>Hm.</think>I look.\n{written}\n{written}")
     thinking = {"type": "thinking", "thinking": "Hm."}
     text = {"type": "text", "text": "I look."}
@@ -170,7 +173,7 @@ async def test_thoughts_text_and_calls_are_blocks(backend, name, written):
     ("choice", "text"),
     [({"type": "any"}, FORCED), ({"type": "tool", "name": "weather"}, '{"city": "Rome"}')],
 )
-async def test_a_forced_call_follows_its_schema(backend, choice, text):
+async def test_forced_call_follows_its_schema(backend, choice, text):
     speak(backend, text)
     async with client_of(backend) as client:
         got = await ask(client, tools=[WEATHER | {"strict": True}], tool_choice=choice)
@@ -182,7 +185,7 @@ async def test_a_forced_call_follows_its_schema(backend, choice, text):
     assert all(request.sampling.grammar.kind == "json_schema" for request in backend.requests)
 
 
-async def test_a_forced_call_may_follow_thoughts(backend):
+async def test_forced_call_may_follow_reasoning(backend):
     speak(backend, f"<think>Hm.</think>\n{FORCED}")
     thinking = {"type": "enabled", "budget_tokens": 1024}
     async with client_of(backend, FORMATS) as client:
@@ -196,7 +199,7 @@ async def test_a_forced_call_may_follow_thoughts(backend):
 @pytest.mark.parametrize(
     ("text", "read"), [("", None), ('{"city": "Ro', {}), ('{"city": "Rome",', {"city": "Rome"})]
 )
-async def test_a_forced_call_that_is_cut_short_has_what_came(backend, tokenizer, text, read):
+async def test_truncated_forced_call_keeps_its_partial_input(backend, tokenizer, text, read):
     backend.script = say(*each(tokenizer, text), length(tokenizer.encode(" ")[0]))
     choice = {"type": "tool", "name": "weather"}
     async with client_of(backend) as client:
@@ -206,7 +209,7 @@ async def test_a_forced_call_that_is_cut_short_has_what_came(backend, tokenizer,
 
 
 @pytest.mark.parametrize("arguments", ['{"city": Rome}', "[1]", "7"])
-async def test_a_call_whose_input_is_no_object_is_text(backend, arguments):
+async def test_call_with_non_object_input_becomes_text(backend, arguments):
     speak(backend, CALL.replace('{"city": "Rome"}', arguments))
     async with client_of(backend, FORMATS) as client:
         [block], reason, _ = await ask(client, tools=[WEATHER])
@@ -214,7 +217,7 @@ async def test_a_call_whose_input_is_no_object_is_text(backend, arguments):
     assert arguments in block["text"]
 
 
-async def test_tokens_are_counted_as_they_would_be_sent(backend):
+async def test_count_tokens_equals_the_prompt_of_messages(backend):
     fields = CHAT | {"system": "Be brief.", "tools": [WEATHER]}
     backend.script = say(stop(2))
     async with client_of(backend) as client:
@@ -223,16 +226,16 @@ async def test_tokens_are_counted_as_they_would_be_sent(backend):
     assert counted.input_tokens == got.usage.input_tokens + got.usage.cache_read_input_tokens
 
 
-async def test_a_prompt_over_the_context_is_counted(backend):
+async def test_count_tokens_accepts_prompts_beyond_the_context(backend):
     asked = CHAT | {"messages": [{"role": "user", "content": "hello world " * 5000}]}
     async with client_of(backend) as client:
         assert (await client.messages.count_tokens(**asked)).input_tokens > 8192
-        with pytest.raises(anthropic.BadRequestError, match="takes at most"):
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
             await client.messages.create(**asked, max_tokens=5)
 
 
 @pytest.mark.parametrize("key", [{"api_key": "k"}, {"auth_token": "k"}])
-async def test_either_header_carries_the_key(backend, key, monkeypatch):
+async def test_key_is_accepted_in_either_header(backend, key, monkeypatch):
     monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
     monkeypatch.delenv("ANTHROPIC_AUTH_TOKEN", raising=False)
     speak(backend, "Hello!")
@@ -248,7 +251,7 @@ async def test_either_header_carries_the_key(backend, key, monkeypatch):
 ERRORS = {
     "model": (ASK | {"model": "x"}, None, anthropic.NotFoundError, "not_found_error"),
     "field": (ASK | {"max_tokens": 0}, None, anthropic.BadRequestError, "invalid_request_error"),
-    "room": (ASK, Overloaded("full"), anthropic.RateLimitError, "overloaded_error"),
+    "room": (ASK, Overloaded("full"), anthropic.OverloadedError, "overloaded_error"),
     "rate": (ASK, RateLimited("too many"), anthropic.RateLimitError, "rate_limit_error"),
     "nodes": (ASK, NoNodeAvailable("none"), anthropic.ServiceUnavailableError, "overloaded_error"),
     "engine": (ASK, EngineFailed("gone"), anthropic.InternalServerError, "api_error"),
@@ -257,7 +260,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("name", ERRORS)
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_errors_have_the_client_s_types(backend, name, is_stream):
+async def test_errors_have_the_exception_types_of_the_client(backend, name, is_stream):
     fields, error, kind, told = ERRORS[name]
     backend.script = say(*[error] if error else [stop(2)])
     async with client_of(backend) as client:
@@ -267,7 +270,7 @@ async def test_errors_have_the_client_s_types(backend, name, is_stream):
     assert (body["type"], body["error"]["type"], body["request_id"]) == ("error", told, None)
 
 
-async def test_an_error_in_a_stream_reaches_the_client(backend):
+async def test_stream_error_is_raised_by_the_client(backend):
     backend.script = say([81], EngineFailed("the device is gone"))
     async with client_of(backend) as client:
         events = aiter(await client.messages.create(**ASK, stream=True))

@@ -1,4 +1,4 @@
-"""What a request brings beside its prompt: who sent it, how long they wait, sampling parameters."""
+"""Request data besides the prompt: the caller, its timeout, the session and sampling defaults."""
 
 import asyncio
 import dataclasses
@@ -7,7 +7,7 @@ import hashlib
 import msgspec
 import pytest
 
-from tandem.frontend.body import session_of
+from tandem.frontend.chat.body import session_of
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.wire.errors import Overloaded
 from tandem.wire.generation import SamplingDefaults
@@ -20,7 +20,7 @@ GENERATE = ROUTES["/generate"]
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_the_backend_hears_who_asks_and_how_long_they_wait(backend, path):
+async def test_backend_receives_client_and_deadline(backend, path):
     options = FrontendOptions(http=HttpOptions(api_keys=("secret-key",)))
     headers = {"Authorization": "Bearer secret-key", "X-Request-Timeout-Ms": "500000"}
     async with serve(backend, options) as client:
@@ -31,12 +31,12 @@ async def test_the_backend_hears_who_asks_and_how_long_they_wait(backend, path):
         assert 0 < request.deadline_s <= 500
 
 
-async def test_without_keys_nobody_has_a_name_and_without_a_word_nobody_a_deadline(client, backend):
+async def test_no_keys_and_no_header_mean_no_client_and_no_deadline(client, backend):
     await post(client, "/generate", GENERATE, headers={"Authorization": "Bearer x"})
     assert {(request.client, request.deadline_s) for request in backend.requests} == {("", None)}
 
 
-async def test_a_servers_own_limit_is_a_deadline(backend):
+async def test_request_timeout_sets_the_deadline(backend):
     options = FrontendOptions(http=HttpOptions(request_timeout_s=700.0))
     async with serve(backend, options) as client:
         await post(client, "/generate", GENERATE)
@@ -45,7 +45,7 @@ async def test_a_servers_own_limit_is_a_deadline(backend):
         assert 0 < backend.requests[-1].deadline_s <= 500
 
 
-async def test_a_wait_that_is_no_number_is_refused(client):
+async def test_invalid_timeout_header_is_rejected(client):
     for wrong in ("soon", "-1", "0", "nan", "inf"):
         status, answer = await post(
             client, "/generate", GENERATE, headers={"X-Request-Timeout-Ms": wrong}
@@ -54,13 +54,13 @@ async def test_a_wait_that_is_no_number_is_refused(client):
         assert "X-Request-Timeout-Ms" in answer["error"]["message"]
 
 
-async def test_a_refusal_says_when_to_come_back(client, backend):
+async def test_overload_response_has_retry_after(client, backend):
     backend.script = say(Overloaded("the line is full", retry_after_s=17))
     async with client.post("/generate", json=GENERATE) as response:
         assert (response.status, response.headers["Retry-After"]) == (429, "17")
 
 
-# Below what aiohttp's client waits for, 300 s of the same clock.
+# Below the 300 s timeout of aiohttp's client, which uses the same clock.
 LIMIT_S = 100.0
 LIMITED = FrontendOptions(http=HttpOptions(request_timeout_s=LIMIT_S))
 
@@ -76,9 +76,7 @@ def patience(num_jumps: int) -> asyncio.Timeout:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
-async def test_a_request_that_takes_too_long_is_answered_with_504_and_cancelled(
-    backend, clock, path, is_stream
-):
+async def test_request_over_the_timeout_gets_504_and_is_cancelled(backend, clock, path, is_stream):
     backend.script = say(asyncio.Event())
     body, count = ROUTES[path] | {"n": 2, "stream": is_stream}, 2
     async with patience(1), serve(backend, LIMITED) as client:
@@ -91,7 +89,7 @@ async def test_a_request_that_takes_too_long_is_answered_with_504_and_cancelled(
     assert "100 s" in answer["error"]["message"]
 
 
-async def test_a_stream_that_takes_too_long_ends_with_an_error_event(backend, clock):
+async def test_stream_over_the_timeout_ends_with_an_error_event(backend, clock):
     backend.script = say([81], asyncio.Event())
 
     async def last_event(path: str, body: dict) -> dict:
@@ -110,7 +108,7 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error_event(backend, cl
     assert native["finish_reason"]["err_type"] == completion["error"]["code"] == "timeout"
 
 
-async def test_without_a_limit_a_request_may_take_its_time(client, backend):
+async def test_no_timeout_lets_a_request_run(client, backend):
     go_on = asyncio.Event()
     backend.script = say(go_on, length(5))
     async with asyncio.timeout(PATIENCE_S):
@@ -133,12 +131,12 @@ async def test_without_a_limit_a_request_may_take_its_time(client, backend):
         ({}, {"user": "x" * 1000}, "x" * 256),
     ],
 )
-def test_the_session_is_the_first_that_is_named(headers, body, session):
+def test_first_named_session_is_used(headers, body, session):
     assert session_of(headers, body) == session
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_every_route_tells_the_backend_the_session(client, backend, path):
+async def test_every_route_passes_the_session_to_the_backend(client, backend, path):
     await (await client.post(path, json=ROUTES[path], headers={"x-session-id": "s"})).read()
     await (await client.post(path, json=ROUTES[path] | {"user": "u"})).read()
     assert [request.session for request in backend.requests] == ["s", "u"]
@@ -168,7 +166,7 @@ async def sampling_of(client, backend, path: str, body: dict) -> SamplingDefault
 
 @pytest.mark.usefixtures("model")
 @pytest.mark.parametrize("path", ROUTES)
-async def test_what_a_request_leaves_out_is_as_the_model_has_it(client, backend, path):
+async def test_missing_parameters_use_the_model_defaults(client, backend, path):
     assert await sampling_of(client, backend, path, {}) == OF_MODEL
     assert await sampling_of(client, backend, path, dict.fromkeys(NAMES)) == OF_MODEL
 
@@ -179,20 +177,20 @@ async def test_what_a_request_leaves_out_is_as_the_model_has_it(client, backend,
     ("name", "value"),
     [("temperature", 0), ("top_p", 1), ("top_k", -1), ("min_p", 0), ("repetition_penalty", 1)],
 )
-async def test_what_a_request_sets_wins(client, backend, path, name, value):
+async def test_request_parameters_override_model_defaults(client, backend, path, name, value):
     asked = await sampling_of(client, backend, path, {name: value})
     assert asked == msgspec.structs.replace(OF_MODEL, **{name: value})
 
 
 @pytest.mark.usefixtures("model")
-async def test_what_stands_in_sampling_params_wins(client, backend):
+async def test_sampling_params_override_the_top_level(client, backend):
     for part, expected in (({"top_k": 3}, 3), ({"top_k": None}, 7), ({}, 5)):
         body = {"top_k": 5, "sampling_params": part}
         assert (await sampling_of(client, backend, "/generate", body)).top_k == expected
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_a_model_without_defaults_leaves_those_of_the_api(client, backend, path):
+async def test_model_without_defaults_uses_api_defaults(client, backend, path):
     backend.script = say(length(5))
     assert await sampling_of(client, backend, path, {}) == SamplingDefaults()
     plain = SamplingDefaults(
@@ -202,7 +200,7 @@ async def test_a_model_without_defaults_leaves_those_of_the_api(client, backend,
 
 
 @pytest.mark.usefixtures("model")
-async def test_the_defaults_in_force_are_shown(client):
+async def test_model_info_shows_default_sampling(client):
     async with client.get("/model_info") as response:
         info = await response.json()
     assert info["default_sampling_params"] == msgspec.to_builtins(OF_MODEL)

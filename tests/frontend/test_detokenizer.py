@@ -4,8 +4,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
-from tandem.frontend.detokenizer import BYTE_OF_CHARACTER
-from tandem.frontend.tokenizer import Tokenizer
+from tandem.frontend.text.detokenizer import (
+    BYTE_OF_CHARACTER,
+    CleaningDetokenizer,
+    NoText,
+    clean_up,
+)
+from tandem.frontend.text.tokenizer import Tokenizer
 
 CHARACTERS = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
 HARD = "日本語🇫🇷👩‍👩‍👧‍👦 e\u0301 \N{REPLACEMENT CHARACTER} naïve ﷽ 한국어"
@@ -20,13 +25,20 @@ def in_pieces(ids: list[int], size: int) -> list[list[int]]:
     return [ids[start : start + size] for start in range(0, len(ids), size)]
 
 
-def made_of(vocabulary: list[str], decoder) -> Tokenizer:
+def made_of(vocabulary: list[str], decoder, **config) -> Tokenizer:
     """A tokenizer with this vocabulary, whose first entry is special."""
     ids = {token: index for index, token in enumerate(vocabulary)}
     backend = Backend(models.WordLevel(ids, unk_token=vocabulary[0]))
     backend.add_special_tokens([AddedToken(vocabulary[0])])
     backend.decoder = decoder
-    return Tokenizer(backend, {})
+    return Tokenizer(backend, config)
+
+
+class Letters(NoText):
+    """A detokenizer whose ids are code points."""
+
+    def push(self, token_ids) -> str:
+        return "".join(map(chr, token_ids))
 
 
 def llama() -> Tokenizer:
@@ -50,7 +62,10 @@ OTHERS = {
     "wordpiece": made_of(["[SEP]", "a", "##b", "c", ".", "'"], decoders.WordPiece()),
     "bpe suffix": made_of(["<s>", "a</w>", "b", "c</w>"], decoders.BPEDecoder()),
     "no decoder": made_of(["<s>", "a", "b"], None),
-    # Its decoder ends in a byte-level step, and is not one.
+    "cleaned up": made_of(
+        ["<s>", "'", "n", "t", "re", ".", "", "word", "n't."], None, clean_up_decoded=True
+    ),
+    # Its decoder is not byte-level but ends with a byte-level step.
     "byte-level step": made_of(
         ["<s>", *(CHARACTERS[byte] for byte in "é日a".encode())],
         decoders.Sequence([decoders.ByteLevel()]),
@@ -59,12 +74,12 @@ OTHERS = {
 
 
 @given(st.lists(st.integers(0, 49152 + 20), max_size=40), st.booleans(), st.integers(1, 5))
-def test_random_ids_streamed_equal_ids_decoded_at_once(tokenizer, ids, skip, size):
+def test_streamed_random_ids_equal_one_decode(tokenizer, ids, skip, size):
     assert streamed(tokenizer, in_pieces(ids, size), skip) == tokenizer.decode(ids, skip)
 
 
 @given(st.text(max_size=40), st.integers(1, 5), st.data())
-def test_text_cut_at_any_token_streams_as_decoded_at_once(tokenizer, text, size, data):
+def test_streamed_text_equals_one_decode(tokenizer, text, size, data):
     ids = tokenizer.encode(HARD + text)
     start = data.draw(st.integers(0, len(ids) - 1))
     stop = data.draw(st.integers(start, len(ids)))
@@ -74,14 +89,14 @@ def test_text_cut_at_any_token_streams_as_decoded_at_once(tokenizer, text, size,
 
 @pytest.mark.parametrize("name", OTHERS)
 @given(data=st.data(), skip=st.booleans(), size=st.integers(1, 4))
-def test_other_decoders_stream_as_decoded_at_once(name, data, skip, size):
+def test_other_decoders_stream_equals_one_decode(name, data, skip, size):
     other = OTHERS[name]
     last = other.backend.get_vocab_size()
     ids = data.draw(st.lists(st.integers(0, last), max_size=20))
     assert streamed(other, in_pieces(ids, size), skip) == other.decode(ids, skip)
 
 
-def test_an_incomplete_character_is_held_back_until_it_is_whole(tokenizer):
+def test_incomplete_character_is_held_back(tokenizer):
     ids = tokenizer.encode("🇫")
     assert len(ids) > 1
     detokenizer = tokenizer.detokenizer()
@@ -89,7 +104,7 @@ def test_an_incomplete_character_is_held_back_until_it_is_whole(tokenizer):
 
 
 @pytest.mark.parametrize("name", ["llama", "byte-level step"])
-def test_other_decoders_show_no_part_of_a_character(name):
+def test_other_decoders_hold_back_incomplete_characters(name):
     other = OTHERS[name]
     characters = {"llama": [f"<0x{byte:02X}>" for byte in "日".encode()]}
     tokens = characters.get(name, [CHARACTERS[byte] for byte in "日".encode()])
@@ -103,13 +118,29 @@ def test_other_decoders_show_no_part_of_a_character(name):
     assert detokenizer.finish().strip("\N{REPLACEMENT CHARACTER}") == ""
 
 
-def test_a_character_that_stays_incomplete_is_replaced_at_the_end(tokenizer):
+@given(st.lists(st.sampled_from([*" 'ntsm.a", "ve", " ' ", " n", "  "])), st.integers(1, 4))
+def test_streamed_clean_up_equals_that_of_the_text(parts, size):
+    text = "".join(parts)
+    detokenizer = CleaningDetokenizer(Letters())
+    pieces = [detokenizer.push([*map(ord, piece)]) for piece in in_pieces([*text], size)]
+    assert "".join(pieces) + detokenizer.finish() == clean_up(text)
+
+
+@pytest.mark.parametrize("unit", ["a", " a", "a ", " ab", " ", " n", " .", " 's", "n't"])
+def test_clean_up_holds_back_only_a_few_characters(unit):
+    detokenizer, shown = CleaningDetokenizer(Letters()), ""
+    for count in range(1, 50):
+        shown += detokenizer.push([*map(ord, unit)])
+        assert len(shown) >= len(clean_up(unit * count)) - 4
+
+
+def test_incomplete_character_at_the_end_becomes_u_fffd(tokenizer):
     detokenizer = tokenizer.detokenizer()
     assert detokenizer.push(tokenizer.encode("🇫")[:-1]) == ""
     assert detokenizer.finish() == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_a_bad_byte_does_not_hold_back_what_follows(tokenizer):
+def test_invalid_byte_does_not_hold_back_later_text(tokenizer):
     detokenizer = tokenizer.detokenizer()
     [*head, _] = tokenizer.encode("🇫")
     assert detokenizer.push(head) == ""
@@ -117,19 +148,19 @@ def test_a_bad_byte_does_not_hold_back_what_follows(tokenizer):
 
 
 @given(st.lists(st.integers(0, 255), max_size=12))
-def test_bytes_that_are_no_utf8_stream_as_decoded_at_once(tokenizer, data):
+def test_invalid_utf8_stream_equals_one_decode(tokenizer, data):
     found = [tokenizer.backend.token_to_id(CHARACTERS[byte]) for byte in data]
     ids = [token_id for token_id in found if token_id is not None]
     assert streamed(tokenizer, in_pieces(ids, 1)) == tokenizer.decode(ids)
 
 
 @given(st.text(max_size=40))
-def test_the_bytes_of_tokens_joined_are_the_texts(tokenizer, text):
+def test_joined_token_bytes_equal_the_text(tokenizer, text):
     ids = tokenizer.encode(text)
     joined = b"".join([tokenizer.token_bytes(token_id) for token_id in ids])
     assert joined.decode(errors="replace") == tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_the_bytes_of_a_sentencepiece_token_have_its_space():
+def test_sentencepiece_token_bytes_include_the_space():
     tokenizer = llama()
     assert [tokenizer.token_bytes(id_) for id_ in (0, 3, 7, 999)] == [b"</s>", b" a", b"\n", b""]

@@ -1,4 +1,4 @@
-"""What the edge measures: threads that read bodies, tokens, times, outcomes."""
+"""The edge's measurements: reader threads, tokens, timings and outcomes."""
 
 import asyncio
 import json
@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.frontend import transcript
-from tandem.frontend.answering import Answer
+from tandem.frontend.apis.answering import CollectedAnswer
 from tandem.frontend.app import create_app
-from tandem.frontend.detokenizer import NoText
-from tandem.frontend.edge import EDGE, INLINE_BYTES, MAX_READERS
-from tandem.frontend.metrics import FrontendMetrics
-from tandem.frontend.sampling import TextRules
+from tandem.frontend.http.edge import EDGE, INLINE_BYTES, MAX_READERS
+from tandem.frontend.http.metrics import FrontendMetrics
+from tandem.frontend.text import transcript
+from tandem.frontend.text.detokenizer import NoText
+from tandem.frontend.text.stops import TextRules
+from tandem.frontend.text.transcript import Transcript
 from tandem.frontend.timings import Timings
-from tandem.frontend.transcript import Transcript
 from tandem.wire.errors import NoNodeAvailable, Overloaded
 from tandem.wire.generation import Phase
 from tandem.wire.messages import TokenDelta
@@ -45,7 +45,7 @@ class Readers:
         assert await asyncio.to_thread(self.begun.acquire, timeout=PATIENCE_S)
 
 
-async def test_readers_whose_clients_are_gone_still_count_as_readers():
+async def test_readers_of_disconnected_clients_still_count():
     edge, readers = create_app(FakeBackend(None))[EDGE], Readers()
     for _ in range(MAX_READERS):
         gone = asyncio.ensure_future(edge.read(LARGE, readers.read))
@@ -73,7 +73,7 @@ async def test_readers_whose_clients_are_gone_still_count_as_readers():
         ([[5], asyncio.Event()], "cancelled"),
     ],
 )
-async def test_every_generation_is_reported_with_its_outcome(backend, steps, outcome):
+async def test_every_generation_reports_its_outcome(backend, steps, outcome):
     backend.script = say(*steps)
     app, reports = create_app(backend), asyncio.Queue()
     app[EDGE].timings_sinks.append(SimpleNamespace(request_ended=reports.put_nowait))
@@ -89,7 +89,7 @@ async def test_every_generation_is_reported_with_its_outcome(backend, steps, out
     assert report.num_output_tokens == (2 if outcome == "finished" else 1)
 
 
-async def test_a_running_generation_is_reported_until_it_ends(backend):
+async def test_running_generation_is_listed_until_it_ends(backend):
     may_end = asyncio.Event()
     backend.script = say([5], may_end, length(6))
     app = create_app(backend)
@@ -118,12 +118,12 @@ def gaps(metrics) -> dict[str, float]:
 
 def reading(metrics):
     """Return a function that has so many tokens come together, in one generation."""
-    reader = Transcript(TextRules(), NoText(), Answer(), metrics.gaps)
+    reader = Transcript(TextRules(), NoText(), CollectedAnswer(), metrics.gaps)
     reader.has_room = True
     return lambda num_tokens: reader.take_ordinary([5] * num_tokens)
 
 
-def test_tokens_that_come_together_each_have_their_share(monkeypatch):
+def test_tokens_that_arrive_together_share_the_gap(monkeypatch):
     now = iter((100.0, 100.25, 101.0))
     monkeypatch.setattr(transcript, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     metrics = FrontendMetrics()
@@ -136,7 +136,7 @@ def test_tokens_that_come_together_each_have_their_share(monkeypatch):
     assert gaps(metrics)["_sum"] == 1.0
 
 
-def test_the_first_tokens_of_a_generation_have_no_gap_before_them():
+def test_first_tokens_have_no_gap():
     metrics = FrontendMetrics()
     reading(metrics)(1)
     assert gaps(metrics)["_count"] == 0
@@ -145,12 +145,12 @@ def test_the_first_tokens_of_a_generation_have_no_gap_before_them():
     assert gaps(metrics)["_sum"] == 0
 
 
-def test_prometheus_is_told_of_each_gap_once():
+def test_each_gap_is_exported_once():
     metrics = FrontendMetrics()
     come = reading(metrics)
     for _ in range(5):
         come(1)
-        metrics.gather()
+        metrics.flush_gaps()
     assert gaps(metrics)["_count"] == 4
     buckets = [value for le, value in gaps(metrics).items() if le[0].isdigit()]
     assert buckets == sorted(buckets), "cumulative"
@@ -169,9 +169,7 @@ async def told(client) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-async def test_a_client_that_leaves_is_counted_with_the_tokens_it_was_given(
-    client, backend, is_stream
-):
+async def test_disconnected_client_counts_with_its_tokens(client, backend, is_stream):
     backend.script = say([5], [6, 7], asyncio.Event())
     body = {"input_ids": [1, 2, 3], "stream": is_stream}
     asking = asyncio.ensure_future(client.post("/generate", json=body))
@@ -189,7 +187,7 @@ async def test_a_client_that_leaves_is_counted_with_the_tokens_it_was_given(
     assert counted["tandem_edge_generations_running"] == 0
 
 
-async def test_the_prompt_of_a_refused_request_is_not_taken_in(client, backend):
+async def test_rejected_request_counts_no_prompt_tokens(client, backend):
     backend.script = say(Overloaded("the queue is full"))
     assert (await post(client, "/generate", {"input_ids": [1, 2, 3]}))[0] == 429
     assert (await told(client))["tandem_edge_prompt_tokens_total"] == 0
@@ -200,7 +198,7 @@ async def test_the_prompt_of_a_refused_request_is_not_taken_in(client, backend):
     assert counted["tandem_edge_output_tokens_total"] == 1
 
 
-async def test_a_prompt_without_an_answer_is_taken_in(client):
+async def test_prompt_without_answer_counts_prompt_tokens(client):
     body = {"prompt": [1, 2, 3], "max_tokens": 0, "echo": True, "logprobs": 1}
     assert (await post(client, "/v1/completions", body))[0] == 200
     assert (await told(client))["tandem_edge_prompt_tokens_total"] == 3
@@ -228,15 +226,15 @@ def durations(report):
 def started(clock):
     timings = Timings(50.0, clock=clock)
     clock.now_s = 51.0
-    timings.sent()
+    timings.mark_sent()
     return timings
 
 
-def test_phases_up_to_the_first_token_add_up_to_its_time():
+def test_phases_add_up_to_the_time_to_first_token():
     clock = Clock(50.0)
     timings = started(clock)
     clock.now_s = 58.0
-    timings.came(
+    timings.record_delta(
         delta(
             Phase("queue", 0.0, 1.0),
             Phase("pair", 1.0, 0.5, "http://d"),
@@ -250,11 +248,11 @@ def test_phases_up_to_the_first_token_add_up_to_its_time():
         )
     )
     clock.now_s = 58.5
-    assert timings.token_read() == 8.5
+    assert timings.record_text() == 8.5
     clock.now_s = 60.0
-    timings.came(delta(Phase("landed", 2.0, 4.5, "http://d")))
+    timings.record_delta(delta(Phase("landed", 2.0, 4.5, "http://d")))
     timings.num_output_tokens = 9
-    report = timings.report("r", 12)
+    report = timings.report("r", "", 12)
     assert durations(report) == {
         "tokenize": 1.0,
         "queue": 1.0,
@@ -275,27 +273,27 @@ def test_phases_up_to_the_first_token_add_up_to_its_time():
     assert report.num_output_tokens == 9
 
 
-def test_a_request_is_over_with_its_last_token_however_late_it_is_reported():
+def test_late_report_ends_at_the_last_token():
     clock = Clock(50.0)
     timings = started(clock)
-    timings.came(delta(token_ids=[1]))
-    timings.token_read()
+    timings.record_delta(delta(token_ids=[1]))
+    timings.record_text()
     clock.now_s = 53.0
-    assert timings.ended() == 3.0
-    clock.now_s = 60.0  # another choice of the same answer took so long
-    report = timings.report("r", 1)
+    assert timings.finish() == 3.0
+    clock.now_s = 60.0  # a different choice of the same answer took longer
+    report = timings.report("r", "", 1)
     assert (report.e2e_s, durations(report)["stream"]) == (3.0, 2.0)
 
 
-def test_attempts_after_the_first_token_stand_beside_the_phases():
+def test_attempts_after_the_first_token_are_parallel_phases():
     clock = Clock(50.0)
     timings = started(clock)
     clock.now_s = 52.0
-    timings.came(delta(Phase("pair", 0.0, 0.5, "d1"), token_ids=[1]))
-    timings.token_read()
+    timings.record_delta(delta(Phase("pair", 0.0, 0.5, "d1"), token_ids=[1]))
+    timings.record_text()
     clock.now_s = 56.0
-    timings.came(delta(Phase("lost_attempt", 0.5, 2.0), Phase("pair", 2.5, 0.5, "d2")))
-    report = timings.report("r", 1)
+    timings.record_delta(delta(Phase("lost_attempt", 0.5, 2.0), Phase("pair", 2.5, 0.5, "d2")))
+    report = timings.report("r", "", 1)
     assert [phase["name"] for phase in report.beside] == ["lost_attempt", "pair"]
     assert (report.num_attempts, report.decode) == (2, "d2")
     assert durations(report)["stream"] == 4.0
@@ -311,17 +309,17 @@ times = st.floats(0, 5, allow_nan=False)
     times,
     times,
 )
-def test_whatever_nodes_tell_the_sums_hold(told, sent, first, read, rest):
+def test_phase_sums_hold_for_any_reported_phases(told, sent, first, read, rest):
     clock = Clock(50.0)
     timings = Timings(50.0, clock=clock)
     clock.now_s += sent
-    timings.sent()
+    timings.mark_sent()
     clock.now_s += first
-    timings.came(delta(*(Phase(*each) for each in told), token_ids=[1]))
+    timings.record_delta(delta(*(Phase(*each) for each in told), token_ids=[1]))
     clock.now_s += read
-    timings.token_read()
+    timings.record_text()
     clock.now_s += rest
-    report = timings.report("r", 1)
+    report = timings.report("r", "", 1)
     assert all(phase["duration_s"] >= 0 for phase in report.phases)
     until_first = sum(phase["duration_s"] for phase in report.phases[:-1])
     assert report.phases[-1]["name"] == "stream"

@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 EOS = 2
 
 
-async def test_a_stream_that_fails_on_its_way_is_timed_as_a_failed_one(backend, client):
+async def test_stream_that_fails_midway_has_outcome_failed(backend, client):
     backend.script = say([5], NoNodeAvailable("no pair"))
     body = {"text": "Hello", "stream": True}
     async with client.post("/generate", json=body, headers={"X-Tandem-Timings": "1"}) as response:
@@ -24,7 +24,7 @@ async def test_a_stream_that_fails_on_its_way_is_timed_as_a_failed_one(backend, 
     assert last["timings"]["outcome"] == "failed"
 
 
-async def test_a_text_is_answered_with_text_ids_and_meta_info(client, backend, tokenizer):
+async def test_generate_returns_text_ids_and_meta_info(client, backend, tokenizer):
     ids = tokenizer.encode("Hello there")
     backend.script = say(*each(tokenizer, " Paris."), stop(EOS))
     status, answer = await post(client, "/generate", {"text": "Hello there", "rid": "mine"})
@@ -44,9 +44,7 @@ async def test_a_text_is_answered_with_text_ids_and_meta_info(client, backend, t
     assert backend.requests[0].request_id == "mine"
 
 
-async def test_sampling_parameters_may_stand_at_the_top_or_apart_and_unknown_fields_anywhere(
-    client, backend
-):
+async def test_sampling_parameters_are_accepted_nested_and_at_the_top_level(client, backend):
     params = {
         "max_new_tokens": 3,
         "temperature": 0.7,
@@ -74,7 +72,7 @@ async def test_sampling_parameters_may_stand_at_the_top_or_apart_and_unknown_fie
     assert first.sampling.stop_token_ids == [7]
 
 
-async def test_what_is_null_or_absent_has_sglangs_default(client, backend):
+async def test_null_or_absent_parameters_have_sglang_defaults(client, backend):
     body = {"input_ids": [5, 6], "sampling_params": {"temperature": None, "stop": None}}
     status, answer = await post(client, "/generate", body)
     assert status == 200
@@ -82,14 +80,14 @@ async def test_what_is_null_or_absent_has_sglangs_default(client, backend):
     assert backend.requests[0].sampling.temperature == 1.0
 
 
-async def test_a_huge_maximum_is_cut_to_what_the_context_leaves(client, backend):
+async def test_max_new_tokens_is_limited_to_the_context(client, backend):
     backend.script = say(length(5))
     body = {"input_ids": [5] * 100, "max_new_tokens": 10**30}
     assert (await post(client, "/generate", body))[0] == 200
     assert backend.requests[0].sampling.max_new_tokens == 8192 - 100
 
 
-async def test_a_batch_is_answered_by_a_list_with_parameters_for_each(client, backend):
+async def test_batch_returns_a_list_with_parameters_per_prompt(client, backend):
     backend.script = say(length(5))
     body = {"text": ["a", "b"], "sampling_params": [{"top_k": 1}, {"top_k": 2}], "rid": ["x", "y"]}
     status, answers = await post(client, "/generate", body)
@@ -98,7 +96,7 @@ async def test_a_batch_is_answered_by_a_list_with_parameters_for_each(client, ba
     assert [request.sampling.top_k for request in backend.requests] == [1, 2]
 
 
-async def test_the_prompts_of_a_batch_have_each_their_grammar(client, backend):
+async def test_batch_may_have_a_grammar_per_prompt(client, backend):
     backend.script = say(length(5))
     params = [{"regex": "a+"}, {"json_schema": {"type": "object"}}]
     body = {"text": ["a", "b"], "sampling_params": params}
@@ -109,7 +107,15 @@ async def test_the_prompts_of_a_batch_have_each_their_grammar(client, backend):
     ]
 
 
-async def test_the_generations_of_one_prompt_are_a_group(client, backend):
+async def test_schemas_of_a_batch_have_one_budget(client):
+    schema = {"properties": {f"p{number}": {"type": "string"} for number in range(1000)}}
+    body = {"text": ["a"] * 20, "sampling_params": [{"json_schema": schema}] * 20}
+    status, answer = await post(client, "/generate", body)
+    assert status == 400
+    assert "takes too much work" in str(answer)
+
+
+async def test_generations_of_one_prompt_form_a_group(client, backend):
     body = {"text": ["a", "b"], "n": 2, "max_new_tokens": 1}
     await post(client, "/generate", body)
     first, second, third, fourth = [request.group for request in backend.requests]
@@ -117,7 +123,7 @@ async def test_the_generations_of_one_prompt_are_a_group(client, backend):
     assert "" not in {first, third}
 
 
-async def test_n_makes_so_many_generations_with_following_seeds(client, backend):
+async def test_n_generations_have_consecutive_seeds(client, backend):
     body = {"text": ["a", "b"], "n": 2, "seed": 2**63 - 1, "max_new_tokens": 1, "rid": "r"}
     status, answers = await post(client, "/generate", body)
     assert (status, len(answers)) == (200, 4)
@@ -125,21 +131,19 @@ async def test_n_makes_so_many_generations_with_following_seeds(client, backend)
     assert [request.request_id for request in backend.requests] == ["r_0", "r_1", "r_2", "r_3"]
 
 
-async def test_without_a_seed_each_generation_gets_one_of_its_own(client, backend):
+async def test_generations_without_seed_get_different_seeds(client, backend):
     await post(client, "/generate", {"text": "a", "n": 3, "max_new_tokens": 1})
     assert len({request.sampling.seed for request in backend.requests} - {None}) == 3
 
 
-async def test_a_room_from_another_router_is_passed_on_and_the_seed_left_to_prefill(
-    client, backend
-):
+async def test_external_room_is_passed_on_and_the_seed_is_unset(client, backend):
     body = {"text": "a", "bootstrap_host": "[::1]", "bootstrap_port": None, "bootstrap_room": 7}
     assert (await post(client, "/generate", body))[0] == 200
     assert backend.bootstraps == [Bootstrap("[::1]", None, 7)]
     assert backend.requests[0].sampling.seed is None
 
 
-async def test_a_batch_has_a_room_for_each_prompt(client, backend):
+async def test_batch_has_one_room_per_prompt(client, backend):
     body = {
         "text": ["a", "b"],
         "bootstrap_host": ["h", "i"],
@@ -150,7 +154,7 @@ async def test_a_batch_has_a_room_for_each_prompt(client, backend):
     assert backend.bootstraps == [Bootstrap("h", 1, 3), Bootstrap("i", 2, 4)]
 
 
-async def test_a_stream_is_cumulative_and_ends_with_done(client, backend, tokenizer):
+async def test_native_stream_is_cumulative_and_ends_with_done(client, backend, tokenizer):
     backend.script = say(*each(tokenizer, "One two"), stop(EOS))
     got = await stream(client, "/generate", {"text": "Count"})
     assert [event["text"] for event in got] == ["One", "One two", "One two"]
@@ -162,7 +166,7 @@ async def test_a_stream_is_cumulative_and_ends_with_done(client, backend, tokeni
     assert "index" not in got[0]
 
 
-async def test_a_stream_may_be_incremental(backend, tokenizer):
+async def test_native_stream_may_be_incremental(backend, tokenizer):
     backend.script = say(*each(tokenizer, "One two"), stop(EOS))
     async with serve(backend, FrontendOptions(incremental_streaming_output=True)) as client:
         got = await stream(client, "/generate", {"text": "Count"})
@@ -173,14 +177,14 @@ async def test_a_stream_may_be_incremental(backend, tokenizer):
     ]
 
 
-async def test_a_streamed_batch_tells_its_parts_by_index(client, backend):
+async def test_streamed_batch_events_have_an_index(client, backend):
     body = {"input_ids": [[5], [6]], "n": 2, "max_new_tokens": 3}
     got = await stream(client, "/generate", body)
     last = {event["index"]: event["output_ids"] for event in got}
     assert last == {0: [5] * 3, 1: [5] * 3, 2: [6] * 3, 3: [6] * 3}
 
 
-async def test_a_stop_string_ends_and_cancels_and_is_trimmed(client, backend, tokenizer):
+async def test_stop_string_ends_cancels_and_is_trimmed(client, backend, tokenizer):
     steps = each(tokenizer, "One two three four")
     backend.script = say(*steps, asyncio.Event())
     body = {"text": "Count", "stop": ["wo th", "four"]}
@@ -192,14 +196,14 @@ async def test_a_stop_string_ends_and_cancels_and_is_trimmed(client, backend, to
     assert len(backend.cancelled) == 1
 
 
-async def test_no_stop_trim_keeps_the_stop_string_and_the_stop_token(client, backend, tokenizer):
+async def test_no_stop_trim_keeps_stop_string_and_token(client, backend, tokenizer):
     body = {"text": "Count", "no_stop_trim": True, "skip_special_tokens": False}
     backend.script = say(*each(tokenizer, "One two"), stop(EOS))
     assert (await post(client, "/generate", body | {"stop": "tw"}))[1]["text"] == "One tw"
     assert (await post(client, "/generate", body))[1]["text"] == "One two<|im_end|>"
 
 
-async def test_a_stop_pattern_ends_and_cancels_and_is_trimmed(client, backend, tokenizer):
+async def test_stop_pattern_ends_cancels_and_is_trimmed(client, backend, tokenizer):
     backend.script = say(*each(tokenizer, "One two three four"), asyncio.Event())
     body = {"text": "Count", "stop_regex": r"t[hr]+", "stop": "four"}
     _, answer = await post(client, "/generate", body)
@@ -209,7 +213,7 @@ async def test_a_stop_pattern_ends_and_cancels_and_is_trimmed(client, backend, t
     assert len(backend.cancelled) == 1
 
 
-async def test_an_error_before_the_first_token_has_its_own_status(client, backend):
+async def test_error_before_the_first_token_sets_the_status(client, backend):
     backend.script = say(Overloaded("the queue is full"))
     for is_stream in (False, True):
         body = {"text": "a", "stream": is_stream}
@@ -220,7 +224,7 @@ async def test_an_error_before_the_first_token_has_its_own_status(client, backen
         assert error["message"] == "the queue is full"
 
 
-async def test_one_bad_part_of_a_batch_fails_the_whole_before_the_start(client, backend):
+async def test_invalid_prompt_rejects_the_batch_before_it_starts(client, backend):
     wait = asyncio.Event()
     steps = {5: [wait], 6: [NoNodeAvailable("no pair")]}
     backend.script = lambda request: steps[request.prompt_ids[0]]
@@ -229,7 +233,7 @@ async def test_one_bad_part_of_a_batch_fails_the_whole_before_the_start(client, 
     assert len(backend.cancelled) == 1
 
 
-async def test_an_error_after_the_first_event_is_an_abort_event(client, backend):
+async def test_error_after_the_first_event_is_an_abort_event(client, backend):
     backend.script = say([5], EngineFailed("the device is gone"))
     got = await stream(client, "/generate", {"text": "a"})
     assert got[-1]["output_ids"] == [5]
@@ -241,7 +245,7 @@ async def test_an_error_after_the_first_event_is_an_abort_event(client, backend)
     }
 
 
-async def test_an_aborted_request_ends_with_an_abort(client, backend):
+async def test_aborted_request_has_finish_reason_abort(client, backend):
     backend.script = say([5], asyncio.Event())
     async with client.post(
         "/generate", json={"text": "a", "rid": "mine", "stream": True}
@@ -253,7 +257,7 @@ async def test_an_aborted_request_ends_with_an_abort(client, backend):
     assert (await post(client, "/abort_request", {"rid": "mine"}))[1] == {"aborted": False}
 
 
-async def test_all_parts_of_a_request_are_aborted_by_its_id(client, backend):
+async def test_abort_ends_all_generations_of_a_request(client, backend):
     backend.script = say([5], asyncio.Event())
     body = {"text": "a", "n": 3, "rid": "mine", "stream": True}
     async with client.post("/generate", json=body) as response:
@@ -264,17 +268,17 @@ async def test_all_parts_of_a_request_are_aborted_by_its_id(client, backend):
         assert (await response.text()).count('"type":"abort"') == 3
 
 
-async def test_an_id_that_is_running_is_refused(client, backend):
+async def test_id_of_a_running_request_is_rejected(client, backend):
     backend.script = say([5], asyncio.Event())
     body = {"text": "a", "rid": "mine", "stream": True}
     async with client.post("/generate", json=body) as response:
         await response.content.readline()
         status, answer = await post(client, "/generate", {"text": "a", "rid": "mine"})
     assert status == 400
-    assert "is running" in answer["error"]["message"]
+    assert "is already running" in answer["error"]["message"]
 
 
-async def test_a_model_without_tokenizer_takes_and_gives_ids(backend):
+async def test_model_without_tokenizer_accepts_and_returns_ids(backend):
     backend.served = type(backend.served)(
         "smol", 100, 99, 100, frozenset({2}), None, SamplingDefaults()
     )
@@ -286,8 +290,15 @@ async def test_a_model_without_tokenizer_takes_and_gives_ids(backend):
         assert "no tokenizer" in answer["error"]["message"]
 
 
+@pytest.mark.parametrize(("num_more", "status"), [(0, 200), (1, 400)])
+async def test_longest_prompt_is_that_of_the_model(client, backend, num_more, status):
+    ids = [1] * (backend.served.max_prompt_tokens + num_more)
+    got, _ = await post(client, "/generate", {"input_ids": ids})
+    assert got == status
+
+
 BAD_BODIES = {
-    "no prompt": ({}, "no prompt"),
+    "no prompt": ({}, "prompt is missing"),
     "both": ({"text": "a", "input_ids": [1]}, "not both"),
     "empty text": ({"text": ""}, "prompt is empty"),
     "empty list": ({"text": []}, "text: must not be empty"),
@@ -297,11 +308,11 @@ BAD_BODIES = {
     "id out of vocabulary": ({"input_ids": [49152]}, "49152 is outside the vocabulary of 49152"),
     "over the context": (
         {"input_ids": [1] * 9000},
-        "9000 tokens and this model takes at most 8191",
+        "The input (9000 tokens) is longer than the model's context length (8192 tokens)",
     ),
     "zero tokens": ({"max_new_tokens": 0}, "max_new_tokens: must be at least 1"),
     "tokens of a wrong type": ({"max_new_tokens": "many"}, "max_new_tokens: must be an integer"),
-    "minimum over maximum": ({"max_new_tokens": 1, "min_new_tokens": 2}, "cannot both be"),
+    "minimum over maximum": ({"max_new_tokens": 1, "min_new_tokens": 2}, "exceeds the maximum"),
     "NaN": ({"temperature": float("nan")}, "temperature: must be a finite number"),
     "top_p of 0": ({"top_p": 0}, "top_p: must be more than 0"),
     "top_k below -1": ({"top_k": -2}, "top_k: must be -1"),
@@ -311,7 +322,7 @@ BAD_BODIES = {
     "too many stops": ({"stop": ["a"] * 65}, "stop: must have at most 64 entries"),
     "long stop": ({"stop": "a" * 513}, "stop.0: must have at most 512 characters"),
     "stop ids": ({"stop_token_ids": ["a"]}, "stop_token_ids.0: must be an integer"),
-    "bias key": ({"logit_bias": {"a": 1}}, "logit_bias: its keys must be token ids"),
+    "bias key": ({"logit_bias": {"a": 1}}, "logit_bias: keys must be token ids"),
     "bias id": ({"logit_bias": {"49152": 1}}, "logit_bias: token id 49152 is outside"),
     "params of a wrong type": ({"sampling_params": 5}, "sampling_params: must be an object"),
     "params of a wrong count": (
@@ -321,38 +332,44 @@ BAD_BODIES = {
     "named params": ({"sampling_params": {"top_p": 2}}, "sampling_params.top_p: must be at most 1"),
     "misspelt": (
         {"sampling_params": {"temprature": 0}},
-        "sampling_params.temprature: is no sampling parameter",
+        "sampling_params.temprature: unknown sampling parameter",
     ),
     "a field of the body": (
         {"sampling_params": {"return_logprob": True}},
-        "is no sampling parameter",
+        "unknown sampling parameter",
     ),
-    "a long name": ({"sampling_params": {"temperature" * 1000: 1}}, "is no sampling parameter"),
+    "a long name": ({"sampling_params": {"temperature" * 1000: 1}}, "unknown sampling parameter"),
     "stream": ({"stream": "yes"}, "stream: must be true or false"),
     "salt": ({"cache_salt": 5}, "cache_salt: must be a string"),
     "rid": ({"rid": 5}, "rid: must be a string"),
-    "same rids": ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid: must be different"),
+    "same rids": ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid: must be unique"),
     "room alone": ({"bootstrap_room": 1}, "bootstrap_host: is missing"),
-    "room list": ({"bootstrap_host": "h", "bootstrap_room": [1]}, "bootstrap_room: must have one"),
+    "room list": (
+        {"bootstrap_host": "h", "bootstrap_room": [1]},
+        "bootstrap_room: a list must have one",
+    ),
     "one room for two": (
         {"text": ["a", "b"], "bootstrap_host": "h", "bootstrap_room": 1},
-        "a room of its own",
+        "must be different for each prompt",
     ),
     "logprobs": ({"return_logprob": 1}, "return_logprob: must be true or false"),
-    "start behind": ({"return_logprob": True, "logprob_start_len": 2}, "behind the prompt of 1"),
+    "start behind": (
+        {"return_logprob": True, "logprob_start_len": 2},
+        "past the end of the prompt",
+    ),
     "schema": ({"sampling_params": {"json_schema": "{"}}, "json_schema: is not valid JSON"),
-    "two grammars": ({"regex": "a+", "ebnf": "b"}, "regex and ebnf: only one of these"),
-    "stop regex": ({"stop_regex": "("}, "stop_regex: '(' is no regular expression"),
+    "two grammars": ({"regex": "a+", "ebnf": "b"}, "regex and ebnf: send only one of these"),
+    "stop regex": ({"stop_regex": "("}, "stop_regex: '(' is not a valid regular expression"),
     "stop regexes of two": (
         {"text": ["a", "b"], "sampling_params": [{"stop_regex": ["a"] * 9}] * 2},
-        "stop_regex: all prompts together may have 16",
+        "stop_regex: all prompts together may have at most 16",
     ),
-    "empty match": ({"stop_regex": "a*"}, "stop_regex: 'a*' matches the empty text"),
+    "empty match": ({"stop_regex": "a*"}, "stop_regex: 'a*' matches the empty string"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_BODIES)
-async def test_a_bad_body_is_answered_with_400_and_a_sentence(client, backend, name):
+async def test_invalid_generate_body_gets_400_with_a_message(client, backend, name):
     fields, sentence = BAD_BODIES[name]
     has_prompt = name == "no prompt" or {"text", "input_ids"} & set(fields)
     body = fields if has_prompt else {"text": "a"} | fields
@@ -380,7 +397,7 @@ class GatedTokenizer:
         return self._tokenizer.encode_batch(*args)
 
 
-async def test_tokenizing_a_long_prompt_holds_up_nobody(client, backend, tokenizer):
+async def test_tokenizing_a_long_prompt_does_not_block_the_loop(client, backend, tokenizer):
     gated = GatedTokenizer(tokenizer)
     backend.served = dataclasses.replace(
         backend.served, tokenizer=gated, context_length=10**6, max_prompt_tokens=10**6
@@ -398,20 +415,18 @@ async def test_tokenizing_a_long_prompt_holds_up_nobody(client, backend, tokeniz
 
 
 @pytest.mark.parametrize("top_k", [2**31, 2**63, 2**64])
-async def test_a_top_k_beyond_every_vocabulary_means_all_and_reaches_no_node(
-    client, backend, top_k
-):
+async def test_huge_top_k_means_all(client, backend, top_k):
     body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "top_k": top_k}}
     assert (await post(client, "/generate", body))[0] == 200
     assert backend.requests[-1].sampling.top_k == -1
 
 
-async def test_a_batch_of_one_is_still_a_list(client):
+async def test_batch_of_one_returns_a_list(client):
     status, answers = await post(client, "/generate", {"input_ids": [[5]], "max_new_tokens": 1})
     assert (status, len(answers)) == (200, 1)
 
 
-async def test_one_stop_pattern_holds_for_many_prompts(client, backend):
+async def test_one_stop_pattern_applies_to_many_prompts(client, backend):
     backend.script = say([81], length(81))
     body = {"text": ["b"] * 20, "stop_regex": "aa"}
     _, answers = await post(client, "/generate", body)

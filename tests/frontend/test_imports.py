@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tandem.frontend.app import create_app
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.reply_parser import reply_formats
-from tandem.frontend.tokenizer import Tokenizer
+from tandem.frontend.replies.parser import reply_formats
+from tandem.frontend.text.tokenizer import Tokenizer
 from tests.frontend.conftest import serve_app
 from tests.frontend.fakes import FakeBackend
 from tests.frontend.helpers import post
@@ -63,15 +63,15 @@ def test_no_request_imports_a_module(tokenizer_dir):
 @pytest.mark.parametrize(
     ("code", "absent"),
     [
-        ("import tandem.frontend.app, tandem.frontend.server", "torch transformers numpy"),
-        ("from tandem.frontend.reply_parser import reply_formats", "transformers"),
+        ("import tandem.frontend.app, tandem.frontend.http.server", "torch transformers numpy"),
+        ("from tandem.frontend.replies.parser import reply_formats", "transformers"),
         (
-            "from tandem.frontend.reply_parser import reply_formats\n"
+            "from tandem.frontend.replies.parser import reply_formats\n"
             "reply_formats('hermes', 'think').reply('', [{}])().push('a')",
             "torch",
         ),
     ],
 )
-def test_large_libraries_are_imported_only_where_they_are_needed(code, absent):
+def test_large_libraries_are_imported_on_demand(code, absent):
     code += f"\nimport sys; assert not {set(absent.split())} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

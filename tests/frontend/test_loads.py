@@ -18,7 +18,7 @@ async def get(client, path):
         return response.status, await response.json()
 
 
-async def test_loads_of_nodes_are_told_as_those_of_ranks(client, backend):
+async def test_get_load_lists_nodes_as_ranks(client, backend):
     backend.node_loads = [BUSY, NodeLoad()]
     assert await get(client, "/get_load") == (
         200,
@@ -29,7 +29,7 @@ async def test_loads_of_nodes_are_told_as_those_of_ranks(client, backend):
     )
 
 
-async def test_the_loads_that_a_gateway_reads_count_the_same(client, backend):
+async def test_v1_loads_matches_get_load(client, backend):
     backend.node_loads = [BUSY, NodeLoad()]
     status, answer = await get(client, "/v1/loads?include=core")
     busy, idle = answer["loads"]
@@ -40,6 +40,6 @@ async def test_the_loads_that_a_gateway_reads_count_the_same(client, backend):
     assert [load["dp_rank"] for load in answer["loads"]] == [1]
 
 
-async def test_loads_in_another_format_are_refused(client):
+async def test_unsupported_loads_format_is_rejected(client):
     status, answer = await get(client, "/v1/loads?format=prometheus")
     assert (status, "/metrics" in answer["error"]["message"]) == (400, True)

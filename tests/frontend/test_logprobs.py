@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from tandem.frontend.answers import MetaInfo
-from tandem.frontend.generation import Generation
-from tandem.frontend.logprobs import ChatLogprobs, CompletionLogprobs, NativeLogprobs
-from tandem.frontend.sampling import TextRules
-from tandem.wire.generation import LogprobsWanted, TokenLogprobs
+from tandem.frontend.chat.generation import Generation
+from tandem.frontend.chat.logprobs import ChatLogprobs, CompletionLogprobs, NativeLogprobs
+from tandem.frontend.text.stops import TextRules
+from tandem.wire.generation import LogprobOptions, TokenLogprobs
 from tests.frontend.fakes import length, say, stop
 from tests.frontend.helpers import each, post, stream
 from tests.router.fake_node import request
@@ -29,33 +29,34 @@ async def meta_of(client, body):
     return answer["meta_info"]
 
 
-async def test_by_default_only_the_output_is_told_of(client, backend):
+async def test_default_logprobs_cover_only_the_output(client, backend):
     backend.script = say([8], length(9))
     meta = await meta_of(client, NATIVE)
     assert meta["output_token_logprobs"] == triples(8, 9)
     assert meta["input_token_logprobs"] == []
     assert "output_top_logprobs" not in meta
-    assert backend.requests[0].logprobs == LogprobsWanted(num_top=0, prompt_start=-1)
+    assert backend.requests[0].logprobs == LogprobOptions(num_top=0, prompt_start=-1)
 
 
 @pytest.mark.parametrize(
     ("start", "expected"),
     [
         (0, [[None, 5, None], *triples(6, 7)]),
-        (1, [[None, 6, None], *triples(7)]),  # as SGLang, the first has no value wherever it is
+        (
+            1,
+            [[None, 6, None], *triples(7)],
+        ),  # as in SGLang, the first reported position has no value
         (2, [[None, 7, None]]),
         (3, []),
     ],
 )
-async def test_the_prompt_is_told_of_from_the_start_that_was_asked(
-    client, backend, start, expected
-):
+async def test_prompt_logprobs_start_at_logprob_start_len(client, backend, start, expected):
     backend.script = say(length(8))
     meta = await meta_of(client, NATIVE | {"logprob_start_len": start})
     assert meta["input_token_logprobs"] == expected
 
 
-async def test_the_likeliest_tokens_stand_beside_each(client, backend):
+async def test_top_logprobs_accompany_each_token(client, backend):
     backend.script = say([8], length(9))
     body = NATIVE | {"logprob_start_len": 0, "top_logprobs_num": 2}
     meta = await meta_of(client, body)
@@ -65,7 +66,7 @@ async def test_the_likeliest_tokens_stand_beside_each(client, backend):
     assert (first, [len(entry) for entry in others]) == (None, [2, 2])
 
 
-async def test_the_text_of_each_token_may_be_told(client, backend, tokenizer):
+async def test_logprobs_include_token_text_on_request(client, backend, tokenizer):
     ids = tokenizer.encode("Hi é日")
     backend.script = say(ids, stop(EOS))
     meta = await meta_of(client, NATIVE | {"return_text_in_logprobs": True})
@@ -74,7 +75,7 @@ async def test_the_text_of_each_token_may_be_told(client, backend, tokenizer):
     assert texts[-1] == "<|im_end|>"
 
 
-async def test_each_prompt_of_a_batch_has_its_own_wishes(client, backend):
+async def test_batch_has_logprob_options_per_prompt(client, backend):
     backend.script = say(length(9))
     body = {
         "input_ids": [[5, 6], [7], [8]],
@@ -87,7 +88,7 @@ async def test_each_prompt_of_a_batch_has_its_own_wishes(client, backend):
     assert third["meta_info"]["input_token_logprobs"] == []
 
 
-async def test_a_prompt_may_be_scored_without_an_answer(client, backend):
+async def test_prompt_is_scored_with_zero_new_tokens(client, backend):
     body = NATIVE | {"logprob_start_len": 0, "max_new_tokens": 0}
     status, answer = await post(client, "/generate", body)
     assert (status, answer["text"], answer["output_ids"]) == (200, "", [])
@@ -98,7 +99,7 @@ async def test_a_prompt_may_be_scored_without_an_answer(client, backend):
     assert backend.requests[0].sampling.max_new_tokens == 1
 
 
-async def test_an_abort_of_a_scoring_is_no_answer(client, backend):
+async def test_aborted_scoring_has_finish_reason_abort(client, backend):
     backend.script = say(asyncio.Event())
     body = NATIVE | {"max_new_tokens": 0, "rid": "mine"}
     async with asyncio.TaskGroup() as tasks:
@@ -109,7 +110,7 @@ async def test_an_abort_of_a_scoring_is_no_answer(client, backend):
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-async def test_a_native_stream_is_cumulative_and_its_first_event_has_the_prompt(client, backend):
+async def test_native_stream_has_prompt_logprobs_in_the_first_event(client, backend):
     backend.script = say([8], [9], length(10))
     got = await stream(client, "/generate", NATIVE | {"logprob_start_len": 0})
     metas = [event["meta_info"] for event in got]
@@ -121,7 +122,7 @@ async def test_a_native_stream_is_cumulative_and_its_first_event_has_the_prompt(
     ]
 
 
-async def test_a_chat_tells_token_bytes_and_the_likeliest(sdk, backend, tokenizer):
+async def test_chat_logprobs_have_bytes_and_top_tokens(sdk, backend, tokenizer):
     ids = tokenizer.encode("Hi you")
     backend.script = say(*each(tokenizer, "Hi you"), stop(EOS))
     answer = await sdk.chat.completions.create(
@@ -135,7 +136,7 @@ async def test_a_chat_tells_token_bytes_and_the_likeliest(sdk, backend, tokenize
     assert [len(entry.top_logprobs) for entry in content] == [2, 2, 2]
 
 
-async def test_a_completion_tells_tokens_values_and_offsets(sdk, backend, tokenizer):
+async def test_completion_logprobs_have_tokens_values_and_offsets(sdk, backend, tokenizer):
     backend.script = say(*each(tokenizer, "Hi you"), stop(EOS))
     answer = await sdk.completions.create(model="smol", prompt="a", logprobs=2)
     told = answer.choices[0].logprobs
@@ -154,7 +155,7 @@ def score(choice, context_length):
     )
 
 
-async def test_lm_eval_reads_the_prompts_log_probabilities(sdk, backend):
+async def test_lm_eval_reads_prompt_logprobs(sdk, backend):
     answer = await sdk.completions.create(
         model="smol", prompt=[[5, 6, 7], [8, 9]], echo=True, logprobs=1, max_tokens=1
     )
@@ -167,7 +168,7 @@ async def test_lm_eval_reads_the_prompts_log_probabilities(sdk, backend):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_an_echo_without_an_answer(sdk, backend, tokenizer, is_stream):
+async def test_echo_with_zero_new_tokens(sdk, backend, tokenizer, is_stream):
     ids = tokenizer.encode("Hi you")
     call = {"model": "smol", "prompt": "Hi you", "echo": True, "logprobs": 0, "max_tokens": 0}
     if is_stream:
@@ -185,7 +186,7 @@ async def test_an_echo_without_an_answer(sdk, backend, tokenizer, is_stream):
     assert choices[-1].finish_reason == "length"
 
 
-async def test_an_echo_and_its_answer_are_told_in_one(sdk, backend, tokenizer):
+async def test_echo_and_answer_share_one_logprobs_object(sdk, backend, tokenizer):
     backend.script = say(*each(tokenizer, " there"), stop(EOS))
     call = {"model": "smol", "prompt": "Hi you", "echo": True, "logprobs": 1}
     answer = await sdk.completions.create(**call)
@@ -201,7 +202,7 @@ def known(*values):
     return [TokenLogprobs(logprob=value) for value in values]
 
 
-def test_a_token_that_is_part_of_a_character_is_told_in_bytes(tokenizer):
+def test_partial_character_token_is_written_as_bytes(tokenizer):
     ids = tokenizer.encode("🇫")
     assert len(ids) > 1
     entries = known(*[-1.0] * len(ids))
@@ -212,20 +213,20 @@ def test_a_token_that_is_part_of_a_character_is_told_in_bytes(tokenizer):
     assert told["text_offset"] == [0] * len(ids)
 
 
-def test_without_a_tokenizer_tokens_are_told_by_their_ids():
+def test_tokens_without_tokenizer_are_named_by_id():
     told = CompletionLogprobs(None, 1).write(([5], [TokenLogprobs(logprob=-1.0, top=[(6, -0.5)])]))
     assert told["top_logprobs"] == [{"token_id:6": -0.5, "token_id:5": -1.0}]
     [entry] = ChatLogprobs(None, 0).write(([5], known(-1.0)))["content"]
     assert entry == {"token": "token_id:5", "logprob": -1.0, "bytes": [], "top_logprobs": []}
 
 
-def test_what_cannot_be_is_a_number_that_json_has(tokenizer):
+def test_infinite_logprob_becomes_a_finite_number(tokenizer):
     impossible = known(float("-inf"))
     told = CompletionLogprobs(tokenizer, 0).write(([5], impossible))
     assert told["token_logprobs"] == [-9999.0]
-    wanting = request(logprobs=LogprobsWanted())
+    wanting = request(logprobs=LogprobOptions())
     generation = Generation(wanting, TextRules(), tokenizer)
-    writer = NativeLogprobs(generation, LogprobsWanted(), has_text=False)
+    writer = NativeLogprobs(generation, LogprobOptions(), has_text=False)
     writer.add(([5], impossible), [])
     meta = MetaInfo("r", None, 1, 0)
     writer.fill(meta)

@@ -4,13 +4,15 @@ import json
 
 import openai
 import pytest
+import tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from tandem.frontend.backend import Bootstrap
-from tandem.frontend.chat_template import ChatTemplate
-from tandem.frontend.openai_body import read_chat
+from tandem.frontend.chat.openai_body import read_chat
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.reply_parser import reply_formats
-from tandem.frontend.tokenizer import Tokenizer, tokenizer_files
+from tandem.frontend.replies.parser import reply_formats
+from tandem.frontend.text.chat_template import ChatTemplate
+from tandem.frontend.text.tokenizer import Tokenizer
 from tandem.wire.errors import EngineFailed
 from tandem.wire.generation import Grammar
 from tests.frontend.conftest import serve
@@ -32,7 +34,7 @@ def speak(backend: FakeBackend, text: str) -> list[int]:
     return [*backend.served.tokenizer.encode(text), EOS]
 
 
-async def test_a_completion(sdk, backend, tokenizer):
+async def test_completion_returns_text_and_usage(sdk, backend, tokenizer):
     ids = speak(backend, " Paris.")
     answer = await sdk.completions.create(model="smol", prompt="The capital is", seed=1)
     assert answer.object == "text_completion"
@@ -56,7 +58,7 @@ async def test_a_completion(sdk, backend, tokenizer):
         ([[5], [6, 7]], [[5], [6, 7]]),
     ],
 )
-async def test_a_prompt_has_four_forms(sdk, backend, prompt, expected):
+async def test_completion_prompt_has_four_forms(sdk, backend, prompt, expected):
     backend.script = say(length(5))
     answer = await sdk.completions.create(model="smol", prompt=prompt, n=2)
     assert [choice.index for choice in answer.choices] == list(range(2 * len(expected)))
@@ -65,7 +67,7 @@ async def test_a_prompt_has_four_forms(sdk, backend, prompt, expected):
     assert answer.usage.prompt_tokens == sum(map(len, expected))
 
 
-async def test_echo_puts_the_prompt_first(sdk, backend):
+async def test_echo_prepends_the_prompt(sdk, backend):
     speak(backend, " b")
     for prompt in ("a", [81]):
         answer = await sdk.completions.create(model="smol", prompt=prompt, echo=True)
@@ -74,7 +76,7 @@ async def test_echo_puts_the_prompt_first(sdk, backend):
         assert "".join([chunk.choices[0].text async for chunk in chunks]) == "a b"
 
 
-async def test_a_streamed_completion(sdk, backend):
+async def test_completion_stream_joins_to_the_text(sdk, backend):
     speak(backend, " Paris is large.")
     chunks = [
         chunk
@@ -90,7 +92,7 @@ async def test_a_streamed_completion(sdk, backend):
     assert (usage.choices, usage.usage.completion_tokens) == ([], 5)
 
 
-async def test_a_chat(sdk, backend, tokenizer):
+async def test_chat_returns_a_message_and_usage(sdk, backend, tokenizer):
     speak(backend, "Hello!")
     answer = await sdk.chat.completions.create(model="smol", messages=CHAT)
     [choice] = answer.choices
@@ -101,7 +103,7 @@ async def test_a_chat(sdk, backend, tokenizer):
     assert asked.sampling.max_new_tokens == 8192 - len(asked.prompt_ids)
 
 
-async def test_a_streamed_chat(sdk, backend):
+async def test_chat_stream_joins_to_the_message(sdk, backend):
     speak(backend, "Hello you")
     chunks = [
         chunk
@@ -132,7 +134,7 @@ async def test_continuous_usage_is_in_every_chunk(client, backend):
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-async def test_a_chat_may_be_asked_for_json(sdk, backend):
+async def test_chat_response_format_sets_the_grammar(sdk, backend):
     backend.script = say(length(5))
     wrapped = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     for asked in (wrapped, {"type": "json_object"}, {"type": "text"}):
@@ -166,7 +168,7 @@ async def test_extra_parameters_reach_the_engine(sdk, backend):
     assert (backend.requests[0].priority, backend.requests[0].cache_salt) == (-3, "tenant")
 
 
-async def test_content_may_come_in_parts(client, backend, tokenizer):
+async def test_message_content_may_be_a_list_of_parts(client, backend, tokenizer):
     backend.script = say(length(5))
     parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}]
     body = {"messages": [{"role": "user", "content": parts}]}
@@ -175,7 +177,7 @@ async def test_content_may_come_in_parts(client, backend, tokenizer):
     assert backend.requests[0].prompt_ids == joined
 
 
-async def test_tool_calls_without_content_are_taken(client, backend):
+async def test_tool_calls_without_content_are_accepted(client, backend):
     backend.script = say(length(5))
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     messages = [
@@ -187,13 +189,13 @@ async def test_tool_calls_without_content_are_taken(client, backend):
     assert (await post(client, "/v1/chat/completions", body))[0] == 200
 
 
-async def test_an_unknown_model_is_not_found(sdk):
+async def test_unknown_model_gets_404(sdk):
     with pytest.raises(openai.NotFoundError, match="'smol'") as caught:
         await sdk.chat.completions.create(model="gpt-9", messages=CHAT)
     assert caught.value.code == "model_not_found"
 
 
-async def test_an_error_in_the_stream_reaches_the_client(sdk, backend):
+async def test_openai_client_raises_on_a_stream_error(sdk, backend):
     backend.script = say([81], EngineFailed("the device is gone"))
     chunks = aiter(await sdk.completions.create(model="smol", prompt="a", stream=True))
     assert (await anext(chunks)).choices[0].text == "a"
@@ -201,7 +203,7 @@ async def test_an_error_in_the_stream_reaches_the_client(sdk, backend):
         await anext(chunks)
 
 
-async def test_an_error_in_the_stream_ends_its_choice_with_abort(client, backend):
+async def test_stream_error_ends_its_choice_with_abort(client, backend):
     backend.script = say([81], EngineFailed("the device is gone"))
     for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", CHAT_BODY)):
         *_, last = await stream(client, path, body)
@@ -212,10 +214,10 @@ async def test_an_error_in_the_stream_ends_its_choice_with_abort(client, backend
 BAD_COMPLETIONS = {
     "no prompt": ({}, "prompt: is missing"),
     "empty list": ({"prompt": []}, "prompt: must not be empty"),
-    "mixed": ({"prompt": ["a", 5]}, "prompt: must be a string or a list of strings"),
+    "mixed": ({"prompt": ["a", 5]}, "prompt: must be a string, a list of strings"),
     "true logprobs": ({"prompt": "a", "logprobs": True}, "logprobs: must be an integer"),
-    "best_of list": ({"prompt": "a", "best_of": [1]}, "best_of: not supported"),
-    "best_of": ({"prompt": "a", "best_of": 3}, "best_of: not supported"),
+    "best_of list": ({"prompt": "a", "best_of": [1]}, "best_of: must equal n"),
+    "best_of": ({"prompt": "a", "best_of": 3}, "best_of: must equal n"),
     "model": ({"prompt": "a", "model": 5}, "model: must be a string"),
 }
 BAD_CHATS = {
@@ -233,25 +235,31 @@ BAD_CHATS = {
     "arguments": (
         {
             "messages": [
-                {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]},
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+                },
             ]
         },
-        "tool_calls: arguments are not JSON",
+        "tool_calls: arguments are not valid JSON",
     ),
     "deep arguments": (
         {
             "messages": [
-                {"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 100_000}}]},
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}],
+                },
             ]
         },
-        "tool_calls: arguments are not JSON",
+        "tool_calls: arguments are not valid JSON",
     ),
-    "top alone": (CHAT_BODY | {"top_logprobs": 1}, "top_logprobs: needs logprobs to be true"),
+    "top alone": (CHAT_BODY | {"top_logprobs": 1}, "top_logprobs: requires logprobs"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_COMPLETIONS)
-async def test_a_bad_completion_is_answered_with_a_sentence(client, name):
+async def test_invalid_completion_body_gets_a_message(client, name):
     body, sentence = BAD_COMPLETIONS[name]
     status, answer = await post(client, "/v1/completions", body)
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
@@ -259,14 +267,14 @@ async def test_a_bad_completion_is_answered_with_a_sentence(client, name):
 
 
 @pytest.mark.parametrize("name", BAD_CHATS)
-async def test_a_bad_chat_is_answered_with_a_sentence(client, name):
+async def test_invalid_chat_body_gets_a_message(client, name):
     body, sentence = BAD_CHATS[name]
     status, answer = await post(client, "/v1/chat/completions", body)
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
     assert sentence in answer["error"]["message"]
 
 
-async def test_what_is_off_is_not_refused(client, backend):
+async def test_disabled_unsupported_fields_are_accepted(client, backend):
     backend.script = say(length(5))
     off = {"logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "tools": []}
     assert (await post(client, "/v1/chat/completions", CHAT_BODY | off))[0] == 200
@@ -276,13 +284,13 @@ async def test_what_is_off_is_not_refused(client, backend):
     assert [request.logprobs for request in backend.requests] == [None] * 3
 
 
-async def test_without_stream_options_there_is_no_usage(client, backend):
+async def test_stream_without_stream_options_has_no_usage(client, backend):
     speak(backend, "Hello you")
     got = await stream(client, "/v1/completions", {"prompt": "a"})
     assert all("usage" not in chunk for chunk in got)
 
 
-async def test_max_completion_tokens_is_the_newer_name(sdk, backend):
+async def test_max_completion_tokens_sets_max_new_tokens(sdk, backend):
     backend.script = say(length(5))
     await sdk.chat.completions.create(model="smol", messages=CHAT, max_completion_tokens=3)
     assert backend.requests[0].sampling.max_new_tokens == 3
@@ -290,7 +298,7 @@ async def test_max_completion_tokens_is_the_newer_name(sdk, backend):
 
 ROUTES = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": CHAT_BODY}
 BOOTSTRAP = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
-# Of OpenAI's client, and of others' servers.
+# Fields of OpenAI's client and of other servers.
 PASSED_OVER = {
     "user": "me",
     "store": True,
@@ -316,13 +324,13 @@ def said(backend):
 
 @pytest.mark.usefixtures("said")
 @pytest.mark.parametrize("path", ROUTES)
-async def test_what_means_nothing_here_is_passed_over(client, path):
+async def test_fields_without_effect_are_ignored(client, path):
     assert (await post(client, path, ROUTES[path] | PASSED_OVER))[0] == 200
 
 
 @pytest.mark.usefixtures("said")
 @pytest.mark.parametrize("path", ROUTES)
-async def test_any_server_has_a_default_model(client, path):
+async def test_model_name_default_is_accepted(client, path):
     status, answer = await post(client, path, ROUTES[path] | {"model": "default"})
     assert (status, answer["model"]) == (200, "smol")
     assert (await post(client, path, ROUTES[path] | {"model": "other"}))[0] == 404
@@ -330,21 +338,21 @@ async def test_any_server_has_a_default_model(client, path):
 
 @pytest.mark.usefixtures("said")
 @pytest.mark.parametrize("path", ROUTES)
-async def test_a_router_of_sglangs_kind_says_where_the_other_half_is(client, backend, path):
+async def test_bootstrap_fields_reach_the_backend(client, backend, path):
     assert (await post(client, path, ROUTES[path] | BOOTSTRAP))[0] == 200
     assert backend.bootstraps == [Bootstrap("10.0.0.1", 8998, 7)]
-    # The node that samples first chooses.
+    # The node that samples first chooses the seed.
     assert backend.requests[0].sampling.seed is None
 
 
 BAD = {
-    "one room for two": ({"prompt": ["a", "b"], **BOOTSTRAP}, "room of its own"),
-    "n": ({"prompt": "a", "n": 2, **BOOTSTRAP}, "n is 1"),
+    "one room for two": ({"prompt": ["a", "b"], **BOOTSTRAP}, "must be different for each prompt"),
+    "n": ({"prompt": "a", "n": 2, **BOOTSTRAP}, "n must be 1"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-async def test_halves_that_cannot_meet_are_refused(client, name):
+async def test_invalid_bootstrap_fields_are_rejected(client, name):
     body, sentence = BAD[name]
     status, answer = await post(client, "/v1/completions", body)
     assert status == 400
@@ -352,7 +360,7 @@ async def test_halves_that_cannot_meet_are_refused(client, name):
 
 
 @pytest.mark.usefixtures("said")
-async def test_a_stop_string_may_stay_by_vllms_name(client, tokenizer, backend):
+async def test_include_stop_str_in_output_keeps_the_stop(client, tokenizer, backend):
     ids = tokenizer.encode("One two")
     backend.script = say(ids, length(5))
     body = {"prompt": "a", "stop": [" two"], "include_stop_str_in_output": True}
@@ -361,7 +369,7 @@ async def test_a_stop_string_may_stay_by_vllms_name(client, tokenizer, backend):
 
 
 @pytest.mark.usefixtures("said")
-async def test_a_developer_is_a_system_to_templates_that_know_none(client, backend, tokenizer):
+async def test_developer_role_becomes_system_for_older_templates(client, backend, tokenizer):
     for role in ("developer", "system"):
         messages = [{"role": role, "content": "Be brief."}, *CHAT_BODY["messages"]]
         assert (await post(client, "/v1/chat/completions", {"messages": messages}))[0] == 200
@@ -369,16 +377,11 @@ async def test_a_developer_is_a_system_to_templates_that_know_none(client, backe
     assert developer == system
 
 
-def test_a_developer_is_one_to_templates_that_know_it():
-    template = ChatTemplate({"default": "{{ messages[0].role }}{# developer #}"}, {})
-    assert template.render([{"role": "developer", "content": ""}]) == "developer"
-
-
 @pytest.mark.usefixtures("said")
 @pytest.mark.parametrize(
     "function", [{"arguments": text} for text in ("", " \n", None, "{}")] + [{}]
 )
-async def test_a_call_in_the_history_may_be_without_arguments(
+async def test_call_in_history_may_lack_arguments(
     client, backend, tokenizer, monkeypatch, function
 ):
     template = ChatTemplate({"default": "{{ messages[1].tool_calls[0].function | tojson }}"}, {})
@@ -402,14 +405,14 @@ async def test_reasoning_effort_reaches_the_template(client, backend, tokenizer,
     assert backend.requests[0].prompt_ids == tokenizer.encode("high")
 
 
-def test_an_answer_that_follows_a_grammar_is_not_read_for_calls(tokenizer):
+def test_answer_with_a_grammar_is_not_parsed_for_calls(tokenizer):
     model = FakeBackend(tokenizer).served
     options = FrontendOptions(reply_formats=reply_formats("llama3", ""))
     body = CHAT_BODY | {"tools": [{"type": "function", "function": {"name": "f"}}]}
     plain = read_chat(model, options, body)
     bound = read_chat(model, options, body | {"response_format": {"type": "json_object"}})
     assert (plain.make_reply is None, bound.make_reply is None) == (False, True)
-    # Marks of a format may be special tokens.
+    # The marks of a format may be special tokens.
     assert [call.generations[0].rules.skip_special_tokens for call in (plain, bound)] == [
         False,
         True,
@@ -417,12 +420,10 @@ def test_an_answer_that_follows_a_grammar_is_not_read_for_calls(tokenizer):
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_special_tokens_are_added_where_the_client_wants_them(tokenizer_dir, path):
-    files = tokenizer_files(tokenizer_dir)
-    config = json.loads(files["tokenizer_config.json"])
-    config |= {"add_bos_token": True, "bos_token": "<|im_start|>", "chat_template": "a"}
-    files.pop("chat_template.jinja", None)
-    tokenizer = Tokenizer.from_files(files | {"tokenizer_config.json": json.dumps(config)})
+async def test_add_special_tokens_applies_to_prompts(tokenizer, path):
+    model = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    model.post_processor = TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", 1)])
+    tokenizer = Tokenizer(model, {"chat_template": "a"})
     backend = FakeBackend(tokenizer)
     backend.script = say(length(5))
     async with serve(backend) as client:
@@ -435,12 +436,12 @@ async def test_special_tokens_are_added_where_the_client_wants_them(tokenizer_di
 
 @pytest.mark.usefixtures("said")
 @pytest.mark.parametrize("path", ROUTES)
-async def test_a_nucleus_of_nothing_is_the_likeliest_token(client, backend, path):
+async def test_top_p_zero_selects_the_most_likely_token(client, backend, path):
     assert (await post(client, path, ROUTES[path] | {"top_p": 0}))[0] == 200
     assert 0 < backend.requests[0].sampling.top_p < 1e-3
 
 
-async def test_the_last_message_is_continued_where_the_client_wants_it(client, tokenizer, backend):
+async def test_continue_final_message_cuts_the_prompt(client, tokenizer, backend):
     speak(backend, " two")
     begun = [*CHAT, {"role": "assistant", "content": "One,"}]
     asked = {"messages": begun, "continue_final_message": True}
@@ -449,7 +450,7 @@ async def test_the_last_message_is_continued_where_the_client_wants_it(client, t
         prompt = tokenizer.decode(backend.requests[-1].prompt_ids, skip_special_tokens=False)
         assert prompt.endswith("<|im_start|>assistant\nOne,")
     for wrong, said in (
-        ({"add_generation_prompt": True}, "leave add_generation_prompt out"),
+        ({"add_generation_prompt": True}, "cannot be combined with add_generation_prompt"),
         ({"messages": CHAT}, "the last message must be the assistant's"),
     ):
         status, answer = await post(client, "/v1/chat/completions", asked | wrong)
@@ -466,7 +467,7 @@ async def test_the_last_message_is_continued_where_the_client_wants_it(client, t
         ({"max_tokens": 1}, None, None),
     ],
 )
-async def test_what_ended_a_choice_has_the_names_of_both_peers(
+async def test_choice_has_matched_stop_and_stop_reason(
     client, backend, path, fields, matched, reason
 ):
     speak(backend, "Paris is big")

@@ -4,16 +4,16 @@ import re
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tandem.frontend.anthropic_body import MessagesBody
+from tandem.frontend.apis.anthropic_body import MessagesBody
+from tandem.frontend.apis.inference import InferenceBody
+from tandem.frontend.apis.native import GenerateBody
+from tandem.frontend.apis.responses_body import ResponsesBody
+from tandem.frontend.apis.tokenizing import DetokenizeBody, TokenizeBody
 from tandem.frontend.app import create_app
-from tandem.frontend.grammars import OpenAIGrammar
-from tandem.frontend.inference import InferenceBody
-from tandem.frontend.native import GenerateBody
-from tandem.frontend.openai_body import ChatBody, CompletionBody
+from tandem.frontend.chat.grammars import OpenAIGrammar
+from tandem.frontend.chat.openai_body import ChatBody, CompletionBody
+from tandem.frontend.chat.sampling import CompletionSampling, NativeSampling
 from tandem.frontend.options import FrontendOptions, HttpOptions
-from tandem.frontend.responses_body import ResponsesBody
-from tandem.frontend.sampling import CompletionSampling, NativeSampling
-from tandem.frontend.tokenizing import DetokenizeBody, TokenizeBody
 from tests.frontend.conftest import serve
 
 WITH_KEYS = FrontendOptions(http=HttpOptions(api_keys=("k",)), tokenizer_files=dict)
@@ -33,7 +33,7 @@ def references(value) -> set[str]:
     }
 
 
-async def test_every_route_is_in_the_document(backend):
+async def test_document_contains_every_route(backend):
     options = WITH_KEYS
     app = create_app(backend, options)
     served = {
@@ -47,13 +47,13 @@ async def test_every_route_is_in_the_document(backend):
     assert ("get", "/v1/models/{name}") in served
 
 
-async def test_the_document_refers_to_nothing_that_it_lacks(client):
+async def test_document_references_resolve(client):
     found = await document(client)
     assert found["openapi"] == "3.1.0"
     assert references(found) <= set(found["components"]["schemas"])
 
 
-async def test_bodies_name_the_fields_of_their_models(client):
+async def test_document_bodies_have_all_model_fields(client):
     found = await document(client)
     schemas = found["components"]["schemas"]
     body = found["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
@@ -70,14 +70,14 @@ async def test_bodies_name_the_fields_of_their_models(client):
     assert schemas["OpenAISampling"]["properties"]["n"]["maximum"] == 128
 
 
-async def test_answers_are_described_as_whole_as_events_and_as_errors(client):
+async def test_document_describes_answers_events_and_errors(client):
     answers = (await document(client))["paths"]["/generate"]["post"]["responses"]
     assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
     assert references(answers["200"]["content"]["text/event-stream"]) == {"Generated"}
     assert references(answers["default"]) == {"Error"}
 
 
-async def test_anthropic_s_routes_are_described_with_their_events_and_errors(client):
+async def test_document_describes_anthropic_events_and_errors(client):
     answers = (await document(client))["paths"]["/v1/messages"]["post"]["responses"]
     events = answers["200"]["content"]["text/event-stream"]
     assert references(events) == {"AnthropicEvent"}
@@ -85,7 +85,7 @@ async def test_anthropic_s_routes_are_described_with_their_events_and_errors(cli
     assert references(answers["default"]) == {"AnthropicError"}
 
 
-async def test_keys_are_described_only_where_they_are_asked_for(client, backend):
+async def test_document_has_security_only_with_api_keys(client, backend):
     open_to_all = await document(client)
     assert "security" not in open_to_all
     async with serve(backend, WITH_KEYS) as guarded:
@@ -94,7 +94,7 @@ async def test_keys_are_described_only_where_they_are_asked_for(client, backend)
     assert found["paths"]["/health"]["get"]["security"] == []
 
 
-async def test_the_page_shows_every_route_and_loads_nothing(client):
+async def test_docs_page_lists_every_route_and_loads_nothing(client):
     paths = (await document(client))["paths"]
     async with client.get("/docs") as response:
         page = await response.text()
@@ -139,7 +139,7 @@ GOOD = {
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.sampled_from(sorted(GOOD)), st.dictionaries(st.sampled_from(FIELDS), JUNK, max_size=3))
-async def test_no_body_makes_the_server_fail(client, path, junk):
+async def test_no_generated_body_causes_a_500(client, path, junk):
     data = json.dumps(GOOD[path] | junk)
     async with client.post(path, data=data) as response:
         answer = await response.read()

@@ -8,7 +8,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from multidict import CIMultiDict
 
 from tandem.frontend.app import create_app
-from tandem.frontend.keys import OPEN_ROUTES, Forbidden, operators_only
+from tandem.frontend.http.keys import OPEN_ROUTES, Forbidden, operators_only
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.wire.keys import operator_key, reader_key
 from tests.frontend.conftest import serve
@@ -29,7 +29,7 @@ async def status(options: FrontendOptions, key: str, path: str = "/change") -> i
 
 
 @pytest.mark.parametrize("api_keys", [(), ("client",)])
-async def test_only_the_key_of_the_clusters_secret_changes_a_cluster_that_has_one(api_keys):
+async def test_operator_routes_require_the_operator_key(api_keys):
     options = FrontendOptions(
         http=HttpOptions(api_keys=api_keys), operator_key=operator_key("secret")
     )
@@ -39,14 +39,14 @@ async def test_only_the_key_of_the_clusters_secret_changes_a_cluster_that_has_on
     assert await status(options, operator_key("secret"), "/other") == 200
 
 
-async def test_an_api_key_is_never_an_operators():
+async def test_api_key_does_not_open_operator_routes():
     options = FrontendOptions(http=HttpOptions(api_keys=("client",)))
     for path in ("/change", "/flush_cache"):
         assert await status(options, "client", path) == 403
         assert await status(options, "", path) == 401
 
 
-async def test_without_any_key_the_servers_own_machine_is_the_operators():
+async def test_without_keys_local_requests_are_the_operator():
     assert await status(FrontendOptions(), "") == 200
     assert await status(FrontendOptions(), "", "/flush_cache") == 200
 
@@ -65,14 +65,14 @@ async def test_without_any_key_the_servers_own_machine_is_the_operators():
         ("127.0.0.1", {"Referer": "https://chat.example/"}),
     ],
 )
-async def test_without_any_key_no_other_machine_no_proxy_and_no_web_page_is(remote, headers):
+async def test_without_keys_remote_proxied_or_web_requests_are_rejected(remote, headers):
     app = create_app(FakeBackend(None), FrontendOptions())
     request = SimpleNamespace(app=app, remote=remote, headers=CIMultiDict(headers))
     with pytest.raises(Forbidden, match="TANDEM_CLUSTER_KEY"):
         await operators_only(change)(request)
 
 
-async def test_only_operators_end_what_others_asked_for():
+async def test_abort_all_requires_an_operator():
     options = FrontendOptions(
         http=HttpOptions(api_keys=("client",)), operator_key=operator_key("secret")
     )
@@ -91,7 +91,7 @@ async def test_only_operators_end_what_others_asked_for():
 
 
 @pytest.mark.parametrize("is_node", [True, False])
-async def test_the_key_that_nodes_are_shown_opens_only_what_routers_ask_of_a_node(is_node):
+async def test_reader_key_opens_only_reader_routes(is_node):
     key = operator_key("secret")
     options = FrontendOptions(
         http=HttpOptions(api_keys=("client",)),
@@ -116,7 +116,7 @@ async def test_the_key_that_nodes_are_shown_opens_only_what_routers_ask_of_a_nod
     assert opened == (asked if is_node else set())
 
 
-def test_derived_keys_tell_nothing_of_the_secret_and_there_is_none_without():
+def test_derived_keys_hide_the_secret():
     key = operator_key("secret")
     assert len({"secret", key, reader_key(key)}) == 3
     assert "secret" not in key
@@ -141,7 +141,7 @@ async def ask(client, headers) -> tuple[int, dict[str, str]]:
         return response.status, response.headers
 
 
-async def test_pages_are_told_nothing_by_default(client):
+async def test_no_cors_headers_by_default(client):
     status, headers = await ask(client, QUESTION)
     assert status == 405
     async with client.get("/health", headers={"Origin": ORIGIN}) as response:
@@ -149,7 +149,7 @@ async def test_pages_are_told_nothing_by_default(client):
         assert not [name for name in (*headers, *response.headers) if name.startswith("Access-")]
 
 
-async def test_a_page_that_is_allowed_may_ask_without_a_key_and_is_told_what_it_may_send(backend):
+async def test_preflight_of_an_allowed_origin_needs_no_key(backend):
     async with serve(backend, options(ORIGIN)) as client:
         status, headers = await ask(client, QUESTION)
     assert (status, headers["Access-Control-Allow-Origin"]) == (204, ORIGIN)
@@ -158,7 +158,7 @@ async def test_a_page_that_is_allowed_may_ask_without_a_key_and_is_told_what_it_
     assert headers["Vary"] == "Origin"
 
 
-async def test_another_page_is_refused(backend):
+async def test_other_origin_gets_no_cors_headers(backend):
     async with serve(backend, options(ORIGIN)) as client:
         status, headers = await ask(client, QUESTION | {"Origin": "https://evil.example"})
         assert (status, headers.get("Access-Control-Allow-Origin")) == (401, None)
@@ -166,7 +166,7 @@ async def test_another_page_is_refused(backend):
             assert "Access-Control-Allow-Origin" not in response.headers
 
 
-async def test_answers_streams_and_errors_may_be_read_by_the_page(backend):
+async def test_answers_streams_and_errors_have_cors_headers(backend):
     sent = {"Origin": ORIGIN, "Authorization": "Bearer k"}
     async with serve(backend, options(ORIGIN)) as client:
         for body, headers, status in (
@@ -180,7 +180,7 @@ async def test_answers_streams_and_errors_may_be_read_by_the_page(backend):
                 assert response.headers["Access-Control-Allow-Origin"] == ORIGIN
 
 
-async def test_a_star_is_every_page_and_caches_need_not_tell_them_apart(backend):
+async def test_origin_star_allows_every_page_without_vary(backend):
     async with serve(backend, options("*")) as client:
         _, headers = await ask(client, QUESTION)
         assert headers["Access-Control-Allow-Origin"] == "*"

@@ -1,4 +1,4 @@
-"""`/v1/responses`, as the `openai` client sees it."""
+"""`/v1/responses` through the `openai` client library."""
 
 import json
 from contextlib import asynccontextmanager
@@ -7,15 +7,13 @@ import openai
 import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from tandem.frontend.app import create_app
-from tandem.frontend.body import UNSUPPORTED, validate
-from tandem.frontend.options import FrontendOptions, HttpOptions
-from tandem.frontend.reply_parser import reply_formats
-from tandem.frontend.response_store import ResponseNotFound, ResponseStore, Stored, Wanted
-from tandem.frontend.responses_body import REFUSED, ResponsesBody, _messages
-from tandem.frontend.sampling import OpenAISampling
+from tandem.frontend.apis.responses_body import REFUSED, ResponsesBody, _messages
+from tandem.frontend.chat.body import UNSUPPORTED, validate
+from tandem.frontend.chat.sampling import OpenAISampling
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.replies.parser import reply_formats
 from tandem.wire.errors import NoNodeAvailable
-from tests.frontend.conftest import serve, serve_app
+from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say, stop
 from tests.frontend.helpers import each, post
 
@@ -46,7 +44,7 @@ def prompt_of(backend) -> str:
     return backend.served.tokenizer.decode(backend.requests[-1].prompt_ids, False)
 
 
-async def test_a_text_is_answered_by_a_message(backend):
+async def test_response_to_text_is_a_message(backend):
     speak(backend, "Paris.")
     async with client_of(backend) as sdk:
         found = await sdk.responses.create(
@@ -61,7 +59,7 @@ async def test_a_text_is_answered_by_a_message(backend):
     assert found.usage.input_tokens == len(backend.requests[-1].prompt_ids)
 
 
-async def test_an_answer_that_is_cut_is_incomplete(backend):
+async def test_truncated_response_is_incomplete(backend):
     backend.script = say([5], length(6))
     async with client_of(backend) as sdk:
         found = await sdk.responses.create(model="smol", input="Hi", max_output_tokens=2)
@@ -73,16 +71,14 @@ async def test_an_answer_that_is_cut_is_incomplete(backend):
 async def streamed(sdk, **fields) -> list:
     stream = await sdk.responses.create(model="smol", stream=True, **fields)
     events = [event async for event in stream]
-    for event in events:  # the client itself checks nothing
+    for event in events:  # the client library does not validate events
         type(event).model_validate(event.model_dump(exclude_unset=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     return events
 
 
 @pytest.mark.parametrize(("name", "written"), [("hermes", CALL), ("qwen3_coder", TAGGED)])
-async def test_a_stream_tells_of_thoughts_text_and_calls_by_the_events_of_openai(
-    backend, name, written
-):
+async def test_response_stream_has_openai_events(backend, name, written):
     speak(backend, f"<think>Hm, Rome.</think>I ask.{written}{written}")
     formats = FrontendOptions(reply_formats=reply_formats(name, "qwen3"))
     async with client_of(backend, formats) as sdk:
@@ -119,7 +115,7 @@ async def test_a_stream_tells_of_thoughts_text_and_calls_by_the_events_of_openai
         assert deltas == (item.arguments if item.type == "function_call" else item.content[0].text)
 
 
-async def test_a_required_call_may_follow_thoughts(backend):
+async def test_required_call_may_follow_reasoning(backend):
     speak(backend, '<think>Hm.</think>[{"name": "weather", "parameters": {"city": "Rome"}}]')
     async with client_of(backend, FORMATS) as sdk:
         events = await streamed(sdk, input="Hi", tools=[WEATHER], tool_choice="required")
@@ -128,7 +124,7 @@ async def test_a_required_call_may_follow_thoughts(backend):
     assert json.loads(call.arguments) == {"city": "Rome"}
 
 
-async def test_an_error_within_a_stream_is_its_last_event(backend):
+async def test_response_stream_error_is_the_last_event(backend):
     backend.script = say([5], NoNodeAvailable("no pair"))
     async with client_of(backend) as sdk:
         events = await streamed(sdk, input="Hi")
@@ -136,58 +132,32 @@ async def test_an_error_within_a_stream_is_its_last_event(backend):
     assert "no pair" in events[-1].response.error.message
 
 
-async def test_a_conversation_goes_on_where_it_ended_without_its_instructions(backend):
+async def test_responses_are_never_stored(backend):
+    speak(backend, "Hi")
+    async with client_of(backend) as sdk:
+        found = await sdk.responses.create(model="smol", input="Hi", store=True)
+        assert (found.store, found.previous_response_id) == (False, None)
+        for act in (sdk.responses.retrieve, sdk.responses.delete):
+            with pytest.raises(openai.NotFoundError, match="send the whole conversation"):
+                await act(found.id)
+        with pytest.raises(openai.BadRequestError, match=r"previous_response_id.*whole conv"):
+            await sdk.responses.create(model="smol", input="Go", previous_response_id=found.id)
+
+
+async def test_conversation_continues_from_resent_items(backend):
     async with client_of(backend, FORMATS) as sdk:
         speak(backend, CALL)
-        first = await sdk.responses.create(
-            model="smol", input="Weather?", instructions="Use tools.", tools=[WEATHER]
-        )
+        first = await sdk.responses.create(model="smol", input="Weather?", tools=[WEATHER])
         [call] = first.output
         speak(backend, "Sunny.")
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-        second = await sdk.responses.create(
-            model="smol", input=[result], previous_response_id=first.id, tools=[WEATHER]
-        )
-        assert second.previous_response_id == first.id
+        items = [{"role": "user", "content": "Weather?"}, call.model_dump(), result]
+        await sdk.responses.create(model="smol", input=items, tools=[WEATHER])
         prompt = prompt_of(backend)
-        assert "Use tools." not in prompt
         assert prompt.index("Weather?") < prompt.index("sunny")
-        speak(backend, "Bye.")
-        await sdk.responses.create(model="smol", input="Bye", previous_response_id=second.id)
-        assert prompt_of(backend).index("Sunny.") < prompt_of(backend).index("Bye")
 
 
-async def test_stored_responses_are_returned_and_deleted_and_others_are_not_found(backend):
-    speak(backend, "Hi")
-    async with client_of(backend) as sdk:
-        kept = await sdk.responses.create(model="smol", input="Hi")
-        lost = await sdk.responses.create(model="smol", input="Hi", store=False)
-        assert await sdk.responses.retrieve(kept.id) == kept
-        for unknown in (lost.id, "resp_x"):
-            with pytest.raises(openai.NotFoundError, match="send the whole conversation as input"):
-                await sdk.responses.create(model="smol", input="Go", previous_response_id=unknown)
-        await sdk.responses.delete(kept.id)
-        with pytest.raises(openai.NotFoundError):
-            await sdk.responses.retrieve(kept.id)
-
-
-async def test_nobody_gets_a_response_of_another_key(backend):
-    speak(backend, "Hi")
-    options = FrontendOptions(http=HttpOptions(api_keys=("one", "two")))
-    async with serve_app(create_app(backend, options)) as client:
-        base = str(client._base_url / "v1")
-        one, two = (
-            openai.AsyncOpenAI(base_url=base, api_key=key, max_retries=0) for key in ("one", "two")
-        )
-        async with one, two:
-            kept = await one.responses.create(model="smol", input="Hi")
-            for act in (two.responses.retrieve, two.responses.delete):
-                with pytest.raises(openai.NotFoundError):
-                    await act(kept.id)
-            assert (await one.responses.retrieve(kept.id)).id == kept.id
-
-
-async def test_a_format_is_followed_as_in_chats(backend):
+async def test_text_format_sets_the_grammar(backend):
     speak(backend, "{}")
     schema = {"type": "object", "properties": {}}
     asked = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
@@ -216,25 +186,32 @@ async def test_a_format_is_followed_as_in_chats(backend):
         ({"text": {"verbosity": "low"}}, "text.verbosity: must be 'medium'"),
         ({"top_logprobs": 2}, "top_logprobs: not supported here"),
         ({"max_tokens": 2}, "max_tokens: not supported here"),
-        ({"n": 2}, "n: a response is one answer"),
-        ({"previous_response_id": 5}, "previous_response_id: must be a string"),
+        ({"n": 2}, "n: must be 1"),
+        ({"previous_response_id": 5}, "previous_response_id: responses are not stored"),
         ({"image_data": "x"}, "image_data: not supported here"),
     ],
 )
-async def test_what_is_not_done_is_refused_by_its_name(client, backend, fields, said):
+async def test_unsupported_responses_field_is_rejected_by_name(client, backend, fields, said):
     status, answer = await post(client, "/v1/responses", {"input": "Hi"} | fields)
     assert (status, backend.requests) == (400, [])
     assert said in answer["error"]["message"]
 
 
-# Of OpenAI's fields. They cannot change the answer; tools that the server runs are refused anyway.
+# OpenAI's fields that cannot change the answer. Tools that the server would run are rejected anyway.
 WITHOUT_EFFECT = {
     *("access_programs", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"),
-    *("prompt_cache_retention", "safety_identifier", "service_tier", "stream_options", "user"),
+    *(
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "stream_options",
+        "user",
+    ),
 }
 
 
-def test_every_field_of_openai_is_taken_refused_or_without_effect():
+def test_every_openai_field_is_supported_rejected_or_without_effect():
     theirs = set(ResponseCreateParamsBase.__annotations__)
     taken = ResponsesBody.names() | OpenAISampling.names()
     refused = REFUSED | (UNSUPPORTED.keys() - {"reasoning"})
@@ -242,7 +219,7 @@ def test_every_field_of_openai_is_taken_refused_or_without_effect():
     assert not ResponsesBody.names() & refused
 
 
-def test_items_of_one_answer_are_one_message():
+def test_items_of_one_answer_become_one_message():
     items = [
         {"role": "developer", "content": "Be kind."},
         {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
@@ -256,47 +233,9 @@ def test_items_of_one_answer_are_one_message():
     ]
     messages = _messages(validate(ResponsesBody, {"input": items}).input)
     assert [message["role"] for message in messages] == [
-        *("system", "user", "assistant", "tool", "assistant", "assistant"),
+        *("developer", "user", "assistant", "tool", "assistant", "assistant"),
     ]
     answer = messages[2]
     assert (answer["reasoning_content"], answer["content"]) == ("Hm", "I ask.")
     assert [call["id"] for call in answer["tool_calls"]] == ["a", "b"]
     assert messages[3]["name"] == "g"
-
-
-# ── the store ────────────────────────────────────────────────────────────────────────────────────
-
-
-def stored(text: str) -> Stored:
-    return Stored(json.dumps({"id": text}).encode(), [{"role": "user", "content": text}])
-
-
-async def test_the_store_drops_what_was_not_asked_for_the_longest():
-    store = ResponseStore(max_bytes=400)
-    for name in "abc":
-        store.put("", name, stored(name * 40))
-    await store.find(Wanted("", "a")) if store.own(Wanted("", "a")) else None
-    store.put("", "d", stored("d" * 40))
-    kept = [name for name in "abcd" if store.own(Wanted("", name))]
-    assert "d" in kept
-    assert 0 < len(kept) < 4
-    assert sum(map(len, store._entries.values())) == store._num_bytes <= 400
-    store.put("", "e", stored("e" * 500))
-    assert store.own(Wanted("", "e")) is None
-
-
-async def test_another_edge_worker_is_asked_for_what_is_not_here():
-    here, there = ResponseStore(), ResponseStore()
-    there.put("k", "r", stored("x"))
-
-    async def ask(wanted: Wanted) -> bytes | None:
-        return there.own(wanted)
-
-    here.ask_others = ask
-    found = await here.find(Wanted("k", "r"))
-    assert found.messages == [{"role": "user", "content": "x"}]
-    with pytest.raises(ResponseNotFound):
-        await here.find(Wanted("other", "r"))
-    await here.find(Wanted("k", "r", "delete"))
-    with pytest.raises(ResponseNotFound):
-        await here.find(Wanted("k", "r"))

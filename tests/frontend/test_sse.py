@@ -1,4 +1,4 @@
-"""Writes that wait, without a client."""
+"""The outbox of waiting writes, without a client."""
 
 import asyncio
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.frontend import sse
-from tandem.frontend.sse import Outbox
+from tandem.frontend.http import sse
+from tandem.frontend.http.sse import Outbox
 from tests.patience import PATIENCE_S
 
 
@@ -43,7 +43,7 @@ async def until_empty(outbox: Outbox) -> int:
     return turns
 
 
-async def test_others_have_their_turn_between_many_writes():
+async def test_many_writes_yield_to_other_callbacks():
     outbox, transport = Outbox(), Transport()
     for _ in range(3 * sse.WRITES_AT_ONCE):
         outbox.put(transport, b"x")
@@ -53,7 +53,7 @@ async def test_others_have_their_turn_between_many_writes():
 @pytest.mark.parametrize("error", [RuntimeError, OSError, TypeError, AttributeError, MemoryError])
 @pytest.mark.parametrize("abort_error", [None, RuntimeError])
 @pytest.mark.usefixtures("logs")
-async def test_a_write_that_fails_ends_its_own_stream_and_holds_up_no_other(error, abort_error):
+async def test_failed_write_aborts_only_its_own_stream(error, abort_error):
     outbox, transport, broken = Outbox(), Transport(), Broken(error, abort_error)
     outbox.put(broken, b"a")
     for _ in range(2 * sse.WRITES_AT_ONCE):
@@ -67,7 +67,7 @@ async def test_a_write_that_fails_ends_its_own_stream_and_holds_up_no_other(erro
     assert transport.written[-1] == b"c"
 
 
-async def test_what_waits_is_bounded():
+async def test_waiting_writes_are_bounded():
     outbox, transport = Outbox(), Transport()
     for _ in range(sse.MAX_WAITING + 1):
         outbox.put(transport, b"x")
@@ -75,7 +75,7 @@ async def test_what_waits_is_bounded():
 
 
 @given(st.lists(st.one_of(st.integers(0, 3), st.just("flush"), st.just("turn")), max_size=300))
-def test_each_transport_gets_its_writes_in_order_once(steps):
+def test_each_transport_gets_its_writes_once_in_order(steps):
     async def run():
         outbox, transports = Outbox(), [Transport() for _ in range(4)]
         put = [[] for _ in transports]

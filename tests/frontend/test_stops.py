@@ -6,12 +6,12 @@ import regex
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tandem.frontend.stops import (
+from tandem.frontend.text.stops import (
     MAX_MATCH_CHARS,
     StopPatterns,
     StopStrings,
-    any_of,
     compile_pattern,
+    pattern_of_strings,
 )
 from tandem.wire.errors import InvalidRequest
 
@@ -50,7 +50,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 @given(SMALL, STOPS, st.booleans(), st.lists(st.integers(0, 30)))
-def test_the_result_does_not_depend_on_how_the_text_was_cut(text, stops, keep, places):
+def test_stop_string_result_does_not_depend_on_splits(text, stops, keep, places):
     watch = StopStrings(stops, keep)
     shown = "".join([watch.push(piece) for piece in cut(text, places)]) + watch.finish()
     assert (shown, watch.matched) == reference_of_strings(text, stops, keep)
@@ -58,16 +58,16 @@ def test_the_result_does_not_depend_on_how_the_text_was_cut(text, stops, keep, p
 
 @settings(max_examples=500)
 @given(overlapping(), st.booleans(), st.lists(st.integers(0, 20)))
-def test_of_overlapping_stops_the_first_to_end_wins_and_then_the_longest(drawn, keep, places):
+def test_first_complete_then_longest_stop_wins(drawn, keep, places):
     text, stops = drawn
     for pieces in ([text], cut(text, places)):
-        for watch in (StopStrings(stops, keep), StopPatterns([any_of(stops)], keep)):
+        for watch in (StopStrings(stops, keep), StopPatterns([pattern_of_strings(stops)], keep)):
             shown = "".join([watch.push(piece) for piece in pieces]) + watch.finish()
             assert (shown, watch.matched) == reference_of_strings(text, stops, keep)
 
 
 @given(SMALL, STOPS)
-def test_only_what_may_become_a_stop_is_held_back(text, stops):
+def test_only_possible_stop_prefixes_are_held_back(text, stops):
     watch = StopStrings(stops)
     shown = watch.push(text)
     held = text[len(shown) :]
@@ -76,7 +76,7 @@ def test_only_what_may_become_a_stop_is_held_back(text, stops):
 
 
 @pytest.mark.parametrize("kind", [StopStrings, lambda *args: watching(["x"], keep=True)])
-def test_nothing_comes_after_the_match(kind):
+def test_no_text_after_the_match(kind):
     watch = kind(["x"], True)
     assert [watch.push("axb"), watch.push("more"), watch.finish()] == ["ax", "", ""]
 
@@ -125,7 +125,7 @@ def reference(text, given_patterns, keep=False):
 
 def watching(given_patterns, stops=(), keep=False):
     compiled = [compile_pattern(pattern) for pattern in given_patterns]
-    return StopPatterns([*compiled, any_of(stops)] if stops else compiled, keep)
+    return StopPatterns([*compiled, pattern_of_strings(stops)] if stops else compiled, keep)
 
 
 def fed(pieces, given_patterns, stops=(), keep=False):
@@ -137,21 +137,21 @@ PLACES = st.lists(st.integers(0, 30))
 
 
 @given(TEXTS, patterns(GREEDY + LAZY), st.booleans(), PLACES)
-def test_a_pattern_does_not_depend_on_how_the_text_was_cut(text, given_patterns, keep, places):
+def test_stop_pattern_result_does_not_depend_on_splits(text, given_patterns, keep, places):
     assume(usable(given_patterns))
     whole = fed([text], given_patterns, keep=keep)
     assert fed(cut(text, places), given_patterns, keep=keep) == whole
 
 
-# Of `regex` itself: a lazy repeat before a lookbehind is not told as a partial match.
+# A limitation of `regex`: a lazy repeat before a lookbehind is not reported as a partial match.
 @given(TEXTS, patterns(GREEDY), st.booleans())
-def test_it_ends_where_the_text_first_holds_a_match(text, given_patterns, keep):
+def test_stop_pattern_ends_at_the_first_match(text, given_patterns, keep):
     assume(usable(given_patterns))
     assert fed(text, given_patterns, keep=keep) == reference(text, given_patterns, keep)
 
 
 @given(SMALL, STOPS, st.booleans())
-def test_stop_strings_beside_patterns_are_met_as_alone(text, stops, keep):
+def test_stop_strings_match_equally_with_patterns(text, stops, keep):
     assert fed(text, ["never"], stops, keep) == reference_of_strings(text, stops, keep)
 
 
@@ -168,11 +168,11 @@ def test_stop_strings_beside_patterns_are_met_as_alone(text, stops, keep):
         ("日本", "東京、日本", "東京、"),
     ],
 )
-def test_a_match_is_trimmed(pattern, text, shown):
+def test_pattern_match_is_trimmed(pattern, text, shown):
     assert fed(text, [pattern]) == (shown, pattern)
 
 
-def test_what_may_become_a_match_is_held_back_and_no_more():
+def test_only_possible_matches_are_held_back():
     watch = watching([r"\d+ apples"])
     assert [watch.push(piece) for piece in ("a 1", "2", " app", "le 3", " ")] == [
         "a ",
@@ -184,14 +184,14 @@ def test_what_may_become_a_match_is_held_back_and_no_more():
     assert watch.finish() == "3 "
 
 
-def test_a_match_that_never_ends_is_not_waited_for_without_end():
+def test_endless_match_is_released_after_the_limit():
     watch = watching(["(?s)<.*>"])
     text = "<" + "a" * (MAX_MATCH_CHARS - 1)
     assert watch.push(text) == ""
     assert watch.push("aa") == text + "aa"
 
 
-def test_a_long_text_is_forgotten_but_for_what_patterns_look_back_at():
+def test_old_text_is_discarded_except_the_context():
     watch = watching(["(?<=c)d", r"\Aa b"])
     assert watch.push("a " * 5000) == "a " * 5000
     assert len(watch._text) < 2000
@@ -201,41 +201,41 @@ def test_a_long_text_is_forgotten_but_for_what_patterns_look_back_at():
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(a|aa)+$x"])
-def test_a_pattern_that_backtracks_without_end_is_refused(pattern):
+def test_exponential_pattern_is_rejected(pattern):
     watch = watching([pattern])
     with pytest.raises(InvalidRequest, match="takes too long"):
         for _ in itertools.repeat(None, 3000):
             watch.push("a")
 
 
-def test_a_pattern_saves_no_time_for_later():
+def test_unused_pattern_budget_is_capped():
     watch = watching(["(a+)+b"])
-    watch.push("c" * 20_000)  # each of which takes less than it may
+    watch.push("c" * 20_000)  # each character takes less than its share of the budget
     started_s = time.thread_time()
     with pytest.raises(InvalidRequest, match="takes too long"):
         for _ in itertools.repeat(None, 3000):
             watch.push("a")
-    assert time.thread_time() - started_s < 0.5  # 2 s had been saved
+    assert time.thread_time() - started_s < 0.5  # without a cap, 2 s would have accumulated
 
 
 @pytest.mark.parametrize(
     ("pattern", "sentence"),
     [
-        ("(", "no regular expression: missing"),
-        ("a{2}{3}*+", "no regular expression"),
-        (r"\L<names>", "no regular expression"),
-        ("a*", "matches the empty text"),
+        ("(", "not a valid regular expression: missing"),
+        ("a{2}{3}*+", "not a valid regular expression"),
+        (r"\L<names>", "not a valid regular expression"),
+        ("a*", "matches the empty string"),
         ("(?r)ab", "has the flag"),
         ("(?V1)[a--b]", "has the flag"),
     ],
 )
-def test_a_pattern_that_cannot_be_used_is_refused(pattern, sentence):
+def test_invalid_pattern_is_rejected(pattern, sentence):
     with pytest.raises(ValueError, match=sentence):
         compile_pattern(pattern)
 
 
 @given(st.text(alphabet=r"ab()[]{}\*+?|^$.:<>=!PNpbLGKRXhdwZ019,-&~#ix'", max_size=14), TEXTS)
-def test_whatever_a_pattern_is_it_is_refused_or_works(pattern, text):
+def test_arbitrary_pattern_works_or_is_rejected(pattern, text):
     assume(usable([pattern]))
     shown, _ = fed(text, [pattern])
     assert text.startswith(shown)

@@ -1,6 +1,6 @@
-"""What clients get does not depend on which way tokens took: at once, or through the reader's task.
+"""The answer does not depend on the path of tokens: directly through the tap, or through the request's task.
 
-Over the real wire, from an engine's batches to the bytes of events.
+Tested over the real wire, from an engine's batches to the bytes of events.
 """
 
 import asyncio
@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tandem.frontend.engine_client import EngineClient
 from tandem.frontend.options import FrontendOptions
 from tandem.node.answers import Answers, Ticket
 from tandem.wire.channel import Peer
+from tandem.wire.engine_client import EngineClient
 from tandem.wire.generation import Finish
 from tandem.wire.messages import StartColocated
 from tests.frontend.conftest import serve
@@ -27,7 +27,7 @@ STOPS = [[], ["zzz"], ["STOP"], ["👋", "ou"], [" "], ["\N{REPLACEMENT CHARACTE
 
 
 class WireBackend(FakeBackend):
-    """An engine behind the real wire. Counts what goes the straight way, if it may."""
+    """An engine behind the real wire. Counts tokens that take the direct path, if it is enabled."""
 
     def __init__(self, tokenizer, client: EngineClient, *, is_straight: bool) -> None:
         super().__init__(tokenizer)
@@ -152,7 +152,7 @@ async def ask(seed, tokenizer, route, *, is_straight):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_both_ways_tell_a_client_the_same(tokenizer, route):
+async def test_tap_and_task_give_the_same_answer(tokenizer, route):
     num_straight = 0
     for seed in range(8):
         through_pieces, _ = await ask(seed, tokenizer, route, is_straight=False)
@@ -162,7 +162,7 @@ async def test_both_ways_tell_a_client_the_same(tokenizer, route):
     assert num_straight
 
 
-async def test_a_client_that_reads_late_is_told_everything_in_fewer_events(tokenizer):
+async def test_slow_client_gets_everything_in_fewer_events(tokenizer):
     rng, ids = random.Random(0), tokenizer.encode(TEXT) * 40
     async with (
         connected(tokenizer, is_straight=True) as (engine, backend),

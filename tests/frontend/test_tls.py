@@ -1,4 +1,4 @@
-"""The flags of HTTP, and TLS."""
+"""HTTP flags and TLS."""
 
 import argparse
 import asyncio
@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from tandem.frontend.app import create_app
+from tandem.frontend.http.server import listen, serving
 from tandem.frontend.options import (
     FrontendOptions,
     HttpOptions,
@@ -19,9 +20,7 @@ from tandem.frontend.options import (
     warn_of_exposed_keys,
     with_files,
 )
-from tandem.frontend.server import listen, serving
-from tandem.wire.errors import ConfigInvalid
-from tandem.wire.options import add_flags, read_flags
+from tandem.settings.flags import SettingInvalid, add_flags, read_flags
 from tests.certificates import Certificates, make_certificates
 from tests.frontend.raw import head
 from tests.patience import PATIENCE_S
@@ -53,14 +52,14 @@ async def generate(url: str, context: ssl.SSLContext) -> list[int]:
         return (await response.json())["output_ids"]
 
 
-async def test_a_client_that_trusts_the_authority_is_served(backend, files):
+async def test_tls_client_that_trusts_the_ca_is_served(backend, files):
     async with serve(backend, files, TlsFiles(files.cert, files.key)) as (trusting, url):
         assert await generate(url, trusting) == [5, 6]
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await generate(url, ssl.create_default_context())
 
 
-async def test_the_client_of_openai_streams_over_tls(backend, files):
+async def test_openai_client_streams_over_tls(backend, files):
     async with serve(backend, files, TlsFiles(files.cert, files.key)) as (trusting, url):
         http = openai.DefaultAsyncHttpxClient(verify=trusting)
         async with openai.AsyncOpenAI(
@@ -73,7 +72,7 @@ async def test_the_client_of_openai_streams_over_tls(backend, files):
     assert reasons[-1] == "length"
 
 
-async def test_clients_must_show_a_certificate_where_authorities_are_given(backend, files):
+async def test_client_certificate_is_required_with_ca_certs(backend, files):
     async with serve(backend, files, TlsFiles(files.cert, files.key, files.ca)) as (trusting, url):
         with pytest.raises(aiohttp.ClientError):
             await generate(url, trusting)
@@ -81,7 +80,7 @@ async def test_clients_must_show_a_certificate_where_authorities_are_given(backe
         assert await generate(url, trusting) == [5, 6]
 
 
-async def test_plain_http_and_half_a_handshake_end_and_others_are_served(backend, files):
+async def test_plain_http_and_stalled_handshakes_are_closed(backend, files):
     async with serve(backend, files, TlsFiles(files.cert, files.key)) as (trusting, url):
         address = url.removeprefix("https://").split(":")
         reader, writer = await asyncio.open_connection(*address)
@@ -97,17 +96,17 @@ async def test_plain_http_and_half_a_handshake_end_and_others_are_served(backend
 @pytest.mark.parametrize(
     ("cert", "key", "ca", "sentence"),
     [
-        ("no_pem", "key", "", "need a certificate and its key"),
-        ("cert", "", "", "need a certificate and its key"),
+        ("no_pem", "key", "", "use a certificate and its key"),
+        ("cert", "", "", "use a certificate and its key"),
         ("cert", "other_key", "", "--ssl-keyfile .*: is not the key of"),
-        ("cert", "no_pem", "", "need a certificate and its key"),
+        ("cert", "no_pem", "", "use a certificate and its key"),
         ("cert", "/nowhere", "", "--ssl-keyfile /nowhere: No such file"),
-        ("cert", "key", "no_pem", "--ssl-ca-certs .*: holds no certificates in PEM"),
+        ("cert", "key", "no_pem", "--ssl-ca-certs .*: contains no PEM certificates"),
         ("cert", "key", "/nowhere", "--ssl-ca-certs /nowhere: No such file"),
     ],
 )
-def test_files_that_cannot_work_are_named_in_one_sentence(files, cert, key, ca, sentence):
-    with pytest.raises(ConfigInvalid, match=sentence):
+def test_unusable_tls_files_are_named(files, cert, key, ca, sentence):
+    with pytest.raises(SettingInvalid, match=sentence):
         server_context(TlsFiles(*(getattr(files, name, name) for name in (cert, key, ca))))
 
 
@@ -117,12 +116,12 @@ def read(*argv: str) -> HttpOptions:
     return with_files(read_flags(HttpOptions, parser.parse_args(argv)))
 
 
-def test_without_flags_everyone_may_come_in_by_plain_http():
+def test_default_is_plain_http_without_keys():
     assert read() == HttpOptions()
     assert read().scheme == "http"
 
 
-def test_keys_come_from_flags_and_files_each_once(tmp_path):
+def test_keys_from_flags_and_files_are_deduplicated(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# of the team\nsk-one\n\n  sk-two  \nsk-zero\n")
     options = read("--api-key", "sk-zero", "--api-key-file", str(file))
@@ -130,7 +129,7 @@ def test_keys_come_from_flags_and_files_each_once(tmp_path):
     assert "sk-" not in repr(options)
 
 
-def test_limits_and_origins_are_read():
+def test_limit_and_origin_flags_are_parsed():
     flags = "--max-body-bytes 9 --request-timeout-s 1.5 --cors-allow-origin https://a.example:8443"
     options = read(*flags.split(), "--cors-allow-origin", "*")
     assert (options.max_body_bytes, options.request_timeout_s) == (9, 1.5)
@@ -140,50 +139,50 @@ def test_limits_and_origins_are_read():
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        ("--api-key ä", "one word of printable ASCII"),
+        ("--api-key ä", "printable ASCII characters without spaces"),
         ("--api-key-file /nowhere/keys", "--api-key-file /nowhere/keys: No such file"),
         ("--api-key-file /", "--api-key-file /: Is a directory"),
-        ("--max-body-bytes 0", "give at least 1"),
-        ("--request-timeout-s -1", "give at least 0"),
-        ("--request-timeout-s inf", "give at least 0"),
-        ("--request-timeout-s nan", "give at least 0"),
-        ("--cors-allow-origin a.example", "give https://HOST"),
+        ("--max-body-bytes 0", "use at least 1"),
+        ("--request-timeout-s -1", "use at least 0"),
+        ("--request-timeout-s inf", "use at least 0"),
+        ("--request-timeout-s nan", "use at least 0"),
+        ("--cors-allow-origin a.example", "use https://HOST"),
         ("--cors-allow-origin https://a.example/", "without a path"),
-        ("--cors-allow-origin https://a.example:port", "give https://HOST"),
-        ("--cors-allow-origin https://user@a.example", "give https://HOST"),
+        ("--cors-allow-origin https://a.example:port", "use https://HOST"),
+        ("--cors-allow-origin https://user@a.example", "use https://HOST"),
         ("--ssl-keyfile key.pem", "--ssl-keyfile needs --ssl-certfile"),
         ("--ssl-ca-certs ca.pem", "--ssl-ca-certs needs --ssl-certfile"),
         ("--ssl-certfile /nowhere/a.pem", "--ssl-certfile /nowhere/a.pem: No such file"),
     ],
 )
-def test_what_cannot_work_is_refused_with_what_to_give(argv, sentence):
-    with pytest.raises(ConfigInvalid, match=sentence):
+def test_invalid_http_flags_are_rejected_with_a_remedy(argv, sentence):
+    with pytest.raises(SettingInvalid, match=sentence):
         read(*argv.split())
 
 
 @pytest.mark.parametrize("key", ["", "two words", "new\nline"])
-def test_a_key_that_no_header_carries_is_refused(key):
-    with pytest.raises(ConfigInvalid, match="one word"):
+def test_key_invalid_in_a_header_is_rejected(key):
+    with pytest.raises(SettingInvalid, match="without spaces"):
         read("--api-key", key)
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n\n"])
-def test_a_file_without_keys_does_not_open_the_server(tmp_path, text):
+def test_empty_key_file_is_rejected(tmp_path, text):
     file = tmp_path / "keys"
     file.write_text(text)
-    with pytest.raises(ConfigInvalid, match="holds no key"):
+    with pytest.raises(SettingInvalid, match="contains no key"):
         read("--api-key-file", str(file))
 
 
-def test_a_file_of_keys_that_is_no_text_is_refused(tmp_path):
+def test_binary_key_file_is_rejected(tmp_path):
     file = tmp_path / "keys"
     file.write_bytes(b"\xff\xfe\n")
-    with pytest.raises(ConfigInvalid, match="UTF-8"):
+    with pytest.raises(SettingInvalid, match="UTF-8"):
         read("--api-key-file", str(file))
 
 
 @pytest.mark.parametrize(("mode", "is_said"), [(0o644, True), (0o640, False)])
-def test_keys_that_all_users_can_read_are_warned_of(tmp_path, capsys, mode, is_said):
+def test_world_readable_key_file_logs_a_warning(tmp_path, capsys, mode, is_said):
     file = tmp_path / "keys"
     file.write_text("sk\n")
     file.chmod(mode)
@@ -191,6 +190,6 @@ def test_keys_that_all_users_can_read_are_warned_of(tmp_path, capsys, mode, is_s
     assert ("readable_by_all" in capsys.readouterr().out) == is_said
 
 
-def test_options_cross_to_another_process():
+def test_options_can_be_pickled():
     options = HttpOptions(api_keys=("k",), tls=TlsFiles("a.pem", "b.pem"))
     assert msgspec.json.decode(msgspec.json.encode(options), type=HttpOptions) == options

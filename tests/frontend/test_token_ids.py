@@ -1,9 +1,9 @@
-"""`return_token_ids` and `return_tokens_as_token_ids`, as vLLM has them."""
+"""`return_token_ids` and `return_tokens_as_token_ids`, compatible with vLLM."""
 
 import pytest
 
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.reply_parser import reply_formats
+from tandem.frontend.replies.parser import reply_formats
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import say, stop
 from tests.frontend.helpers import each, post, stream
@@ -27,7 +27,7 @@ def ids(backend, tokenizer):
 
 
 @each_path
-async def test_an_answer_has_the_ids_of_its_tokens_and_of_its_prompt(client, backend, ids, path):
+async def test_return_token_ids_returns_output_and_prompt_ids(client, backend, ids, path):
     body = BODIES[path] | {"return_token_ids": True, "n": 2}
     _, answer = await post(client, path, body)
     assert [choice["token_ids"] for choice in answer["choices"]] == [ids, ids]
@@ -38,7 +38,7 @@ async def test_an_answer_has_the_ids_of_its_tokens_and_of_its_prompt(client, bac
 
 @each_path
 @pytest.mark.parametrize("extra", [{}, {"stop": ["zzz"]}, {"stream_interval": 2}])
-async def test_the_ids_of_a_stream_are_those_of_the_whole(client, backend, ids, path, extra):
+async def test_streamed_ids_equal_those_of_the_complete_answer(client, backend, ids, path, extra):
     body = BODIES[path] | {"return_token_ids": True} | extra
     chunks = await stream(client, path, body)
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
@@ -50,13 +50,13 @@ async def test_the_ids_of_a_stream_are_those_of_the_whole(client, backend, ids, 
 
 
 @each_path
-async def test_without_being_asked_for_no_ids_are_told(client, ids, path):
+async def test_no_token_ids_by_default(client, ids, path):
     _, answer = await post(client, path, BODIES[path])
     chunks = await stream(client, path, BODIES[path])
     assert "token_ids" not in str([answer, chunks])
 
 
-async def test_the_ids_of_a_call_are_told_beside_it(backend, tokenizer):
+async def test_tool_call_answer_has_token_ids(backend, tokenizer):
     backend.script = say(*each(tokenizer, CALL), stop(EOS))
     options = FrontendOptions(reply_formats=reply_formats("hermes", ""))
     async with serve(backend, options) as client:
@@ -71,7 +71,7 @@ async def test_the_ids_of_a_call_are_told_beside_it(backend, tokenizer):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_log_probabilities_name_tokens_by_their_ids(client, ids, is_stream):
+async def test_logprobs_name_tokens_by_id(client, ids, is_stream):
     names = [f"token_id:{id_}" for id_ in ids]
     for path, logprobs in (("/v1/completions", 1), (CHAT, True)):
         body = BODIES[path] | {"logprobs": logprobs, "return_tokens_as_token_ids": True}

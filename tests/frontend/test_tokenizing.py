@@ -12,14 +12,14 @@ each_place = pytest.mark.parametrize("base", ["", "/v1"])
 
 @each_place
 @pytest.mark.parametrize("name", ["prompt", "text"])
-async def test_a_prompt_becomes_its_token_ids(client, tokenizer, base, name):
+async def test_tokenize_returns_the_ids_of_a_prompt(client, tokenizer, base, name):
     status, answer = await post(client, f"{base}/tokenize", {name: "Hello world", "model": "smol"})
     ids = tokenizer.encode("Hello world")
     told = {"tokens": ids, "count": 2, "max_model_len": 8192, "token_strs": None}
     assert (status, answer) == (200, told)
 
 
-async def test_several_prompts_become_lists_with_the_strings_of_the_vocabulary(client, tokenizer):
+async def test_tokenize_several_prompts_with_token_strings(client, tokenizer):
     body = {"prompt": ["Hello world", "Hi"], "return_token_strs": True}
     _, answer = await post(client, "/tokenize", body)
     assert answer["tokens"] == [tokenizer.encode("Hello world"), tokenizer.encode("Hi")]
@@ -27,7 +27,7 @@ async def test_several_prompts_become_lists_with_the_strings_of_the_vocabulary(c
 
 
 @pytest.mark.parametrize("extra", [{}, {"tools": TOOLS}, {"add_generation_prompt": False}])
-async def test_messages_become_the_prompt_that_a_chat_of_them_has(client, backend, extra):
+async def test_tokenize_messages_equals_the_chat_prompt(client, backend, extra):
     body = {"messages": MESSAGES, **extra}
     _, answer = await post(client, "/tokenize", body)
     await post(client, "/v1/chat/completions", body | {"max_tokens": 1})
@@ -35,7 +35,7 @@ async def test_messages_become_the_prompt_that_a_chat_of_them_has(client, backen
 
 
 @each_place
-async def test_token_ids_become_text_with_and_without_special_tokens(client, tokenizer, base):
+async def test_detokenize_with_and_without_special_tokens(client, tokenizer, base):
     ids = tokenizer.encode(f"{BOS}Hi")
     path = f"{base}/detokenize"
     assert await post(client, path, {"tokens": ids}) == (200, {"prompt": f"{BOS}Hi", "text": "Hi"})
@@ -59,16 +59,16 @@ async def test_token_ids_become_text_with_and_without_special_tokens(client, tok
         ("/detokenize", {"tokens": ["a"]}, 400, "tokens: must be a list of integers"),
         ("/detokenize", {"tokens": [49152]}, 400, "outside the vocabulary"),
         ("/detokenize", {"tokens": [-1]}, 400, "outside the vocabulary"),
-        ("/detokenize", {"tokens": [5] * 8193}, 400, "at most 8192"),
+        ("/detokenize", {"tokens": [5] * 8193}, 400, "model's context of 8192"),
         ("/detokenize", {"tokens": [5], "model": "other"}, 404, "other"),
     ],
 )
-async def test_what_cannot_be_converted_is_refused(client, path, body, status, sentence):
+async def test_invalid_tokenize_body_is_rejected(client, path, body, status, sentence):
     got, answer = await post(client, path, body)
     assert (got, sentence in answer["error"]["message"]) == (status, True), answer
 
 
-async def test_a_text_beyond_the_context_is_counted_and_one_far_beyond_is_refused(client, backend):
+async def test_tokenize_rejects_text_far_beyond_the_context(client, backend):
     backend.served = dataclasses.replace(backend.served, max_prompt_tokens=7, context_length=8)
     _, answer = await post(client, "/tokenize", {"prompt": "word " * 20})
     assert answer["count"] > 8
@@ -76,7 +76,7 @@ async def test_a_text_beyond_the_context_is_counted_and_one_far_beyond_is_refuse
     assert (status, "at least" in answer["error"]["message"]) == (400, True)
 
 
-async def test_a_model_without_tokenizer_has_no_text_to_convert(client, backend):
+async def test_tokenize_without_tokenizer_is_rejected(client, backend):
     backend.served = dataclasses.replace(backend.served, tokenizer=None)
     for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
         status, answer = await post(client, path, body)

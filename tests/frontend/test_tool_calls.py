@@ -1,6 +1,7 @@
-"""Calls of tools: forced ones with their grammar, and as the `openai` client sees them."""
+"""Tool calls: forced calls with their grammar, and calls through the `openai` client library."""
 
 import json
+import shutil
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -11,13 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xgrammar.testing import _is_grammar_accept_string as accepts
 
-from tandem.frontend.chat_template import ChatTemplate
-from tandem.frontend.grammars import MAX_GRAMMAR_BYTES
-from tandem.frontend.openai_body import read_chat
+from tandem.frontend.chat.grammars import MAX_SENT_BYTES
+from tandem.frontend.chat.openai_body import read_chat
+from tandem.frontend.chat.tool_choice import read_choice
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.reply_formats import TOOL_FORMATS, Format, Thoughts
-from tandem.frontend.reply_parser import ReplyFormats, reply_formats
-from tandem.frontend.tool_calls import message, read_choice
+from tandem.frontend.replies.formats import TOOL_FORMATS, ReasoningFormat, ReasoningMarks
+from tandem.frontend.replies.parser import ReplyFormats, reply_formats
+from tandem.frontend.replies.tool_calls import message
+from tandem.frontend.schemas.budget import Budget
+from tandem.frontend.text.chat_template import ChatTemplate
+from tandem.frontend.text.tokenizer import Tokenizer
+from tandem.frontend.text.tokenizer_files import tokenizer_files
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
 from tests.frontend.conftest import serve
@@ -37,6 +42,10 @@ def tool(name: str, parameters: dict | None = None) -> dict:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
+def strict(name: str, parameters: dict) -> dict:
+    return {"type": "function", "function": tool(name, parameters)["function"] | {"strict": True}}
+
+
 TOOLS = [tool("weather", CITY), tool("go", SHARED), tool("stop")]
 
 
@@ -52,7 +61,7 @@ def reads(choice, *texts: str) -> dict:
 
 
 def grammar_of(choice):
-    return xgrammar.Grammar.from_json_schema(choice.grammar.text)
+    return xgrammar.Grammar.from_json_schema(choice.grammar(Budget()).text)
 
 
 def calls_of(said: dict) -> list[tuple[str, dict]]:
@@ -61,7 +70,7 @@ def calls_of(said: dict) -> list[tuple[str, dict]]:
     return [(function["name"], json.loads(function["arguments"])) for function in functions]
 
 
-def test_a_named_tool_is_answered_with_its_arguments_as_they_come():
+def test_named_tool_call_streams_its_arguments():
     choice = read_choice(TOOLS, named("weather"), is_parallel=True)
     answer = '{"city": "Rome"}'
     assert accepts(grammar_of(choice), answer)
@@ -78,7 +87,7 @@ def test_a_named_tool_is_answered_with_its_arguments_as_they_come():
     assert reply.finish_reason == "stop"
 
 
-def test_a_required_call_may_be_several_of_any_tool():
+def test_required_allows_several_calls_of_any_tool():
     choice = read_choice(TOOLS, "required", is_parallel=True)
     calls = [
         {"name": "go", "parameters": {"where": "there"}},
@@ -93,12 +102,12 @@ def test_a_required_call_may_be_several_of_any_tool():
 
 
 @pytest.mark.parametrize("calls", [[], [{"name": "fly", "parameters": {}}], [{"name": "weather"}]])
-def test_a_required_call_is_of_a_tool_and_whole(calls):
+def test_required_grammar_rejects_unknown_or_incomplete_calls(calls):
     choice = read_choice(TOOLS, "required", is_parallel=True)
     assert not accepts(grammar_of(choice), json.dumps(calls))
 
 
-def test_required_calls_come_by_name_first_and_arguments_as_they_are_written():
+def test_required_calls_stream_name_then_arguments():
     reply = read_choice(TOOLS, "required", is_parallel=True).reply(None)
     text = '[{"name": "go", "parameters": {"where": "there"}}]'
     first, *others = [part for char in text for part in reply.push(char)] + reply.finish()
@@ -107,54 +116,145 @@ def test_required_calls_come_by_name_first_and_arguments_as_they_are_written():
     assert reply.finish_reason == "tool_calls"
 
 
-def test_calls_that_are_not_parallel_are_one():
+def test_required_without_parallel_calls_allows_one():
     choice = read_choice(TOOLS, "required", is_parallel=False)
     call = {"name": "stop", "parameters": {}}
     assert accepts(grammar_of(choice), json.dumps([call]))
     assert not accepts(grammar_of(choice), json.dumps([call, call]))
 
 
-def test_required_calls_that_are_cut_short_are_content():
+def test_truncated_required_calls_become_content():
     choice = read_choice(TOOLS, "required", is_parallel=True)
     reply = choice.reply(None)
     assert message([*reply.push('[{"na'), *reply.finish()])["content"] == '[{"na'
-    assert reply.finish_reason == "stop"  # not `tool_calls`: there are none
+    assert reply.finish_reason == "stop"  # not `tool_calls`, because there are none
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
-def test_a_choice_left_to_the_model_has_no_grammar(choice):
+def test_unforced_tool_choice_has_no_grammar(choice):
     read = read_choice(TOOLS, choice, is_parallel=True)
-    assert read.grammar is None
+    assert not read.is_forced
     assert list(read.tools) == ([] if choice == "none" else TOOLS)
 
 
 BAD = {
     "unknown": (TOOLS, "always", "tool_choice: must be"),
-    "no such tool": (TOOLS, named("fly"), "'fly' is none of the tools"),
-    "no tools": ([], "required", "needs tools"),
+    "no such tool": (TOOLS, named("fly"), "'fly' is not in tools"),
+    "no tools": ([], "required", "requires tools"),
     "no name": ([{"type": "function"}], "required", "tools: each must be"),
     "no schema": ([tool("a", ["b"])], "required", "'a' must be a JSON schema"),
-    "two of a name": (
-        [tool("a", SHARED), tool("b", SHARED | {"$defs": {"Place": {"enum": ["x"]}}})],
+    "no such keyword": (
+        [strict("a", {"if": {"properties": {"where": {"const": "x"}}}, "then": False})],
         "required",
-        "define 'Place' differently",
+        "tools: the parameters of 'a': if at # is not supported",
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_choice_that_cannot_be_is_refused(name):
+def test_invalid_tool_choice_is_rejected(name):
     tools, choice, sentence = BAD[name]
     with pytest.raises(InvalidRequest) as caught:
-        read_choice(tools, choice, is_parallel=True)
+        read_choice(tools, choice, is_parallel=True).grammar(Budget())
     assert sentence in str(caught.value)
 
 
-@pytest.mark.parametrize("defs", [5, "x", [1], True])
-@pytest.mark.parametrize("place", ["$defs", "definitions"])
-def test_definitions_that_are_no_object_are_refused(place, defs):
-    with pytest.raises(InvalidRequest, match="must be an object of schemas"):
-        read_choice([tool("go", {"type": "object", place: defs})], "required", is_parallel=True)
+OPEN = {"a": 1}
+LOOSE = {
+    "a keyword left out": (
+        {"properties": {"tags": {"type": "array", "uniqueItems": True}, "n": {"type": "integer"}}},
+        [{"tags": [1, 1]}, {"n": 1}],
+        [{"n": "x"}],
+    ),
+    "several keywords": (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "str", "enum": ["x"]}, "b": {"pattern": "(?=a)"}},
+            "required": True,
+        },
+        [{"a": "x"}, {"b": "y"}],
+        [{"a": "y"}],
+    ),
+    "branches that overlap": (
+        {"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}},
+        [{"a": 1}, {"a": 1.5}],
+        [{"a": "x"}],
+    ),
+    "a referenced schema": (
+        {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"multipleOf": 0.01}}},
+        [{"a": 1.005}],
+        [{"b": 1}],
+    ),
+    "an unknown type": ({"type": "dict", "properties": {"b": {}}}, [OPEN], ["x"]),
+    "patterns of names, which close an object": (
+        {"patternProperties": {"^a": {}, "a$": {}}, "additionalProperties": False},
+        [OPEN],
+        ["x"],
+    ),
+    "conditions": ({"if": {"required": ["b"]}, "then": {"required": ["c"]}}, [OPEN], ["x"]),
+    "no value": ({"type": "object", "required": ["a"], "properties": {"a": False}}, [OPEN], [1]),
+    "too much work": (
+        {"allOf": [{"anyOf": [{"required": ["a"]}] * 50} for _ in range(9)]},
+        [OPEN],
+        ["x"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOSE)
+def test_tool_that_is_not_strict_is_held_without_what_cannot_be_served(name):
+    schema, allowed, others = LOOSE[name]
+    choice = read_choice([tool("f", schema)], named("f"), is_parallel=True)
+    assert [accepts(grammar_of(choice), json.dumps(each)) for each in allowed] == [True] * len(
+        allowed
+    )
+    assert not any(accepts(grammar_of(choice), json.dumps(each)) for each in others)
+    tools = [tool("f", schema), strict("g", SHARED)]
+    choice = read_choice(tools, "required", is_parallel=True)
+    for call in (
+        {"name": "f", "parameters": allowed[0]},
+        {"name": "g", "parameters": {"where": "here"}},
+    ):
+        assert accepts(grammar_of(choice), json.dumps([call]))
+    assert not accepts(grammar_of(choice), '[{"name": "g", "parameters": {"where": "x"}}]')
+    with pytest.raises(InvalidRequest, match=r"tools: the parameters of 'f': .* at #"):
+        read_choice([strict("f", schema)], named("f"), is_parallel=True).grammar(Budget())
+
+
+def test_grammar_next_to_a_forced_call_is_refused_before_schemas_are_served(tokenizer):
+    tools = [strict("a", {"uniqueItems": True})]
+    body = strict_body(tools=tools, tool_choice=named("a"), json_schema={"uniqueItems": True})
+    options = FrontendOptions(reply_formats=reply_formats("", ""))
+    with pytest.raises(InvalidRequest, match="tool_choice: a forced call cannot be combined"):
+        read_chat(FakeBackend(tokenizer).served, options, body)
+
+
+def test_tools_of_a_request_have_one_budget():
+    pair = [{"required": ["a"]}, {"required": ["b"]}]
+    schema = {"allOf": [{"anyOf": pair} for _ in range(6)]}
+    alone = read_choice([strict("t", schema)], "required", is_parallel=True)
+    assert accepts(grammar_of(alone), '[{"name": "t", "parameters": {"a": 1}}]')
+    tools = [strict(f"t{number}", schema) for number in range(180)]
+    with pytest.raises(
+        InvalidRequest, match=r"the parameters of 't[0-9]+': .* takes too much work"
+    ):
+        read_choice(tools, "required", is_parallel=True).grammar(Budget())
+
+
+def test_forced_call_keeps_the_references_of_each_tool():
+    tree = {
+        "type": "object",
+        "properties": {"leaf": {"$ref": "#/$defs/Place"}, "next": {"$ref": "#"}},
+        "required": ["leaf"],
+        "$defs": {"Place": {"enum": ["x"]}},
+    }
+    grammar = grammar_of(
+        read_choice([tool("a", SHARED), tool("b", tree)], "required", is_parallel=True)
+    )
+    assert accepts(grammar, '[{"name": "a", "parameters": {"where": "here"}}]')
+    assert accepts(grammar, '[{"name": "b", "parameters": {"leaf": "x", "next": {"leaf": "x"}}}]')
+    assert not accepts(grammar, '[{"name": "a", "parameters": {"where": "x"}}]')
+    assert not accepts(grammar, '[{"name": "b", "parameters": {"leaf": "x", "next": []}}]')
 
 
 CHAT = [{"role": "user", "content": "Weather in Rome?"}]
@@ -192,6 +292,9 @@ async def ask(sdk, **fields):
         calls = said.pop("tool_calls", [])
         functions = [call["function"] for call in calls]
         told = [(function["name"], function["arguments"]) for function in functions]
+        assert said.get("reasoning") == said.get(
+            "reasoning_content"
+        )  # vLLM's name, and the others'
         kept = {name: said[name] for name in ("content", "reasoning_content") if said.get(name)}
         seen.append((kept, told, choice.finish_reason))
     assert seen[0] == seen[1]
@@ -199,7 +302,7 @@ async def ask(sdk, **fields):
 
 
 @pytest.mark.parametrize(("name", "written"), [("hermes", SAID), ("glm45", TAGGED)])
-async def test_calls_and_thoughts_are_told_apart(backend, name, written):
+async def test_calls_and_reasoning_are_separated(backend, name, written):
     speak(backend, written)
     formats = FrontendOptions(reply_formats=reply_formats(name, "qwen3"))
     async with client_of(backend, formats) as sdk:
@@ -208,7 +311,47 @@ async def test_calls_and_thoughts_are_told_apart(backend, name, written):
     assert (calls, reason) == ([("weather", ARGUMENTS)], "tool_calls")
 
 
-async def test_thoughts_are_left_out_where_the_client_wants_none(backend):
+# As transformers serves Qwen 3, whose tokenizer ships none: `_RESPONSE_TEMPLATE_FALLBACKS` in its cli/serving/utils.py.
+OWN_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"\s*<\|im_end\|>", "content": "text"},
+    },
+}
+
+
+@pytest.mark.thorough
+async def test_response_template_of_the_tokenizer_is_used(tokenizer_dir, tmp_path):
+    shutil.copytree(tokenizer_dir, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(config | {"response_template": OWN_TEMPLATE}))
+    backend = FakeBackend(Tokenizer.from_files(tokenizer_files(tmp_path)))
+    speak(backend, SAID)
+    formats = FrontendOptions(reply_formats=reply_formats("hf", "hf"))
+    async with client_of(backend, formats) as sdk:
+        said, calls, reason = await ask(sdk, tools=WEATHER)
+    assert said == {"content": "I look.", "reasoning_content": "Hm."}
+    assert (calls, reason) == ([("weather", ARGUMENTS)], "tool_calls")
+
+
+async def test_model_without_response_template_is_an_error_of_the_server(backend):
+    formats = FrontendOptions(reply_formats=reply_formats("hf", ""))
+    async with client_of(backend, formats) as sdk:
+        with pytest.raises(openai.InternalServerError, match="has no response_template"):
+            await ask(sdk, tools=WEATHER)
+
+
+async def test_include_reasoning_false_omits_reasoning(backend):
     speak(backend, SAID)
     async with client_of(backend, FORMATS) as sdk:
         fields = {"tools": WEATHER, "extra_body": {"include_reasoning": False}}
@@ -216,13 +359,13 @@ async def test_thoughts_are_left_out_where_the_client_wants_none(backend):
     assert (said, len(calls)) == ({"content": "I look."}, 1)
 
 
-async def test_without_formats_all_is_content(backend):
+async def test_without_parsers_all_text_is_content(backend):
     speak(backend, SAID)
     async with client_of(backend) as sdk:
         assert await ask(sdk, tools=WEATHER) == ({"content": SAID}, [], "stop")
 
 
-async def test_a_named_tool_is_called_by_its_schema(backend):
+async def test_named_tool_call_follows_its_schema(backend):
     speak(backend, ARGUMENTS)
     choice = {"type": "function", "function": {"name": "weather"}}
     async with client_of(backend) as sdk:
@@ -232,7 +375,7 @@ async def test_a_named_tool_is_called_by_its_schema(backend):
     assert backend.requests[0].sampling.grammar == Grammar(kind="json_schema", text=text)
 
 
-async def test_calls_that_are_not_parallel_are_the_first_one(backend):
+async def test_without_parallel_calls_only_the_first_is_kept(backend):
     call = SAID.partition("I look.\n")[2]
     other = call.replace("Rome", "Oslo")
     speak(backend, f"I look.\n{call}\n{other}")
@@ -246,7 +389,7 @@ async def test_calls_that_are_not_parallel_are_the_first_one(backend):
 
 KIMI_CALL = "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
 FORCED = f'{{"name": "weather", "parameters": {ARGUMENTS}}}'
-# What a model is made to write, by the choice of tools, and how many calls that is.
+# Model output for each tool choice, and the number of calls in it.
 KIMI = {
     "auto": (None, f"<|tool_calls_section_begin|>{KIMI_CALL * 2}<|tool_calls_section_end|>", 2),
     "required": ("required", f"[{FORCED}, {FORCED}]", 2),
@@ -278,7 +421,7 @@ async def call_ids(sdk, messages, **fields) -> list[str]:
 
 
 @pytest.mark.parametrize("name", KIMI)
-async def test_calls_of_kimi_k2_are_numbered_over_the_conversation(backend, name):
+async def test_kimi_k2_call_ids_are_numbered_across_the_conversation(backend, name):
     choice, text, count = KIMI[name]
     fields = {} if choice is None else {"tool_choice": choice}
     speak(backend, text)
@@ -291,7 +434,7 @@ async def test_calls_of_kimi_k2_are_numbered_over_the_conversation(backend, name
             assert await call_ids(sdk, asked_before(*before), **fields) == expected
 
 
-async def test_log_probabilities_stay_beside_a_call(backend):
+async def test_tool_call_keeps_logprobs(backend):
     speak(backend, SAID)
     async with client_of(backend, FORMATS) as sdk:
         chunks = await sdk.chat.completions.create(
@@ -302,15 +445,15 @@ async def test_log_probabilities_stay_beside_a_call(backend):
     assert "".join(tokens).removesuffix("<|im_end|>") == SAID
 
 
-async def test_a_forced_call_beside_another_grammar_is_refused(backend):
+async def test_forced_call_with_a_grammar_is_rejected(backend):
     async with client_of(backend) as sdk:
-        with pytest.raises(openai.BadRequestError, match="cannot be forced beside"):
+        with pytest.raises(openai.BadRequestError, match="cannot be combined with a grammar"):
             await ask(
                 sdk, tools=WEATHER, tool_choice="required", response_format={"type": "json_object"}
             )
 
 
-async def test_a_kept_stop_token_is_no_part_of_a_forced_call(backend):
+async def test_kept_stop_token_is_not_in_a_forced_call(backend):
     speak(backend, f"[{FORCED}]")
     kept = {"include_stop_str_in_output": True}
     async with client_of(backend) as sdk:
@@ -324,20 +467,20 @@ def strict_body(*, is_strict: bool = True, **fields) -> dict:
     return {"messages": [{"role": "user", "content": "Hi"}], "tools": tools} | fields
 
 
-def grammar_for(tokenizer, tools: str, thoughts: str = "", **fields) -> Grammar | None:
+def grammar_for(tokenizer, tools: str, reasoning: str = "", **fields) -> Grammar | None:
     model = FakeBackend(tokenizer).served
-    options = FrontendOptions(reply_formats=reply_formats(tools, thoughts))
+    options = FrontendOptions(reply_formats=reply_formats(tools, reasoning))
     call = read_chat(model, options, strict_body(**fields))
     assert call.make_reply is not None
     return call.generations[0].request.sampling.grammar
 
 
-def test_a_strict_tool_is_called_by_its_schema_if_the_model_calls_it(tokenizer):
+def test_strict_tool_call_follows_its_schema(tokenizer):
     right = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     other = '<tool_call>\n{"name": "stop", "arguments": {"any": 1}}\n</tool_call>'
     wrong = right.replace("Rome", "Oslo")
-    for thoughts, before in (("", ""), ("think", "<think>Hm.</think>\n"), ("think", "")):
-        made = grammar_for(tokenizer, "hermes", thoughts)
+    for reasoning, before in (("", ""), ("think", "<think>Hm.</think>\n"), ("think", "")):
+        made = grammar_for(tokenizer, "hermes", reasoning)
         strict = xgrammar.Grammar.from_structural_tag(made.text)
         for text in ("No call.", f"I ask. {right}", f"{right}\n{other}"):
             assert accepts(strict, before + text)
@@ -348,18 +491,18 @@ def test_a_strict_tool_is_called_by_its_schema_if_the_model_calls_it(tokenizer):
 
 
 @pytest.mark.parametrize("tools", ["kimi_k2", "llama3", ""])
-def test_a_strict_tool_is_refused_where_its_schema_cannot_be_held_to(tokenizer, tools):
+def test_strict_tool_without_supported_format_is_rejected(tokenizer, tools):
     model = FakeBackend(tokenizer).served
     options = FrontendOptions(reply_formats=reply_formats(tools, ""))
-    with pytest.raises(InvalidRequest, match="tools: strict is supported with"):
+    with pytest.raises(InvalidRequest, match="tools: strict requires"):
         read_chat(model, options, strict_body())
     read_chat(model, options, strict_body(tool_choice="required"))
 
 
-# ── thoughts before a forced call ────────────────────────────────────────────────────────────────
+# ── reasoning before a forced call ────────────────────────────────────────────────────────────────
 
 MARKS = ("<think>", "</think>")
-# What looks like marks in arguments is theirs.
+# Marks inside arguments belong to the arguments.
 TRICKY = '{"city": "<think>a</think>"}'
 
 
@@ -367,15 +510,13 @@ TRICKY = '{"city": "<think>a</think>"}'
 @pytest.mark.parametrize("is_open", [True, False])
 @pytest.mark.parametrize("choice", ["required", named("weather")], ids=["required", "named"])
 @pytest.mark.parametrize("thought", ["I </ see:\n so", None], ids=["thinks", "does not"])
-def test_however_thoughts_and_a_forced_call_are_cut_they_are_the_same(
-    choice, is_open, thought, data
-):
+def test_reasoning_and_forced_call_do_not_depend_on_splits(choice, is_open, thought, data):
     forced = read_choice(WEATHER, choice, is_parallel=True)
     text = TRICKY if forced.name else f'[{{"name": "weather", "parameters": {TRICKY}}}]'
     if thought is not None or is_open:
         text = f"{'' if is_open else MARKS[0]}\n{thought or ''}\n{MARKS[1]}\n\n{text}"
     ends = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
-    reply = forced.reply(None, Thoughts(*MARKS, is_open))
+    reply = forced.reply(None, ReasoningMarks(*MARKS, is_open))
     parts = [
         part
         for a, b in zip([0, *ends], [*ends, len(text)], strict=True)
@@ -396,40 +537,36 @@ def test_however_thoughts_and_a_forced_call_are_cut_they_are_the_same(
         ("", {"content": ""}),
     ],
 )
-def test_thoughts_that_are_cut_short_are_no_call(text, said):
+def test_truncated_reasoning_is_not_a_call(text, said):
     choice = read_choice(WEATHER, named("weather"), is_parallel=True)
-    reply = choice.reply(None, Thoughts(*MARKS, is_open=False))
+    reply = choice.reply(None, ReasoningMarks(*MARKS, is_open=False))
     assert message([*reply.push(text), *reply.finish()]) == {"role": "assistant"} | said
 
 
-# Special tokens of the embedded model, which no text of a grammar is.
+# Special tokens of the embedded model, which text in a grammar never matches.
 SPECIAL = ("<issue_start>", "<issue_closed>")
-SPECIAL_FORMATS = ReplyFormats(
-    thoughts=Format(
-        {"reasoning_content": {"open": SPECIAL[0], "close": SPECIAL[1]}}, opening=SPECIAL[0]
-    )
-)
+SPECIAL_FORMATS = ReplyFormats(reasoning=ReasoningFormat((SPECIAL[0],), SPECIAL[1]))
 
 
 @pytest.mark.parametrize("name", ["required", "named"])
 @pytest.mark.parametrize("marks", [MARKS, SPECIAL], ids=["text", "special"])
-async def test_a_model_may_think_before_a_forced_call(backend, name, marks):
+async def test_reasoning_may_precede_a_forced_call(backend, name, marks):
     choice, text, count = KIMI[name]
     formats = SPECIAL_FORMATS if marks == SPECIAL else reply_formats("", "think")
     speak(backend, f"{marks[0]}Hm.{marks[1]}\n{text}")
-    # A kept stop token is no part of the arguments, though marks are shown.
+    # A kept stop token is not part of the arguments, although marks are shown.
     kept = {"include_stop_str_in_output": True}
     async with client_of(backend, FrontendOptions(reply_formats=formats)) as sdk:
         said, calls, reason = await ask(sdk, tools=WEATHER, tool_choice=choice, extra_body=kept)
     assert (said, calls) == ({"reasoning_content": "Hm."}, [("weather", ARGUMENTS)] * count)
     assert reason == ("tool_calls" if name == "required" else "stop")
     form = json.loads(backend.requests[0].sampling.grammar.text)["format"]
-    thoughts = form["elements"][0]["content"]["elements"][0]
+    reasoning = form["elements"][0]["content"]["elements"][0]
     expected = marks if marks == MARKS else [{"type": "token", "token": mark} for mark in marks]
-    assert [thoughts["begin"], thoughts["end"]] == list(expected)
+    assert [reasoning["begin"], reasoning["end"]] == list(expected)
 
 
-async def test_a_grammar_begins_behind_thoughts_between_special_tokens(backend):
+async def test_grammar_starts_after_special_token_reasoning(backend):
     speak(backend, f"{SPECIAL[0]}Hm.{SPECIAL[1]}\n{ARGUMENTS}")
     async with client_of(backend, FrontendOptions(reply_formats=SPECIAL_FORMATS)) as sdk:
         said, _, _ = await ask(sdk, response_format={"type": "json_object"})
@@ -450,7 +587,7 @@ async def test_a_grammar_begins_behind_thoughts_between_special_tokens(backend):
         ("Hi", {"include_reasoning": False}, True),
     ],
 )
-def test_a_forced_call_begins_at_once_where_there_are_no_thoughts(
+def test_forced_call_without_reasoning_starts_immediately(
     tokenizer, monkeypatch, template, fields, is_behind
 ):
     monkeypatch.setattr(tokenizer, "_template", ChatTemplate({"default": template}, {}))
@@ -467,7 +604,7 @@ def test_a_forced_call_begins_at_once_where_there_are_no_thoughts(
         assert accepts(tag, '{"city": "Rome"}') is not is_open
 
 
-def test_strict_tools_may_follow_thoughts_between_special_tokens(tokenizer):
+def test_strict_tools_may_follow_special_token_reasoning(tokenizer):
     formats = replace(SPECIAL_FORMATS, tools=TOOL_FORMATS["hermes"])
     options = FrontendOptions(reply_formats=formats)
     call = read_chat(FakeBackend(tokenizer).served, options, strict_body())
@@ -476,17 +613,19 @@ def test_strict_tools_may_follow_thoughts_between_special_tokens(tokenizer):
     assert form["elements"][1]["type"] == "triggered_tags"
 
 
-def test_the_largest_grammar_may_follow_thoughts(tokenizer):
-    text = "a" * MAX_GRAMMAR_BYTES
+def test_largest_grammar_may_follow_reasoning(tokenizer):
+    text = "a" * MAX_SENT_BYTES
     body = {"messages": [{"role": "user", "content": "Hi"}], "regex": text}
     options = FrontendOptions(reply_formats=reply_formats("", "think"))
     [generation] = read_chat(FakeBackend(tokenizer).served, options, body).generations
     assert text in generation.request.sampling.grammar.text
 
 
-def test_strict_tools_that_are_too_large_together_are_refused(tokenizer):
-    large = tool("large", {"type": "object", "title": "a" * MAX_GRAMMAR_BYTES})
+def test_oversized_strict_tools_are_rejected(tokenizer):
+    large = tool("large", {"type": "object", "title": "a" * MAX_SENT_BYTES})
     large["function"]["strict"] = True
     options = FrontendOptions(reply_formats=reply_formats("hermes", ""))
-    with pytest.raises(InvalidRequest, match=r"tools: the grammar of strict calls has \d+ bytes"):
+    with pytest.raises(
+        InvalidRequest, match=r"tools: the schemas of the parameters: has \d+ bytes"
+    ):
         read_chat(FakeBackend(tokenizer).served, options, strict_body(tools=[large]))

@@ -1,4 +1,4 @@
-"""Traces, as a collector receives them."""
+"""Traces received by a collector."""
 
 import asyncio
 import gzip
@@ -11,9 +11,9 @@ from aiohttp.test_utils import TestServer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
-from tandem.frontend import tracing
+from tandem.frontend.http import tracing
+from tandem.frontend.http.tracing import Tracing
 from tandem.frontend.options import FrontendOptions, HttpOptions, checked_endpoint
-from tandem.frontend.tracing import Tracing
 from tandem.wire.errors import ConfigInvalid, NoNodeAvailable
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import say
@@ -55,7 +55,7 @@ class Collector:
 
 @pytest.fixture
 async def collector(monkeypatch):
-    # It answers, however busy the machine, and nothing of what is sent to it is given up.
+    # It answers even on a busy machine, so that the exporter drops nothing.
     monkeypatch.setattr(tracing, "_EXPORT_TIMEOUT_S", PATIENCE_S)
     patient = partial(Tracing, shutdown_timeout_s=PATIENCE_S)
     monkeypatch.setattr(tracing, "Tracing", patient)
@@ -68,12 +68,12 @@ def options(collector):
     return FrontendOptions(http=HttpOptions(traces_endpoint=collector.url), service="tandem-test")
 
 
-async def test_a_request_is_one_trace_below_the_callers_span(backend, collector):
+async def test_request_is_one_trace_under_the_parent_span(backend, collector):
     async with serve(backend, options(collector)) as client:
         body = {"text": "Hello", "max_new_tokens": 3}
         async with client.post("/generate", json=body, headers={"traceparent": TRACEPARENT}) as got:
             answer = await got.json()
-    # The app has ended: all of it was sent.
+    # The app has ended, so all spans were sent.
     (root,) = collector.named("POST /generate")
     (generation,) = collector.named("generation")
     assert {span.trace_id.hex() for span in collector.spans} == {TRACE_ID}
@@ -82,7 +82,7 @@ async def test_a_request_is_one_trace_below_the_callers_span(backend, collector)
     phases = [span for span in collector.spans if span.parent_span_id == generation.span_id]
     names = [span.name for span in sorted(phases, key=lambda span: span.start_time_unix_nano)]
     assert names == ["tokenize", "link", "detokenize", "stream"]
-    # Of floating seconds since 1970, which are good for a microsecond.
+    # Floating-point seconds since 1970 have a resolution of a microsecond.
     ends = [span.end_time_unix_nano - 10**4 for span in phases]
     assert max(ends) <= generation.end_time_unix_nano <= root.end_time_unix_nano + 10**6
     facts = {each.key: each.value for each in generation.attributes}
@@ -91,7 +91,7 @@ async def test_a_request_is_one_trace_below_the_callers_span(backend, collector)
     assert collector.services == {"tandem-test"}
 
 
-async def test_a_trace_that_its_caller_does_not_record_is_not_sent(backend, collector):
+async def test_unsampled_trace_is_not_exported(backend, collector):
     async with serve(backend, options(collector)) as client:
         headers = {"traceparent": TRACEPARENT[:-1] + "0"}
         body = {"text": "Hello", "max_new_tokens": 1}
@@ -100,7 +100,7 @@ async def test_a_trace_that_its_caller_does_not_record_is_not_sent(backend, coll
     assert collector.spans == []
 
 
-async def test_a_request_that_failed_says_so(backend, collector):
+async def test_failed_request_has_error_status(backend, collector):
     backend.script = say(NoNodeAvailable("no pair"))
     async with serve(backend, options(collector)) as client:
         assert (await post(client, "/generate", {"text": "Hello"}))[0] == 503
@@ -111,7 +111,7 @@ async def test_a_request_that_failed_says_so(backend, collector):
     assert facts["tandem.outcome"].string_value == "failed"
 
 
-async def test_a_collector_that_hangs_does_not_hold_up_the_end_of_the_app():
+async def test_hanging_collector_does_not_delay_shutdown():
     answers = threading.Event()
 
     class Hangs(SpanProcessor):
@@ -121,7 +121,7 @@ async def test_a_collector_that_hangs_does_not_hold_up_the_end_of_the_app():
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(Hangs())
     app = web.Application()
-    app.cleanup_ctx.append(Tracing(provider, shutdown_timeout_s=0.01).running)
+    app.cleanup_ctx.append(Tracing(provider, shutdown_timeout_s=0.01).lifespan)
     try:
         async with asyncio.timeout(PATIENCE_S):
             async with TestServer(app):
@@ -139,13 +139,13 @@ async def test_a_collector_that_hangs_does_not_hold_up_the_end_of_the_app():
         ("https://[::1]:4318/other", "https://[::1]:4318/other"),
     ],
 )
-def test_an_endpoint_has_the_usual_path_unless_it_says_another(given, read):
+def test_endpoint_gets_the_default_path(given, read):
     assert checked_endpoint(given) == read
 
 
 @pytest.mark.parametrize(
     "given", ["grpc://127.0.0.1:4317", "127.0.0.1:4318", "http://", "http://[::1", "http://a:99999"]
 )
-def test_what_is_no_endpoint_is_refused(given):
+def test_invalid_endpoint_is_rejected(given):
     with pytest.raises(ConfigInvalid, match="4318"):
         checked_endpoint(given)

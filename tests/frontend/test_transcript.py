@@ -1,13 +1,12 @@
-"""From tokens to pieces: however they come, a client gets the same text, ids, log-probabilities and end."""
+"""Tokens to pieces: text, ids, log-probabilities and ending do not depend on how tokens arrive."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.frontend.answering import Answer
-from tandem.frontend.sampling import TextRules
-from tandem.frontend.stops import compile_pattern
-from tandem.frontend.transcript import Piece, Transcript, joined
+from tandem.frontend.apis.answering import CollectedAnswer
+from tandem.frontend.text.stops import TextRules, compile_pattern
+from tandem.frontend.text.transcript import TextPiece, Transcript, join_pieces
 from tandem.telemetry.histogram import Histogram
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Finish
@@ -33,7 +32,7 @@ class Letters:
         return ""
 
 
-class Sink(Answer):
+class Sink(CollectedAnswer):
     """An answer that takes ordinary tokens only while it has room."""
 
     def __init__(self) -> None:
@@ -46,8 +45,8 @@ class Sink(Answer):
         return not self.is_full
 
     @property
-    def whole(self) -> Piece:
-        return joined(self.pieces)
+    def whole(self) -> TextPiece:
+        return join_pieces(self.pieces)
 
 
 def transcript_of(rules, sink) -> Transcript:
@@ -112,14 +111,12 @@ RULES = st.builds(
     RULES,
     st.sets(st.integers(1, 8)),
 )
-def test_neither_the_grouping_of_tokens_nor_their_way_changes_what_a_client_gets(
-    ids, sizes, rules, straight
-):
+def test_pieces_do_not_depend_on_token_grouping_or_path(ids, sizes, rules, straight):
     whole = read([delta(ids, LENGTH, is_told=True)], rules)
     parted = read(in_parts(ids, sizes, is_told=True), rules)
     mixed = read(in_parts(ids, sizes), rules, straight)
     assert told_of(parted) == told_of(mixed) == told_of(whole)
-    # Each log-probability stands beside its own token.
+    # Each log-probability belongs to its token.
     for sink in (whole, parted):
         assert [entry.logprob for entry in sink.whole.logprobs] == [
             -i / 100 for i in sink.whole.token_ids
@@ -129,7 +126,7 @@ def test_neither_the_grouping_of_tokens_nor_their_way_changes_what_a_client_gets
 B = {"stops": ("b",)}
 ABORT, HANDED = Finish(reason="abort"), Finish(reason="handed_off")
 ANY_OF = compile_pattern("[bc]")
-# Behind a first token "a": the last ids and finish, the rules, and the text, reason and match of the end.
+# After a first token "a": the last ids and finish, the rules, and the expected text, reason and match.
 ENDS = {
     "length alone": ([1], LENGTH, {}, "ab", "length", None),
     "a stop with the last token": ([1], LENGTH, B, "a", "stop", "b"),
@@ -147,17 +144,17 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_the_reason_of_the_end_is_what_came_first(name):
+def test_first_ending_determines_the_reason(name):
     ids, finish, rules, *expected = ENDS[name]
     sink = read([delta([0]), delta(ids, finish)], TextRules(**rules))
     assert [sink.whole.text, sink.whole.ending.reason, sink.whole.ending.matched] == expected
 
 
-def test_a_stop_that_the_tap_meets_ends_with_the_next_delta_whatever_that_is():
+def test_stop_in_the_tap_ends_with_the_next_delta():
     sink = Sink()
     transcript = transcript_of(TextRules(stops=("bc",)), sink)
     assert transcript.take(delta([0])).text == "a"
-    assert transcript.take_ordinary([1])  # may yet become the stop
+    assert transcript.take_ordinary([1])  # may still become the stop
     assert not transcript.take_ordinary([2])
     assert not transcript.take_ordinary([0])
     last = transcript.take(delta([2, 0, 0], LENGTH, 2))
@@ -165,7 +162,7 @@ def test_a_stop_that_the_tap_meets_ends_with_the_next_delta_whatever_that_is():
     assert (sink.whole.text, sink.whole.token_ids, transcript.num_tokens) == ("", [1], 3)
 
 
-def test_a_pattern_that_takes_too_long_in_the_tap_fails_the_request():
+def test_slow_pattern_in_the_tap_fails_the_request():
     rules = TextRules(patterns=(compile_pattern("(a+)+x"),))
     transcript = transcript_of(rules, Sink())
     with pytest.raises(InvalidRequest, match="takes too long"):
@@ -174,7 +171,7 @@ def test_a_pattern_that_takes_too_long_in_the_tap_fails_the_request():
                 transcript.take(delta([0], index=index))
 
 
-def test_a_full_sink_is_not_written_to_and_what_it_refused_is_not_lost():
+def test_tokens_for_a_full_sink_are_not_lost():
     sink = Sink()
     transcript = transcript_of(TextRules(), sink)
     sink.is_full = True
@@ -188,7 +185,7 @@ def test_a_full_sink_is_not_written_to_and_what_it_refused_is_not_lost():
     assert (sink.whole.text, transcript.num_tokens) == ("aa", 4)
 
 
-def test_an_event_may_hold_several_tokens_by_either_way():
+def test_stream_interval_applies_to_both_paths():
     parts = [delta([i % 3], LENGTH if i == 9 else None, i) for i in range(10)]
     for straight in ((), range(1, 10)):
         sink = read(parts, TextRules(stream_interval=4), straight)

@@ -1,4 +1,4 @@
-"""Fuzz everything that listens, one target after the other: `python -m tests.fuzz --seconds 60`.
+"""Fuzz everything that listens, and grammars, one target after the other: `python -m tests.fuzz --seconds 60`.
 
 A target fails when it raises, hangs for 25 s or grows beyond 4 GiB; what made it do so is left in
 `--directory`, and `python -m tests.fuzz.target NAME FILE` does it again.
@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-NAMES = ("codec", "inbox", "bootstrap", "kv_port", "kv_file", "http")
+NAMES = ("codec", "inbox", "bootstrap", "kv_port", "http", "grammars")
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def _run(name: str, seconds: int, directory: Path) -> bool:
     corpus = directory / name
     corpus.mkdir(parents=True, exist_ok=True)
     print(f"==> {name}, for {seconds} s, in {corpus}", flush=True)
-    limits = [f"-max_total_time={seconds}", "-timeout=25", "-rss_limit_mb=4096", "-max_len=4096"]
+    limits = [f"-max_total_time={seconds}", "-timeout=120", "-rss_limit_mb=4096", "-max_len=4096"]
     quiet = ["-print_final_stats=1", "-verbosity=1", f"-artifact_prefix={directory}/{name}-"]
     command = [sys.executable, "-m", "tests.fuzz.target", name, *limits, *quiet, str(corpus)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

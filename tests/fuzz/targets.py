@@ -2,36 +2,41 @@
 
 import asyncio
 import contextlib
+import itertools
+import random
 import socket
 import struct
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
-import xxhash
 import zmq
 
+from tandem.engine.grammar.messages import Limits
+from tandem.engine.grammar.processes import Constraint, GrammarProcesses
 from tandem.frontend.app import create_app
-from tandem.frontend.server import listen, serving
+from tandem.frontend.http.server import listen, serving
+from tandem.kvtransfer.agents.sender import SenderTimeouts
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.sender import SenderTimeouts
-from tandem.kvtransfer.transports.base import Permits, Pool
+from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.lanes import open_stream
+from tandem.node.models.checkpoint import resolve_model
 from tandem.wire import hand_off, messages
 from tandem.wire.channel import Codec, Link, wait
-from tandem.wire.errors import MessageInvalid, PeerLost, TransferRefused
-from tandem.wire.generation import Epoch, GenerateRequest, Room, SamplingParams
+from tandem.wire.errors import InvalidRequest, MessageInvalid, Overloaded, PeerLost
+from tandem.wire.generation import Epoch, GenerateRequest, Grammar, Room, SamplingParams
+from tests.engine.random_grammars import random_grammar
 from tests.frontend.fakes import FakeBackend
 from tests.kvtransfer import rig
-from tests.kvtransfer.makers import contributed
 from tests.trust.node_rig import Cluster
 from tests.trust.test_tcp_port import NUM_PAGES, PAGE, ROOM, Port
 
 Target = Callable[[bytes], None]
 UNIONS = (messages.ToEngine, messages.FromEngine, hand_off.ToPrefill, hand_off.FromPrefill)
+# Short, so that a minute has many grammars; the embedded model's token of 64 dashes.
+LIMITS, DASHES = Limits(compile_s=0.2, masks_s=0.2, cpu_s=0.1), 15069
 # Between two frames: msgpack never uses it.
 BETWEEN = b"\xc1"
 REQUEST = GenerateRequest(
@@ -71,7 +76,7 @@ def write_seeds(name: str, directory: str) -> None:
         seeds = [msgspec.msgpack.encode(each) for group in SEEDS.values() for each in group]
     if name == "http":
         seeds = HTTP_SEEDS
-    if name in ("kv_port", "kv_file"):
+    if name == "kv_port":
         seeds = [struct.pack("<qqqq", ROOM, 1, 2 * PAGE, PAGE) + bytes(PAGE)]
     if not Path(directory).is_dir():
         return
@@ -172,31 +177,6 @@ def kv_port() -> Iterator[Target]:
 
 
 @contextlib.contextmanager
-def kv_file() -> Iterator[Target]:
-    """A batch of a peer that knows the directory's secret is refused, or lies inside its grant."""
-    nonce = bytes(16)
-    contributed()
-    from tandem_file.batches import read_batch
-
-    with tempfile.TemporaryDirectory() as directory:
-        permits = Permits(Pool.packed(MemoryRegion.private(PAGE * NUM_PAGES), PAGE, NUM_PAGES))
-        permits.permit(ROOM, [2, 3])
-        path = Path(directory, f"{1:016x}.batch")
-
-        def take(data: bytes) -> None:
-            digest = xxhash.xxh3_128(nonce + path.stem.encode() + data).digest()
-            path.write_bytes(data + digest)
-            with contextlib.suppress(TransferRefused):
-                batch = read_batch(path, nonce)
-                permits.check(Room(batch.room), batch.plan)
-                ends = batch.plan.destination_offset + batch.plan.size_bytes
-                assert batch.plan.destination_offset.min() >= 2 * PAGE
-                assert np.max(ends) <= 4 * PAGE
-
-        yield take
-
-
-@contextlib.contextmanager
 def http() -> Iterator[Target]:
     """A server answers the next client, whatever the last one sent."""
     loop, stop, started = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
@@ -228,13 +208,44 @@ def http() -> Iterator[Target]:
     thread.join()
 
 
+@contextlib.contextmanager
+def grammars() -> Iterator[Target]:
+    """The next grammar is followed, whatever the last one was and whichever tokens were drawn."""
+    model = resolve_model(None, Path.home() / ".cache" / "tandem" / "models")
+    processes = GrammarProcesses(model, 49_152, frozenset({2}))
+    rounds = itertools.count()
+
+    def take(data: bytes) -> None:
+        rng = random.Random(data)
+        processes.limits = LIMITS
+        draw(processes.open(random_grammar(rng), [], lambda: None), rng)
+        processes.limits = Limits()
+        plain = processes.open(Grammar(kind="regex", text=f"{next(rounds)}a*"), [], lambda: None)
+        assert draw(plain, rng) == 9
+
+    yield take
+
+
+def draw(constraint: Constraint, rng: random.Random, num_tokens: int = 9) -> int:
+    """Follow a grammar for some tokens; return how many it allowed. Dashes are a token of 64."""
+    for number in range(num_tokens):
+        try:
+            mask = constraint.mask.result(60)
+        except (InvalidRequest, Overloaded):
+            return number
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        dashes = DASHES in allowed and rng.random() < 0.8
+        constraint.accept(DASHES if dashes else int(rng.choice(allowed)))
+    return num_tokens
+
+
 TARGETS = {
     "codec": codec,
     "inbox": inbox,
     "bootstrap": bootstrap,
     "kv_port": kv_port,
-    "kv_file": kv_file,
     "http": http,
+    "grammars": grammars,
 }
 
 

@@ -1,17 +1,15 @@
 """Whole engines on a GPU: the CPU's tokens in float32, and graphs that change none."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 
-from tandem.engine.attention_backends import choose_backend
+from tandem.engine.attention.backends import choose_backend
 from tandem.engine.config import EngineConfig
-from tandem.engine.core import Engine
-from tandem.engine.cuda_graphs import GraphRunner, is_recording, make_runner
-from tandem.engine.kv_pool import make_pool
-from tandem.engine.launcher import ModelLauncher
-from tandem.engine.model import load_model
+from tandem.engine.execution.cuda_graphs import GraphRunner, is_recording, make_runner
+from tandem.engine.execution.launcher import ModelLauncher
+from tandem.engine.model.loading import load_model
+from tandem.engine.pages.pool import make_pool
+from tandem.engine.scheduling.core import Engine
 from tests.engine.test_core import PAGE, make_engine, prompts
 from tests.one_engine import ask, run
 from tests.tiny_models import CONFIGS
@@ -118,19 +116,3 @@ def test_a_compiled_model_runs_inside_graphs(tiny_model):
     engine = gpu_engine(path, attention_backend="triton", is_compiled=True)
     assert isinstance(engine._launcher._runner, GraphRunner)
     assert generate(engine) == generate(make_engine(path))
-
-
-if find_spec("flashinfer"):
-
-    def test_flashinfer_runs_in_graphs_as_without(tmp_path):
-        from transformers import AutoModelForCausalLM, LlamaConfig
-
-        from tests.tiny_models import SIZES
-
-        torch.manual_seed(0)
-        config = LlamaConfig(**SIZES, head_dim=64)
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-        settings = {"attention_backend": "flashinfer", "dtype": "bfloat16"}
-        with_graphs = gpu_engine(tmp_path, **settings)
-        assert isinstance(with_graphs._launcher._runner, GraphRunner)
-        assert generate(with_graphs) == generate(gpu_engine(tmp_path, is_eager=True, **settings))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tandem.kvtransfer.region import DeviceRegion
-from tandem.node.pool import pool_pages
+from tandem.node.ranks.pool import pool_pages
 
 PAGE_BYTES, NUM_PAGES = 1 << 16, 9
 

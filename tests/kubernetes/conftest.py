@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.kubernetes.control_plane import ControlPlane
-from tests.kubernetes.network import make_network
+from tests.kubernetes.name_server import NameServer, resolv_conf
+from tests.kubernetes.network import make_network, run
 
 PROGRAMS = os.environ.get("KUBEBUILDER_ASSETS", "")
 HELM = os.environ.get("HELM", "helm")
@@ -18,12 +19,16 @@ collect_ignore_glob = [] if PROGRAMS else ["test_*.py"]
 
 @pytest.fixture(scope="session")
 def control_plane(tmp_path_factory):
-    make_network()
     directory = tmp_path_factory.mktemp("control-plane")
+    make_network()
+    # The mount namespace of these tests: the machine keeps its own file.
+    (directory / "resolv.conf").write_text(resolv_conf("default"))
+    run("mount", "--bind", str(directory / "resolv.conf"), "/etc/resolv.conf")
     plane = ControlPlane(Path(PROGRAMS).resolve(), directory)
     try:
         plane.start()
-        yield plane
+        with NameServer(plane.admin):
+            yield plane
     finally:
         plane.stop()
 
@@ -39,6 +44,6 @@ def namespace(control_plane, names):
     name = next(names)
     api = control_plane.admin
     api.create("/api/v1/namespaces", {"metadata": {"name": name}})
-    control_plane.service_account(name, "default")
+    control_plane.wait_for_account(name)
     yield name
     api.delete(f"/api/v1/namespaces/{name}")

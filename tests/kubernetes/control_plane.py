@@ -1,7 +1,7 @@
 """A real control plane: etcd, API server, controller manager and scheduler, in this network namespace.
 
 ```
- etcd ◀── kube-apiserver ◀── kube-controller-manager, kube-scheduler, kubectl, helm, kubelet.py, routers
+ etcd ◀── kube-apiserver ◀── kube-controller-manager, kube-scheduler, kubectl, helm, kubelet.py, name_server.py
 ```
 
 It takes no nodes and runs no pods: `kubelet.py` does.
@@ -12,13 +12,12 @@ import json
 import os
 import ssl
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 from tests.kubernetes.network import GATEWAY, SERVICE_RANGE
-from tests.patience import PATIENCE_S
+from tests.patience import eventually, until
 
 API_PORT = 16443
 ADMIN_TOKEN = "admin-of-these-tests"
@@ -97,7 +96,7 @@ class ControlPlane:
         directory = self._directory
         (directory / "tokens.csv").write_text(f'{ADMIN_TOKEN},admin,admin,"system:masters"\n')
         self._command("openssl", "genrsa", "-out", str(directory / "sa.key"), "2048")
-        self.kubeconfig.write_text(json.dumps(self._kubeconfig(ADMIN_TOKEN)))
+        self.kubeconfig.write_text(json.dumps(self._kubeconfig()))
         self._start(
             "etcd",
             *("--data-dir", str(directory / "etcd"), "--unsafe-no-fsync", "--log-level", "warn"),
@@ -135,11 +134,12 @@ class ControlPlane:
             "--service-account-issuer=https://kubernetes.default.svc",
             *(f"--service-account-{use}-file={directory}/sa.key" for use in ("key", "signing-key")),
         )
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._is_ready():
-            assert time.monotonic() < deadline, self.log("kube-apiserver")
+
+        def is_ready() -> bool:
             assert self._running["kube-apiserver"].poll() is None, self.log("kube-apiserver")
-            time.sleep(0.1)  # another process's state
+            return self._is_ready()
+
+        assert eventually(is_ready, within_s=START_TIMEOUT_S), self.log("kube-apiserver")
 
     def stop(self) -> None:
         for name in reversed(tuple(self._running)):
@@ -150,33 +150,15 @@ class ControlPlane:
 
     @property
     def admin(self) -> Api:
-        return self.as_who_bears(ADMIN_TOKEN)
+        return Api(self.url, self.authority, ADMIN_TOKEN)
 
-    def as_who_bears(self, token: str) -> Api:
-        return Api(self.url, self.authority, token)
-
-    def service_account(self, namespace: str, name: str) -> Path:
-        """Return a directory with the files that Kubernetes gives to the account's pods."""
-        secret = self._token_of(namespace, name)
-        directory = self._directory / "accounts" / namespace / name
-        directory.mkdir(parents=True, exist_ok=True)
-        for entry in ("token", "ca.crt", "namespace"):
-            text = self.kubectl(
-                *("get", "secret", secret, "--namespace", namespace),
-                *("--output", f'go-template={{{{index .data "{entry}" | base64decode}}}}'),
-            )
-            (directory / entry).write_text(text)
-        return directory
-
-    def _token_of(self, namespace: str, name: str) -> str:
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            path = f"/api/v1/namespaces/{namespace}/serviceaccounts"
-            accounts = {one["metadata"]["name"]: one for one in self.admin.get(path)["items"]}
-            if secrets := accounts.get(name, {}).get("secrets"):
-                return secrets[0]["name"]
-            time.sleep(0.1)  # the controller manager's work
-        raise AssertionError(f"no token for {name}")
+    def wait_for_account(self, namespace: str) -> None:
+        """Wait for the namespace's default account, without which no pod can be made."""
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts"
+        until(
+            lambda: any(account.get("secrets") for account in self.admin.get(path)["items"]),
+            what=f"no account in {namespace}",
+        )
 
     def kubectl(self, *argv: str, text: str | None = None) -> str:
         return self._command("kubectl", *argv, text=text)
@@ -195,22 +177,16 @@ class ControlPlane:
         except OSError:  # not there, not ready, or without a certificate yet
             return False
 
-    def _kubeconfig(self, token: str) -> dict:
+    def _kubeconfig(self) -> dict:
         cluster = {"server": self.url, "certificate-authority": str(self.authority)}
         return {
             "apiVersion": "v1",
             "kind": "Config",
             "clusters": [{"name": "here", "cluster": cluster}],
-            "users": [{"name": "who", "user": {"token": token}}],
+            "users": [{"name": "who", "user": {"token": ADMIN_TOKEN}}],
             "contexts": [{"name": "here", "context": {"cluster": "here", "user": "who"}}],
             "current-context": "here",
         }
-
-    def kubeconfig_of(self, token: str) -> Path:
-        """Write a kubeconfig of another user."""
-        file = self._directory / f"kubeconfig-{abs(hash(token))}"
-        file.write_text(json.dumps(self._kubeconfig(token)))
-        return file
 
     def _start(self, program: str, *argv: str) -> None:
         with (self._directory / f"{program}.log").open("a") as log:

@@ -22,12 +22,12 @@ from tests.kubernetes import network
 from tests.kubernetes.containers import RunningContainer
 from tests.kubernetes.control_plane import Api, ApiError, now
 from tests.kubernetes.manifest import Manifest
+from tests.kubernetes.name_server import resolv_conf
 from tests.kubernetes.network import GATEWAY
 from tests.kubernetes.sandbox import Container, Sandbox
 
 PERIOD_S = 0.1
 HOST_RESOURCES = {"cpu": "64", "memory": "512Gi", "pods": "110", "ephemeral-storage": "999Gi"}
-SERVICE_ENV = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
 
 
 class Kubelet:
@@ -181,23 +181,15 @@ class RunningPod:
         return self._is_abandoned or self._grace_s is not None
 
     def _start(self, sandbox: Sandbox, manifest: Manifest, spec: dict) -> Container:
-        hosts = self._directory / "hosts"
-        hosts.write_text(self._hosts())
-        env = {"HOSTNAME": self._name, **SERVICE_ENV}
-        plan = manifest.plan(spec, env, hosts)
+        texts = {
+            "hosts": f"127.0.0.1 localhost\n{self._address} {self._name}\n",
+            "resolv.conf": resolv_conf(self._namespace),
+        }
+        for name, text in texts.items():
+            (self._directory / name).write_text(text)
+        files = {f"/etc/{name}": self._directory / name for name in texts}
+        plan = manifest.plan(spec, {"HOSTNAME": self._name}, files)
         return Container(sandbox, plan, self._directory / f"{spec['name']}.log")
-
-    def _hosts(self) -> str:
-        """Return what a cluster's name server would say of the services of this namespace."""
-        lines = ["127.0.0.1 localhost", f"{self._address} {self._name}"]
-        for service in self._api.get(f"/api/v1/namespaces/{self._namespace}/services")["items"]:
-            name, address = service["metadata"]["name"], service["spec"].get("clusterIP", "None")
-            if address != "None":
-                full = f"{name}.{self._namespace}.svc"
-                lines.append(
-                    f"{address} {name} {name}.{self._namespace} {full} {full}.cluster.local"
-                )
-        return "\n".join([*lines, ""])
 
     def _find(self, kind: str, name: str) -> dict:
         return self._api.get(f"/api/v1/namespaces/{self._namespace}/{kind}/{name}")

@@ -23,7 +23,9 @@ class Manifest:
         self._pod, self._address, self._find, self._directory = pod, address, find, directory
         self._volumes = {one["name"]: one for one in pod["spec"].get("volumes") or []}
 
-    def plan(self, container: dict, common_env: dict[str, str], hosts: Path) -> ContainerPlan:
+    def plan(
+        self, container: dict, common_env: dict[str, str], files: dict[str, Path]
+    ) -> ContainerPlan:
         env = {**common_env, **self._env(container)}
         argv = [*(container.get("command") or ENTRYPOINT), *(container.get("args") or [])]
         security = {
@@ -38,7 +40,7 @@ class Manifest:
         return ContainerPlan(
             argv=[_expanded(part, env) for part in argv],
             env=env,
-            mounts={"/etc/hosts": hosts, **mounts},
+            mounts={**files, **mounts},
             user=security.get("runAsUser", 0),
             group=security.get("runAsGroup", 0),
             is_root_writable=not security.get("readOnlyRootFilesystem", False),

@@ -2,6 +2,8 @@
 
 from tests.kubernetes.control_plane import Api, now
 
+RELEASE = "it"
+
 
 class Pods:
     """Makes pods of one namespace and tells what a kubelet would tell of them."""
@@ -9,14 +11,18 @@ class Pods:
     def __init__(self, api: Api, namespace: str) -> None:
         self._api, self._url = api, f"/api/v1/namespaces/{namespace}/pods"
 
-    def create(self, name: str, role: str, port: int = 7000) -> None:
-        """Make a pod that a host was found for, and nothing runs yet."""
+    def create(self, name: str, role: str) -> None:
+        """Make a scheduled pod with the chart's labels and ports, in which nothing runs yet."""
         ports = [
             {"name": "bootstrap", "containerPort": 8998},
-            {"name": "http", "containerPort": port},
+            {"name": "http", "containerPort": 7000},
         ]
+        labels = {"name": "tandem", "instance": RELEASE, "component": role}
         pod = {
-            "metadata": {"name": name, "labels": {"app": "tandem", "role": role}},
+            "metadata": {
+                "name": name,
+                "labels": {f"app.kubernetes.io/{key}": value for key, value in labels.items()},
+            },
             "spec": {
                 "nodeName": "nowhere",
                 "automountServiceAccountToken": False,
@@ -34,9 +40,6 @@ class Pods:
         self._api.patch(
             f"{self._url}/{name}/status", {"status": {**status, "conditions": conditions}}
         )
-
-    def label(self, name: str, **labels: str | None) -> None:
-        self._api.patch(f"{self._url}/{name}", {"metadata": {"labels": labels}})
 
     def delete(self, name: str) -> dict:
         """Have it told to end; it stays until `forget`. Returns what is known of it."""

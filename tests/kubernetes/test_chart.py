@@ -9,13 +9,14 @@ import subprocess
 import pytest
 
 from tests.e2e.clients import generate
-from tests.e2e.cluster import ask, eventually
+from tests.e2e.cluster import ask
 from tests.e2e.test_rolling_update import NUM_CLIENTS, under_load
 from tests.kubernetes.conftest import CHART, HELM
 from tests.kubernetes.kubelet import Kubelet
+from tests.kubernetes.pods import RELEASE
+from tests.patience import eventually
 
 NAMESPACE = "serving"
-RELEASE = "it"
 TIMEOUT = "600s"  # what is well takes a tenth of it
 VALUES = {
     "model": {"path": "/models/described"},
@@ -117,7 +118,7 @@ def release(control_plane, described_model, tmp_path_factory):
     file = directory / "values.json"
     file.write_text(json.dumps(values))
     control_plane.kubectl("create", "namespace", NAMESPACE)
-    control_plane.service_account(NAMESPACE, "default")
+    control_plane.wait_for_account(NAMESPACE)
     with Kubelet(control_plane.admin, directory) as kubelet:
         one = Release(control_plane, kubelet, str(file))
         one.install()

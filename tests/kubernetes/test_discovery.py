@@ -1,79 +1,88 @@
-"""The source of pods against a real API server: what it knows follows what the server knows."""
+"""Discovery by DNS through the chart's headless Services, against a real endpoints controller."""
 
-import asyncio
+import subprocess
 
 import pytest
+import yaml
 
-from tandem.router.config import KubernetesTarget
-from tandem.router.discovery import KubernetesSource
-from tests.kubernetes.pods import Pods
-from tests.patience import PATIENCE_S
+from tandem.router.config import DnsTarget
+from tandem.router.membership.membership import SourceFailed
+from tandem.router.membership.sources import DnsSource
+from tests.kubernetes.conftest import CHART, HELM
+from tests.kubernetes.name_server import DOMAIN
+from tests.kubernetes.pods import RELEASE, Pods
+from tests.patience import until_async
 
-SELECTOR = "app=tandem,role=decode"
-
-
-async def knows(source: KubernetesSource, *addresses: str) -> None:
-    """Ask again and again until these are all that it finds."""
-    wanted = {f"http://{address}:7000" for address in addresses}
-    async with asyncio.timeout(PATIENCE_S):
-        while {member.url for member in await source.find()} != wanted:  # noqa: ASYNC110 - the API's work
-            await asyncio.sleep(0.05)
+PORTS = {"prefill": 7000, "decode": 7001}
 
 
 @pytest.fixture
-def account(control_plane, namespace):
-    """Files of a service account that may list pods, as a router's pod has them."""
-    common = ("--namespace", namespace)
-    verbs = ("--verb", "list", "--resource", "pods")
-    control_plane.kubectl("create", "serviceaccount", "router", *common)
-    control_plane.kubectl("create", "role", "router", *verbs, *common)
-    bound = ("--role", "router", f"--serviceaccount={namespace}:router")
-    control_plane.kubectl("create", "rolebinding", "router", *bound, *common)
-    return control_plane.service_account(namespace, "router")
+def sources(control_plane, namespace):
+    """What a router resolves, by role; the headless Services are there."""
+    where = (RELEASE, CHART, "--namespace", namespace, "-s", "templates/services.yaml")
+    rendered = subprocess.run(
+        [HELM, "template", *where], capture_output=True, text=True, check=True
+    ).stdout
+    headless = [
+        service
+        for service in yaml.safe_load_all(rendered)
+        if service["spec"].get("clusterIP") == "None"
+    ]
+    control_plane.kubectl("apply", "--filename", "-", text=yaml.safe_dump_all(headless))
+    return {
+        role: DnsSource(
+            DnsTarget(f"{RELEASE}-tandem-{role}.{namespace}.svc.{DOMAIN}.", PORTS[role], role)
+        )
+        for role in PORTS
+    }
 
 
-def source_of(control_plane, account, selector=SELECTOR) -> KubernetesSource:
-    target = KubernetesTarget(api_url=control_plane.url, account_dir=str(account))
-    return KubernetesSource(target, "decode", selector)
+async def found(source: DnsSource) -> set[str]:
+    try:
+        return {member.url for member in await source.find()}
+    except SourceFailed:  # the name has no address
+        return set()
 
 
-async def test_a_pod_is_a_node_from_when_it_runs_until_it_is_told_to_end(
-    control_plane, namespace, account
-):
-    pods, source = Pods(control_plane.admin, namespace), source_of(control_plane, account)
+async def has(source: DnsSource, *urls: str) -> None:
+    """Resolve again and again until these are all the nodes."""
+
+    async def are_found() -> bool:
+        return await found(source) == set(urls)
+
+    await until_async(are_found)
+
+
+async def test_a_pod_is_a_node_while_it_loads_serves_and_drains(control_plane, namespace, sources):
+    pods, source = Pods(control_plane.admin, namespace), sources["decode"]
     pods.create("first", "decode")
-    await knows(source)
-    pods.run("first", "10.244.9.1", ready=False)  # the router sees by itself that it serves
-    await knows(source, "10.244.9.1")
-    pods.create("other-role", "prefill")
-    pods.run("other-role", "10.244.9.2")
     pods.create("second", "decode")
-    pods.run("second", "10.244.9.3")
-    await knows(source, "10.244.9.1", "10.244.9.3")
+    pods.run("second", "10.244.9.3", ready=True)
+    await has(source, "http://10.244.9.3:7001")
+    pods.run("first", "10.244.9.1", ready=False)
+    await has(source, "http://10.244.9.1:7001", "http://10.244.9.3:7001")
     pods.run("first", "10.244.9.1", ready=True)
-
-    ending = pods.delete("first")
-    assert ending["metadata"]["deletionTimestamp"]
-    assert {one["status"] for one in ending["status"]["conditions"]} == {"True"}, "ready still"
-    await knows(source, "10.244.9.3")
+    assert pods.delete("first")["metadata"]["deletionTimestamp"]
+    pods.run("first", "10.244.9.1", ready=False)  # /health is 503 during a drain
+    pods.create("third", "decode")
+    pods.run("third", "10.244.9.4")  # the controller has seen the drain once this one is there
+    await has(source, *(f"http://10.244.9.{index}:7001" for index in (1, 3, 4)))
     pods.forget("first")
-    pods.create("first", "decode")  # as a StatefulSet names the one after it
-    pods.run("first", "10.244.9.4")
-    await knows(source, "10.244.9.3", "10.244.9.4")
+    await has(source, "http://10.244.9.3:7001", "http://10.244.9.4:7001")
 
 
-async def test_labels_decide_at_any_time_who_is_a_node(control_plane, namespace, account):
-    pods, source = Pods(control_plane.admin, namespace), source_of(control_plane, account)
-    prefills = source_of(control_plane, account, "app=tandem,role=prefill")
-    for index in (1, 2):
-        pods.create(f"pod-{index}", "decode")
-        pods.run(f"pod-{index}", f"10.244.9.{index}")
-    await knows(source, "10.244.9.1", "10.244.9.2")
-    pods.label("pod-1", role="prefill")
-    await knows(source, "10.244.9.2")
-    await knows(prefills, "10.244.9.1")
-    pods.label("pod-1", role="decode")
-    await knows(prefills)
-    await knows(source, "10.244.9.1", "10.244.9.2")
-    pods.label("pod-2", app=None)
-    await knows(source, "10.244.9.1")
+async def test_each_role_has_a_name_of_its_own(control_plane, namespace, sources):
+    pods = Pods(control_plane.admin, namespace)
+    pods.create("one", "prefill")
+    pods.run("one", "10.244.9.1")
+    pods.create("other", "decode")
+    pods.run("other", "10.244.9.2")
+    await has(sources["prefill"], "http://10.244.9.1:7000")
+    await has(sources["decode"], "http://10.244.9.2:7001")
+    [member] = await sources["prefill"].find()
+    assert (member.role, member.bootstrap_port) == ("prefill", None)
+
+
+async def test_a_name_without_pods_does_not_resolve(sources):
+    with pytest.raises(SourceFailed, match="not known"):
+        await sources["decode"].find()

@@ -19,7 +19,7 @@ from tandem.kvtier.spec import parse_tier
 from tandem.kvtier.tier import TierFailed
 from tandem.wire.errors import ConfigInvalid
 from tests.kvtier.fakes import PAGE_BYTES, SPACE, FakePool, content, keys, views
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, Clock
 
 FILE_BYTES = HEADER_BYTES + PAGE_BYTES
 SECOND_NS = 10**9
@@ -80,7 +80,7 @@ def put_aged(tier, tmp_path, of) -> None:
         age(path_of(tmp_path, key), 1000 - number)
 
 
-def test_what_one_node_puts_another_gets(open_tier):
+def test_page_stored_by_one_node_is_read_by_another(open_tier):
     one, other, of = open_tier(), open_tier(), keys(5)
     assert put(one, of[:3]) == 3
     assert got(other, of) == contents(of[:3])
@@ -89,14 +89,14 @@ def test_what_one_node_puts_another_gets(open_tier):
     assert one.load().store == other.load().store != ""
 
 
-def test_files_are_for_their_user_alone(open_tier, tmp_path):
+def test_files_are_accessible_to_their_owner_only(open_tier, tmp_path):
     put(open_tier(), keys(2))
     top = tmp_path / "kv" / "tandem-kv-1"
     assert {p.stat().st_mode & 0o777 for p in top.rglob("*") if p.is_file()} == {0o600}
     assert {p.stat().st_mode & 0o777 for p in [top, *top.rglob("*")] if p.is_dir()} == {0o700}
 
 
-def test_a_store_is_told_apart_by_directory_and_by_what_its_keys_have_in_common(tmp_path):
+def test_store_id_depends_on_directory_and_page_space(tmp_path):
     def store(path, space):
         tier = DiskTier(path, FILE_BYTES, FakePool(), space)
         tier.close()
@@ -174,9 +174,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("spoil", WRONG)
-def test_what_is_no_whole_and_right_page_is_counted_removed_and_not_given_out(
-    open_tier, tmp_path, spoil
-):
+def test_corrupted_page_is_counted_removed_and_not_lent(open_tier, tmp_path, spoil):
     tier, of = open_tier(), keys(3)
     put(tier, of)
     spoil(path_of(tmp_path, of[1]))
@@ -187,7 +185,7 @@ def test_what_is_no_whole_and_right_page_is_counted_removed_and_not_given_out(
     assert got(tier, of) == contents(of)
 
 
-def test_a_folder_in_the_place_of_a_page_is_a_miss(open_tier, tmp_path):
+def test_folder_with_the_name_of_a_page_is_a_miss(open_tier, tmp_path):
     tier, of = open_tier(), keys(2)
     put(tier, of)
     path_of(tmp_path, of[1]).unlink()
@@ -196,7 +194,7 @@ def test_a_folder_in_the_place_of_a_page_is_a_miss(open_tier, tmp_path):
     assert tier.load().num_corrupted == 1
 
 
-def test_a_page_is_not_seen_before_it_is_whole(open_tier, tmp_path, monkeypatch):
+def test_partially_written_page_is_a_miss(open_tier, tmp_path, monkeypatch):
     tier, of = open_tier(), keys(1)
     begun, go = threading.Event(), threading.Event()
     real = Path.rename
@@ -219,7 +217,7 @@ def test_a_page_is_not_seen_before_it_is_whole(open_tier, tmp_path, monkeypatch)
     assert files(tmp_path) == [path_of(tmp_path, of[0])]
 
 
-def test_what_writers_that_died_left_behind_is_removed_after_an_hour(open_tier, tmp_path):
+def test_temporary_files_of_dead_writers_are_removed_after_an_hour(open_tier, tmp_path):
     tier, of = open_tier(), keys(1)
     put(tier, of)
     folder = path_of(tmp_path, of[0]).parent
@@ -236,7 +234,7 @@ def test_what_writers_that_died_left_behind_is_removed_after_an_hour(open_tier, 
     assert tier.load().num_pages == 1
 
 
-def test_the_least_recently_used_goes_first_down_to_the_limit(open_tier, tmp_path):
+def test_least_recently_used_pages_are_evicted_down_to_the_limit(open_tier, tmp_path):
     tier, of = open_tier(num_pages=3), [keys(1, first_token=i)[0] for i in range(5)]
     put_aged(tier, tmp_path, of[:3])
     tier.scan()
@@ -248,7 +246,7 @@ def test_the_least_recently_used_goes_first_down_to_the_limit(open_tier, tmp_pat
     assert (load.num_evicted, load.num_bytes) == (2, 3 * FILE_BYTES)
 
 
-def test_what_is_over_the_limit_at_the_start_goes(open_tier, tmp_path):
+def test_pages_over_the_limit_at_start_are_evicted(open_tier, tmp_path):
     of = keys(6)
     put(open_tier(), of)
     for number, key in enumerate(of):  # the kernel's clock is too coarse for distinct mtimes
@@ -290,7 +288,7 @@ def stuck(monkeypatch, of) -> list[str]:
     return names
 
 
-def test_what_cannot_be_removed_is_not_counted_as_free(open_tier, tmp_path, monkeypatch):
+def test_file_that_cannot_be_removed_is_not_counted_as_free(open_tier, tmp_path, monkeypatch):
     tier, of = open_tier(num_pages=3), [keys(1, first_token=i)[0] for i in range(5)]
     put_aged(tier, tmp_path, of[:3])
     tier.scan()
@@ -307,9 +305,7 @@ def test_what_cannot_be_removed_is_not_counted_as_free(open_tier, tmp_path, monk
     assert not path_of(tmp_path, of[0]).exists()
 
 
-def test_a_directory_from_which_nothing_can_be_removed_does_not_grow(
-    open_tier, tmp_path, monkeypatch
-):
+def test_directory_without_removable_files_does_not_grow(open_tier, tmp_path, monkeypatch):
     tier, of, new = open_tier(num_pages=3), keys(3), keys(3, first_token=9)
     put(tier, of)
     stuck(monkeypatch, of)
@@ -320,7 +316,7 @@ def test_a_directory_from_which_nothing_can_be_removed_does_not_grow(
     assert got(tier, of) == contents(of)
 
 
-def test_what_another_node_used_lately_is_not_evicted(open_tier, tmp_path):
+def test_page_recently_used_by_another_node_is_not_evicted(open_tier, tmp_path):
     one, other, of = open_tier(num_pages=2), open_tier(num_pages=2), keys(1) + keys(2, 9)
     put_aged(one, tmp_path, of[:2])
     one.scan()
@@ -330,9 +326,9 @@ def test_what_another_node_used_lately_is_not_evicted(open_tier, tmp_path):
     assert not path_of(tmp_path, of[1]).exists()
 
 
-def test_a_use_is_noted_for_others_once_a_minute(open_tier, tmp_path):
+def test_mtime_is_refreshed_at_most_once_a_minute(open_tier, tmp_path):
     now_s = time.time()
-    tier, of = open_tier(clock=lambda: now_s), keys(1)
+    tier, of = open_tier(clock=Clock(now_s)), keys(1)
     put(tier, of)
     path = path_of(tmp_path, of[0])
     age(path, 30, now_s)
@@ -345,7 +341,7 @@ def test_a_use_is_noted_for_others_once_a_minute(open_tier, tmp_path):
     assert path.stat().st_mtime_ns > before
 
 
-def test_the_journal_follows_what_comes_and_goes(open_tier, tmp_path):
+def test_journal_follows_puts_and_evictions(open_tier, tmp_path):
     tier, of = open_tier(num_pages=2), keys(2)
     names = {name for key in of for name in key.blocks}
     put(tier, of)
@@ -376,9 +372,7 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
-def test_a_disk_that_is_full_before_the_limit_has_others_evicted(
-    open_tier, tmp_path, monkeypatch, error
-):
+def test_full_disk_below_the_limit_evicts_other_pages(open_tier, tmp_path, monkeypatch, error):
     tier, old, new = open_tier(), keys(6), keys(3, first_token=9)
     put(tier, old)
     FullDisk(monkeypatch, tmp_path, 6, error)
@@ -388,16 +382,9 @@ def test_a_disk_that_is_full_before_the_limit_has_others_evicted(
     assert tier.load().num_evicted == 4
 
 
-def test_a_disk_that_stays_full_is_not_written_to_for_a_while_and_read_all_the_same(
-    open_tier, tmp_path, monkeypatch
-):
+def test_disk_that_stays_full_pauses_writes_but_not_reads(open_tier, tmp_path, monkeypatch):
     # Later than the files' mtimes, but by less than TOUCH_S, so that no mtime is refreshed.
-    now = [time.time() + 50]
-
-    def clock():
-        now[0] += 0.001
-        return now[0]
-
+    clock = Clock(time.time() + 50, per_read_s=0.001)
     tier, of, new = open_tier(clock=clock), keys(6), keys(2, first_token=9)
     put(tier, of)
     full = FullDisk(monkeypatch, tmp_path, -1)
@@ -407,31 +394,31 @@ def test_a_disk_that_stays_full_is_not_written_to_for_a_while_and_read_all_the_s
     assert not [p for p in files(tmp_path) if p.name.startswith(".")]
     full.room = 100
     assert put(tier, new) == 0
-    now[0] += disk.FULL_S
+    clock.now_s += disk.FULL_S
     assert put(tier, new) == 2
     assert tier.load().state == "up"
 
 
-def test_a_path_that_cannot_be_a_directory_is_refused_with_what_to_do(tmp_path):
+def test_path_that_is_not_a_directory_is_rejected_with_remedy(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing")):
-        with pytest.raises(ConfigInvalid, match="specify a directory that the node's user may"):
+        with pytest.raises(ConfigInvalid, match="use a directory that the node's user may"):
             DiskTier(path, FILE_BYTES, FakePool(), SPACE)
 
 
-def test_a_directory_that_everybody_writes_to_is_refused(open_tier, tmp_path):
+def test_world_writable_directory_is_rejected(open_tier, tmp_path):
     open_tier()
     (tmp_path / "kv" / "tandem-kv-1").chmod(0o777)
     with pytest.raises(ConfigInvalid, match="chmod 700"):
         open_tier()
 
 
-def test_a_limit_below_one_page_is_refused(tmp_path):
-    with pytest.raises(ConfigInvalid, match=f"a page of KV takes {FILE_BYTES} bytes"):
+def test_limit_below_one_page_is_rejected(tmp_path):
+    with pytest.raises(ConfigInvalid, match=f"a KV page takes {FILE_BYTES} bytes"):
         DiskTier(tmp_path, FILE_BYTES - 1, FakePool(), SPACE)
 
 
-def test_a_mount_that_hangs_at_the_start_is_refused(tmp_path, monkeypatch):
+def test_mount_that_hangs_at_start_is_rejected(tmp_path, monkeypatch):
     go = threading.Event()
     monkeypatch.setattr(disk, "START_S", 0.01)
     monkeypatch.setattr(disk.PageDirectory, "__init__", lambda *_: go.wait(PATIENCE_S) and None)
@@ -440,9 +427,7 @@ def test_a_mount_that_hangs_at_the_start_is_refused(tmp_path, monkeypatch):
     go.set()
 
 
-def test_a_directory_that_goes_away_is_neither_read_nor_written_until_it_is_back(
-    open_tier, tmp_path, monkeypatch
-):
+def test_unmounted_directory_is_not_used_until_it_is_back(open_tier, tmp_path, monkeypatch):
     tier, of = open_tier(), keys(2)
     put(tier, of)
     # Like a mount point without its mount: another device, and empty.
@@ -458,7 +443,7 @@ def test_a_directory_that_goes_away_is_neither_read_nor_written_until_it_is_back
     assert got(tier, of) == contents(of)
 
 
-def test_a_directory_that_was_emptied_by_hand_begins_anew(open_tier, tmp_path):
+def test_manually_emptied_directory_is_used_again(open_tier, tmp_path):
     tier, of = open_tier(), keys(2)
     put(tier, of)
     store = tier.load().store
@@ -472,7 +457,7 @@ def test_a_directory_that_was_emptied_by_hand_begins_anew(open_tier, tmp_path):
     assert got(tier, of) == contents(of)
 
 
-def test_a_page_that_another_node_removes_while_it_is_read_is_a_miss(open_tier, monkeypatch):
+def test_page_removed_by_another_node_during_read_is_a_miss(open_tier, monkeypatch):
     tier, of = open_tier(), keys(2)
     put(tier, of)
 
@@ -485,7 +470,7 @@ def test_a_page_that_another_node_removes_while_it_is_read_is_a_miss(open_tier, 
 
 
 @pytest.mark.parametrize("error", [errno.ESTALE, errno.ENOTCONN, errno.EMFILE])
-def test_a_file_system_that_does_not_answer_costs_no_page(open_tier, tmp_path, monkeypatch, error):
+def test_file_system_error_loses_no_buffers(open_tier, tmp_path, monkeypatch, error):
     tier, of = open_tier(), keys(2)
     put(tier, of)
     real = os.open
@@ -524,7 +509,7 @@ WRITER = textwrap.dedent(
 )
 
 
-def test_many_processes_share_a_directory_a_limit_and_a_name(tmp_path, open_tier):
+def test_processes_share_a_directory_a_limit_and_a_store_id(tmp_path, open_tier):
     path, limit = tmp_path / "kv", 12 * FILE_BYTES
     command = [sys.executable, "-c", WRITER, str(path), str(limit)]
     writers = [

@@ -29,7 +29,7 @@ def names(of):
     return {name for key in of for name in key.blocks}
 
 
-def test_what_was_put_is_lent_byte_for_byte():
+def test_stored_page_is_lent_byte_for_byte():
     tier, of = tier_of(4), keys(3)
     assert tier.put(of, views(of)) == 3
     assert tier.put(of, views(of)) == 0
@@ -37,7 +37,7 @@ def test_what_was_put_is_lent_byte_for_byte():
     assert [bytes(page) for page in loan.pages] == [content(key) for key in of]
 
 
-def test_not_a_byte_over_the_limit_is_taken():
+def test_memory_stays_within_the_limit():
     pool = FakePool()
     tier = HostTier(pool, 4 * PAGE_BYTES + PAGE_BYTES - 1)
     assert pool.num_host_bytes == 4 * PAGE_BYTES
@@ -49,8 +49,8 @@ def test_not_a_byte_over_the_limit_is_taken():
     assert pool.num_host_bytes == 4 * PAGE_BYTES
 
 
-def test_a_limit_below_one_page_is_refused_at_the_start():
-    with pytest.raises(ConfigInvalid, match=f"a page of KV takes {PAGE_BYTES} bytes"):
+def test_limit_below_one_page_is_rejected_at_start():
+    with pytest.raises(ConfigInvalid, match=f"a KV page takes {PAGE_BYTES} bytes"):
         HostTier(FakePool(), PAGE_BYTES - 1)
 
 
@@ -61,7 +61,7 @@ def test_parents_outlive_their_children():
     assert kept(tier, run) == [True, True, False, False]
 
 
-def test_what_was_used_longest_ago_goes_first():
+def test_least_recently_used_page_is_evicted_first():
     tier, old, young, new = tier_of(4), keys(2), keys(2, first_token=7), keys(2, first_token=9)
     tier.put(old, views(old))
     tier.put(young, views(young))
@@ -70,7 +70,7 @@ def test_what_was_used_longest_ago_goes_first():
     assert kept(tier, old + young + new) == [True, True, False, False, True, True]
 
 
-def test_lent_pages_are_neither_evicted_nor_written():
+def test_lent_pages_are_neither_evicted_nor_overwritten():
     tier, run = tier_of(2), keys(2)
     tier.put(run, views(run))
     loan = tier.get(run)
@@ -81,7 +81,7 @@ def test_lent_pages_are_neither_evicted_nor_written():
     assert tier.put(other, views(other)) == 2
 
 
-def test_the_journal_follows_what_comes_and_goes():
+def test_journal_follows_puts_and_evictions():
     tier, run, other = tier_of(4), keys(4), keys(2, first_token=7)
     tier.put(run, views(run))
     assert set(tier.journal.since(0).added) == names(run)
@@ -92,7 +92,7 @@ def test_the_journal_follows_what_comes_and_goes():
     assert set(changes.added) == names(other)
 
 
-def test_a_page_is_not_seen_before_all_its_bytes_are_there(monkeypatch):
+def test_partially_copied_page_is_a_miss(monkeypatch):
     tier, run = tier_of(4), keys(1)
     begun, go = threading.Event(), threading.Event()
 
@@ -113,7 +113,7 @@ def test_a_page_is_not_seen_before_all_its_bytes_are_there(monkeypatch):
     assert num_kept(tier, run) == 1
 
 
-def test_a_put_that_fails_gives_its_slots_back():
+def test_failed_put_frees_its_slots():
     tier, run = tier_of(2), keys(2)
     with pytest.raises(ValueError, match="broadcast"):
         tier.put(run, [views(run)[0], memoryview(bytes(PAGE_BYTES - 1))])
@@ -126,7 +126,7 @@ ACTIONS = st.tuples(st.sampled_from(["put", "get", "close"]), st.integers(0, 3),
 
 @settings(deadline=None)
 @given(st.lists(ACTIONS, max_size=60))
-def test_lent_pages_stay_what_they_were_and_no_slot_is_lost(actions):
+def test_lent_pages_do_not_change_and_no_slot_is_lost(actions):
     tier, loans = tier_of(5), []
     for action, which, num in actions:
         run = keys(num, first_token=which)

@@ -14,7 +14,7 @@ from tandem.kvtier.tier import TierFailed
 from tests.certificates import make_certificates
 from tests.kvtier.pool import PAGE_BYTES, SPACE, SmallPool, some_keys, some_pages
 from tests.kvtier.redis_server import RedisServer, Relay, a_folder, a_server
-from tests.patience import PATIENCE_S, patiently
+from tests.patience import PATIENCE_S, Clock, patiently
 
 ENTRY_BYTES = HEADER_BYTES + PAGE_BYTES
 # Timeout of calls that must time out. On a busy machine healthy calls may exceed it too: tests retry them.
@@ -89,7 +89,7 @@ def told(tier) -> set[int]:
 # Storing and finding pages.
 
 
-def test_what_one_node_puts_another_gets(server, tier_at):
+def test_page_stored_by_one_node_is_read_by_another(server, tier_at):
     one, other = tier_at(server.url), tier_at(server.tcp_url)
     keys, pages = some_keys(100), some_pages(100)
     assert one.put(keys, pages) == 100
@@ -99,7 +99,7 @@ def test_what_one_node_puts_another_gets(server, tier_at):
     assert other.load().num_pages == 100
 
 
-def test_pages_behind_one_that_is_not_there_are_not_given(server, tier_at):
+def test_pages_after_a_missing_one_are_not_lent(server, tier_at):
     tier = tier_at(server.url)
     keys, pages = some_keys(600), some_pages(600)
     tier.put(keys, pages)
@@ -109,7 +109,7 @@ def test_pages_behind_one_that_is_not_there_are_not_given(server, tier_at):
     assert not told(tier) & set(keys[530].blocks)
 
 
-def test_what_is_there_is_not_written_again(server, tier_at):
+def test_stored_page_is_not_written_again(server, tier_at):
     keys, pages = some_keys(8), some_pages(8)
     assert tier_at(server.url).put(keys[:5], pages[:5]) == 5
     assert tier_at(server.url).put(keys, pages) == 3
@@ -117,9 +117,7 @@ def test_what_is_there_is_not_written_again(server, tier_at):
     assert b"calls=9," in server.ask("INFO", "commandstats").partition(b"cmdstat_set:")[2]
 
 
-def test_memory_that_cannot_be_had_in_the_middle_of_a_get_loses_no_piece(
-    server, tier_at, monkeypatch
-):
+def test_allocation_failure_during_get_loses_no_buffers(server, tier_at, monkeypatch):
     tier, keys, pages = tier_at(server.url), some_keys(4), some_pages(4)
     tier.put(keys, pages)
     left, take = [1, 1], tier._memory.take
@@ -138,7 +136,7 @@ def test_memory_that_cannot_be_had_in_the_middle_of_a_get_loses_no_piece(
     assert got(tier, keys) == pages
 
 
-def test_many_threads_may_call_it_at_once(server, tier_at):
+def test_concurrent_calls_of_many_threads(server, tier_at):
     tier = tier_at(server.url)
     runs = [(some_keys(20, str(seed)), some_pages(20, seed)) for seed in range(8)]
 
@@ -151,7 +149,7 @@ def test_many_threads_may_call_it_at_once(server, tier_at):
         assert all(pool.map(put_and_get, runs * 3))
 
 
-def test_entries_go_when_nobody_asks_for_them_in_time(server, tier_at):
+def test_unused_entries_expire_after_their_ttl(server, tier_at):
     tier, keys = tier_at(f"{server.url}?ttl=1000"), some_keys(4)
     tier.put(keys, some_pages(4))
 
@@ -169,7 +167,7 @@ def test_entries_go_when_nobody_asks_for_them_in_time(server, tier_at):
 # The store's identity.
 
 
-def test_nodes_that_find_nothing_of_each_others_are_told_apart(server, tier_at):
+def test_nodes_with_different_page_spaces_have_different_store_ids(server, tier_at):
     other = type(SPACE)("another model", SPACE.kv_dtype, SPACE.page_size)
     tiers = [tier_at(server.url), tier_at(server.url, space=other)]
     for tier in tiers:
@@ -178,7 +176,7 @@ def test_nodes_that_find_nothing_of_each_others_are_told_apart(server, tier_at):
 
 
 @pytest.mark.parametrize("how", ["restarted", "flushed"])
-def test_a_store_that_was_emptied_is_another_and_nothing_is_known_to_be_there(server, tier_at, how):
+def test_emptied_store_gets_a_new_id_and_known_pages_are_forgotten(server, tier_at, how):
     tier, keys, pages = tier_at(server.url), some_keys(8), some_pages(8)
     tier.put(keys, pages)
     before = tier.load().store
@@ -212,7 +210,7 @@ def test_a_store_that_was_emptied_is_another_and_nothing_is_known_to_be_there(se
     ],
     ids=["bit", "header", "of another", "short", "long", "ten", "empty", "thrice", "a list"],
 )
-def test_a_value_that_is_not_what_was_put_is_removed_and_not_given_out(server, tier_at, spoil):
+def test_corrupted_value_is_removed_and_not_lent(server, tier_at, spoil):
     tier, keys, pages = tier_at(server.url), some_keys(4), some_pages(4)
     tier.put(keys, pages)
     entries = [header_of(key, page) + page for key, page in zip(keys, pages, strict=True)]
@@ -231,7 +229,7 @@ def test_a_value_that_is_not_what_was_put_is_removed_and_not_given_out(server, t
 
 
 @pytest.mark.parametrize("wrong", [b"short", None])
-def test_a_value_of_another_length_or_kind_is_none_and_is_written_anew(server, tier_at, wrong):
+def test_value_of_wrong_length_or_type_is_a_miss_and_is_rewritten(server, tier_at, wrong):
     tier, keys, pages = tier_at(server.url), some_keys(3), some_pages(3)
     if wrong is None:
         server.ask("LPUSH", entry_key(keys[0]), "no string")
@@ -246,10 +244,10 @@ def test_a_value_of_another_length_or_kind_is_none_and_is_written_anew(server, t
 # A server that rejects writes.
 
 
-def test_a_full_server_is_read_from_and_tried_again_later(tier_at):
-    now = 0.0
+def test_full_server_is_still_read_and_written_again_later(tier_at):
+    clock = Clock()
     with a_server("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
-        tier = make_redis(server.url, timeout_s=PATIENCE_S, clock=lambda: now)
+        tier = make_redis(server.url, timeout_s=PATIENCE_S, clock=clock)
         keys, pages = some_keys(200), some_pages(200)
         num_taken = tier.put(keys, pages)
         assert 0 < num_taken < 200
@@ -257,13 +255,13 @@ def test_a_full_server_is_read_from_and_tried_again_later(tier_at):
         assert got(tier, keys) == pages[:num_taken]
         server.ask("CONFIG", "SET", "maxmemory", "0")
         assert tier.put(keys, pages) == 0
-        now += FULL_PAUSE_S
+        clock.now_s += FULL_PAUSE_S
         assert tier.load().state == "up"
         assert tier.put(keys, pages) == 200 - num_taken
         tier.close()
 
 
-def test_a_server_that_evicts_is_never_full(tier_at):
+def test_evicting_server_is_never_full(tier_at):
     with a_server("--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru") as server:
         tier, keys, pages = tier_at(server.url), some_keys(300), some_pages(300)
         for first in range(0, 300, 20):
@@ -273,7 +271,7 @@ def test_a_server_that_evicts_is_never_full(tier_at):
         assert tier.load().num_pages < 300
 
 
-def test_a_replica_is_the_same_store_and_only_read_from(server, tier_at):
+def test_replica_has_the_same_store_id_and_is_only_read(server, tier_at):
     primary, keys, pages = tier_at(server.url), some_keys(4), some_pages(4)
     primary.put(keys, pages)
     server.ask("CONFIG", "SET", "repl-diskless-sync-delay", "0")
@@ -293,7 +291,7 @@ def test_a_replica_is_the_same_store_and_only_read_from(server, tier_at):
 # A server that is unreachable.
 
 
-def test_a_dead_server_fails_and_one_that_came_back_does_not(server, tier_at):
+def test_dead_server_fails_and_restarted_server_works(server, tier_at):
     tier, keys, pages = tier_at(server.url), some_keys(4), some_pages(4)
     tier.put(keys, pages)
     server.kill()
@@ -304,7 +302,7 @@ def test_a_dead_server_fails_and_one_that_came_back_does_not(server, tier_at):
     assert tier.put(keys, pages) == 4
 
 
-def test_a_server_that_hangs_fails_in_time_and_its_late_answer_is_for_nobody(server, tier_at):
+def test_hanging_server_times_out_and_its_late_reply_is_discarded(server, tier_at):
     tier = tier_at(server.tcp_url, timeout_s=SOON_S)
     keys, pages = some_keys(8), some_pages(8)
     tier_at(server.tcp_url).put(keys, pages)
@@ -320,7 +318,7 @@ def test_a_server_that_hangs_fails_in_time_and_its_late_answer_is_for_nobody(ser
 
 
 @pytest.mark.parametrize("how", ["cut_after", "stops_after"])
-def test_pages_that_came_whole_are_given_when_the_rest_does_not_come(server, tier_at, how):
+def test_complete_pages_are_lent_when_the_rest_does_not_arrive(server, tier_at, how):
     keys, pages = some_keys(8), some_pages(8)
     tier_at(server.url).put(keys, pages)
     with Relay(server) as relay:
@@ -339,7 +337,7 @@ def test_pages_that_came_whole_are_given_when_the_rest_does_not_come(server, tie
         assert tier.load().num_corrupted == 0
 
 
-def test_a_write_that_is_cut_leaves_no_part_of_a_page(server, tier_at):
+def test_interrupted_write_stores_no_partial_page(server, tier_at):
     keys, pages = some_keys(200), some_pages(200)
     with Relay(server) as relay:
         tier = tier_at(f"redis://127.0.0.1:{relay.port}")
@@ -354,7 +352,7 @@ def test_a_write_that_is_cut_leaves_no_part_of_a_page(server, tier_at):
     assert tier.load().num_corrupted == 0
 
 
-def test_a_server_that_loads_its_data_fails_until_it_has_it(server, tier_at):
+def test_server_fails_while_it_loads_its_data(server, tier_at):
     keys, draw = some_keys(1), random.Random(0)
     before = tier_at(server.url)
     # Enough values for a slow start; each is so large that the server serves clients after it.
@@ -382,7 +380,7 @@ def test_a_server_that_loads_its_data_fails_until_it_has_it(server, tier_at):
         ("", False),
     ],
 )
-def test_only_who_has_the_password_gets_in_and_nobody_is_told_it(tier_at, login, is_right, capfd):
+def test_password_is_required_and_never_shown(tier_at, login, is_right, capfd):
     with a_server("--requirepass", "let-me@in") as server:
         tier = tier_at(f"redis://{login}@127.0.0.1:{server.port}/0")
         keys = some_keys(1)
@@ -398,7 +396,7 @@ def test_only_who_has_the_password_gets_in_and_nobody_is_told_it(tier_at, login,
         assert not re.search("let-me|secret", said)
 
 
-def test_an_account_with_no_more_rights_than_documented_is_enough(server, tier_at):
+def test_account_with_the_documented_rights_suffices(server, tier_at):
     rights = "~tandem:kv:* +get +set +strlen +del +expire +select +dbsize"
     server.ask("ACL", "SETUSER", "tandem", "on", ">pw", *rights.split())
     tier = tier_at(f"redis://tandem:pw@127.0.0.1:{server.port}/2?ttl=60")
@@ -407,7 +405,7 @@ def test_an_account_with_no_more_rights_than_documented_is_enough(server, tier_a
     assert got(tier, keys) == pages
 
 
-def test_an_account_that_may_only_read_reads(server, tier_at):
+def test_read_only_account_can_read(server, tier_at):
     keys, pages = some_keys(4), some_pages(4)
     tier_at(server.url).put(keys, pages)
     rights = "~tandem:kv:* +get +strlen +dbsize"
@@ -418,7 +416,7 @@ def test_an_account_that_may_only_read_reads(server, tier_at):
     assert tier.load().state == "full"
 
 
-def test_over_tls_the_server_shows_a_certificate_that_is_trusted(server, tier_at, tmp_path):
+def test_tls_verifies_the_server_certificate(server, tier_at, tmp_path):
     made = make_certificates(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(made.cert, made.key)

@@ -22,11 +22,11 @@ from tests.kvtier.fakes import SPACE, FakePool
         ("host:4096", 4096),
     ],
 )
-def test_a_size_is_read_as_people_write_it(text, limit_bytes):
+def test_size_units_are_parsed(text, limit_bytes):
     assert parse_tier(text).limit_bytes == limit_bytes
 
 
-def test_a_path_may_have_colons():
+def test_path_may_contain_colons():
     spec = parse_tier("disk:/mnt/a:b:200GiB")
     assert (spec.kind, spec.path, spec.limit_bytes) == ("disk", "/mnt/a:b", 200 << 30)
 
@@ -34,13 +34,13 @@ def test_a_path_may_have_colons():
 @pytest.mark.parametrize(
     ("text", "advice"),
     [
-        ("host", "is not a size; specify one such as"),
+        ("host", "is not a size; use one such as"),
         ("host:0", "is not a size"),
         ("host:8XB", "is not a size"),
         ("host:-1", "is not a size"),
         ("disk:/path", "disk:PATH:SIZE"),
         ("disk:/path:large", "is not a size"),
-        ("floppy:1MB", "there is no such tier; give host:SIZE"),
+        ("floppy:1MB", "there is no such tier; use host:SIZE"),
         ("redis:6379", "there is no such tier"),
         ("redis://:p@ss/word@h", "whole number"),
         ("floppy://drive", "there is no such tier"),
@@ -48,12 +48,12 @@ def test_a_path_may_have_colons():
         ("", "there is no such tier"),
     ],
 )
-def test_what_is_no_tier_is_refused_with_what_to_give(text, advice):
+def test_invalid_tier_is_rejected_with_remedy(text, advice):
     with pytest.raises(ConfigInvalid, match=advice):
         parse_tier(text)
 
 
-def test_no_password_is_shown():
+def test_password_is_not_shown():
     spec = parse_tier("redis://user:secret@h:1/2")
     assert "secret" not in repr(spec) + spec.text
     assert "h:1/2" in spec.text
@@ -66,18 +66,18 @@ def test_no_password_is_shown():
     assert "secret" not in str(refused.value)
 
 
-def test_each_tier_has_a_name_of_its_own():
+def test_tier_names_are_unique():
     specs = parse_tiers(["host:1GiB", "disk:/a:1GiB", "disk:/b:2GiB", "redis://h"])
     assert [spec.name for spec in specs] == ["host", "disk", "disk2", "redis"]
 
 
 @pytest.mark.parametrize("twice", [["host:1GiB", "host:2GiB"], ["disk:/a:1GiB", "disk:/a:2GiB"]])
-def test_a_tier_is_given_once(twice):
+def test_repeated_tier_is_rejected(twice):
     with pytest.raises(ConfigInvalid, match="specified twice"):
         parse_tiers(twice)
 
 
-def test_a_tier_is_made_of_what_was_given(tmp_path):
+def test_make_tier_opens_the_specified_tier(tmp_path):
     host = make_tier(parse_tier("host:1MiB"), FakePool(), SPACE)
     assert isinstance(host, HostTier)
     assert host.load().limit_bytes == 1 << 20
@@ -86,13 +86,13 @@ def test_a_tier_is_made_of_what_was_given(tmp_path):
     disk.close()
 
 
-def test_a_store_without_its_package_names_what_to_install(monkeypatch):
+def test_missing_store_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tandem.kvtier.redis", None)
     with pytest.raises(ConfigInvalid, match=r"pip install 'tandem-serve\[redis\]'"):
         parse_tier("redis://h")
 
 
-def test_an_installed_package_brings_a_tier_for_its_scheme(tmp_path, monkeypatch):
+def test_installed_package_adds_a_tier_for_its_scheme(tmp_path, monkeypatch):
     (tmp_path / "floppy_tier.py").write_text(
         "from tandem.kvtier.host import HostTier\n"
         "def parse_url(url): pass\n"
@@ -127,7 +127,7 @@ def test_an_installed_package_brings_a_tier_for_its_scheme(tmp_path, monkeypatch
         ),
     ],
 )
-def test_a_redis_url_gives_a_connections_options_and_is_shown_without_a_login(url, shown, options):
+def test_redis_url_sets_connection_options_and_is_shown_without_login(url, shown, options):
     address = parse_url(url)
     assert address.shown == shown
     assert options.items() <= address.options.items()
@@ -136,10 +136,10 @@ def test_a_redis_url_gives_a_connections_options_and_is_shown_without_a_login(ur
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
+    ("url", "message"),
     [
-        ("redis://", "names no host"),
-        ("redis:///0", "names no host"),
+        ("redis://", "has no host"),
+        ("redis:///0", "has no host"),
         ("redis://:sec/ret@store", "%2F"),
         ("redis://:secret@store:port", "no valid host and port"),
         ("redis://:secret@store/zero", "the database"),
@@ -148,12 +148,12 @@ def test_a_redis_url_gives_a_connections_options_and_is_shown_without_a_login(ur
         ("redis://:secret@store?limit=8GiB", "maxmemory"),
         ("redis://:secret@store?timeout=3", "no option 'timeout', only password_file, ttl"),
         ("redis://:secret@store?ca=/a", "no option 'ca'"),
-        ("redis://:secret@store?password_file=/a", "not both"),
+        ("redis://:secret@store?password_file=/a", "use one of them"),
         ("redis://store?password_file=/nobody/has/this", "cannot be read"),
-        ("unix://run/redis.sock", "whole path"),
+        ("unix://run/redis.sock", "no absolute path"),
     ],
 )
-def test_a_wrong_redis_url_is_refused_with_what_to_give_and_without_its_password(url, says):
-    with pytest.raises(ConfigInvalid, match=re.escape(says)) as refusal:
+def test_invalid_redis_url_is_rejected_without_showing_its_password(url, message):
+    with pytest.raises(ConfigInvalid, match=re.escape(message)) as refusal:
         parse_url(url)
     assert "secret" not in refusal.value.message

@@ -1,7 +1,6 @@
 """The stack on real threads, with healthy and with faulty tiers."""
 
 import random
-import threading
 import time
 from collections import Counter
 
@@ -25,26 +24,17 @@ from tests.kvtier.fakes import (
     failing,
     keys,
 )
-from tests.patience import PATIENCE_S, patiently
+from tests.patience import PATIENCE_S, until
 
 # Timeout of calls that must time out.
 SOON_S = 0.2
 
 
-def wait_for(is_so) -> None:
-    """Poll until a condition of another thread holds; there is no event to wait for."""
-    for _ in patiently():
-        if is_so():
-            return
-        threading.Event().wait(0.001)
-    raise AssertionError("it never came so far")
-
-
-def test_a_tier_that_keeps_failing_is_left_alone_twice_as_long_each_time_up_to_a_limit():
+def test_breaker_doubles_its_pause_after_each_failure_up_to_a_limit():
     breaker, now_s = guard.Breaker(), 1000.0
     for number in range(12):
-        breaker.failed(now_s)
-        breaker.failed(now_s)  # of a call that was under way: not counted again
+        breaker.record_failure(now_s)
+        breaker.record_failure(now_s)  # of a call that was already running: not counted again
         longest_s = min(guard.BREAKER_MAX_S, guard.BREAKER_FIRST_S * 2**number)
         assert longest_s / 2 <= breaker.until_s - now_s <= longest_s
         assert not breaker.allows(breaker.until_s - 0.001)
@@ -52,11 +42,11 @@ def test_a_tier_that_keeps_failing_is_left_alone_twice_as_long_each_time_up_to_a
         assert breaker.allows(now_s)
     breaker.is_up = True  # a failure long after is the first of its kind
     now_s += guard.BREAKER_MAX_S + 1
-    breaker.failed(now_s)
+    breaker.record_failure(now_s)
     assert breaker.until_s - now_s <= guard.BREAKER_FIRST_S
 
 
-def test_each_tier_is_asked_for_what_those_before_it_lack():
+def test_each_tier_is_searched_for_the_pages_that_faster_tiers_lack():
     fast, slow = FakeTier("fast"), FakeTier("slow")
     of = keys(5)
     fast.keep(of[:2])
@@ -74,7 +64,7 @@ def test_each_tier_is_asked_for_what_those_before_it_lack():
     assert not slow.num_open
 
 
-def test_all_pieces_of_a_long_prefix_count_for_the_tier_that_brought_them(monkeypatch):
+def test_all_pieces_of_a_long_prefix_count_for_their_tier(monkeypatch):
     monkeypatch.setattr(stack, "MAX_PUT_BYTES", 4 * PAGE_BYTES)
     tier = FakeTier("tier")
     of = keys(10)
@@ -86,7 +76,7 @@ def test_all_pieces_of_a_long_prefix_count_for_the_tier_that_brought_them(monkey
         assert rig.stack.loads()[0].hit_tokens == 9 * PAGE_SIZE
 
 
-def test_what_a_slower_tier_brought_is_put_into_the_faster_ones():
+def test_pages_from_a_slower_tier_are_put_into_faster_tiers():
     fast, middle, slow = FakeTier("fast"), FakeTier("middle"), FakeTier("slow")
     of = keys(3)
     slow.keep(of)
@@ -96,11 +86,11 @@ def test_what_a_slower_tier_brought_is_put_into_the_faster_ones():
         assert middle.was_put.wait(PATIENCE_S)
         assert fast.store == middle.store == slow.store
         assert not slow.num_calls["put"]
-        rig.stack.abandon(1)
-        wait_for(lambda: not slow.num_open)
+        rig.stack.cancel(1)
+        until(lambda: not slow.num_open)
 
 
-def test_pages_are_read_off_the_pool_once_and_put_into_every_tier():
+def test_saved_pages_are_read_once_and_put_into_every_tier():
     fast, slow = FakeTier("fast"), FakeTier("slow")
     of = keys(4)
     with Rig(fast, slow) as rig:
@@ -121,7 +111,7 @@ def is_not_probed(monkeypatch):
 
 
 @pytest.mark.usefixtures("is_not_probed")
-def test_a_tier_that_hangs_delays_a_fetch_to_its_time_limit_and_what_was_there_counts():
+def test_hanging_tier_delays_fetch_until_timeout_and_earlier_pages_are_kept():
     fast, slow = FakeTier("fast"), FakeTier("slow")
     of = keys(3)
     fast.keep(of[:1])
@@ -138,12 +128,12 @@ def test_a_tier_that_hangs_delays_a_fetch_to_its_time_limit_and_what_was_there_c
         # The late answer has no request, and its memory is freed only now.
         assert rig.stack._fetch_budget.num_used == 2
         hanging.end()
-        wait_for(lambda: not rig.stack._fetch_budget.num_used)
+        until(lambda: not rig.stack._fetch_budget.num_used)
         assert not slow.num_open
 
 
 @pytest.mark.parametrize("call", ["get", "put"])
-def test_a_tier_that_hangs_in_a_long_fetch_leaves_memory_for_the_others(monkeypatch, call):
+def test_hanging_tier_in_a_long_fetch_leaves_memory_for_other_tiers(monkeypatch, call):
     monkeypatch.setattr(stack, "MAX_PUT_BYTES", 16 * PAGE_BYTES)
     fast, slow = FakeTier("fast"), FakeTier("slow")
     of = keys(64)
@@ -151,13 +141,13 @@ def test_a_tier_that_hangs_in_a_long_fetch_leaves_memory_for_the_others(monkeypa
     hanging = Hanging(fast, call)
     with Rig(fast, slow, timeout_s=5 * SOON_S, max_pages=64) as rig:
         assert rig.fetch(of).num_pages == (64 if call == "put" else 0)
-        rig.stack.abandon(1)
-        wait_for(lambda: rig.stack._fetch_budget.num_used <= 64 // 3)
+        rig.stack.cancel(1)
+        until(lambda: rig.stack._fetch_budget.num_used <= 64 // 3)
         rig.stack.fetch(2, of[:32])
         assert rig.next().num_pages >= 16
-        rig.stack.abandon(2)
+        rig.stack.cancel(2)
         hanging.end()
-        wait_for(lambda: not rig.stack._fetch_budget.num_used)
+        until(lambda: not rig.stack._fetch_budget.num_used)
 
 
 class SlowTier(FakeTier):
@@ -168,19 +158,19 @@ class SlowTier(FakeTier):
         return super().get(of[:1])
 
 
-def test_what_came_before_the_time_limit_counts():
+def test_pages_read_before_the_timeout_are_kept():
     tier = SlowTier("tier")
     of = keys(3)
     tier.keep(of)
     with Rig(tier, timeout_s=8 * SOON_S) as rig:
         assert rig.fetch(of) == Fetched(1, 1, {"tier": 1})
-        rig.stack.abandon(1)
+        rig.stack.cancel(1)
         load = rig.stack.loads()[0]
         assert (load.late_tokens, load.missed_tokens, load.state) == (2 * PAGE_SIZE, 0, "up")
 
 
 @pytest.mark.usefixtures("is_not_probed")
-def test_a_tier_whose_threads_all_hang_delays_one_more_request(monkeypatch):
+def test_tier_with_all_threads_hanging_delays_one_more_request(monkeypatch):
     monkeypatch.setattr(guard, "NUM_READERS", 2)
     fast, tier = FakeTier("fast"), FakeTier("tier")
     hanging = Hanging(tier, "get")
@@ -200,7 +190,7 @@ def test_a_tier_whose_threads_all_hang_delays_one_more_request(monkeypatch):
 
 @pytest.mark.usefixtures("is_not_probed")
 @pytest.mark.parametrize("error", [TierFailed("away"), KeyError(1), SystemExit(3), OSError(5)])
-def test_whatever_a_tier_raises_the_next_one_is_asked(error):
+def test_next_tier_is_searched_after_any_exception(error):
     bad, good = FakeTier("bad"), FakeTier("good")
     of = keys(2)
     good.keep(of)
@@ -211,7 +201,7 @@ def test_whatever_a_tier_raises_the_next_one_is_asked(error):
         assert bad.num_calls["get"] == 1  # no further call until its pause is over
 
 
-def test_a_tier_that_comes_back_is_found_without_a_request():
+def test_recovered_tier_is_detected_by_probes():
     tier = FakeTier("tier")
     of = keys(2)
     tier.keep(of)
@@ -219,12 +209,12 @@ def test_a_tier_that_comes_back_is_found_without_a_request():
     with Rig(tier) as rig:
         assert rig.fetch(of) == Fetched(1, 0, {})
         tier.before = lambda call: None
-        wait_for(lambda: rig.stack.loads()[0].state == "up")
+        until(lambda: rig.stack.loads()[0].state == "up")
         assert rig.fetch(of, 2) == Fetched(2, 2, {"tier": 2})
 
 
 @pytest.mark.usefixtures("is_not_probed")
-def test_a_page_of_another_length_is_not_given_out():
+def test_page_of_wrong_length_is_not_lent():
     bad, good = FakeTier("bad", page_bytes=PAGE_BYTES - 1), FakeTier("good")
     of = keys(2)
     bad.keep(of)
@@ -236,7 +226,7 @@ def test_a_page_of_another_length_is_not_given_out():
 
 
 @pytest.mark.usefixtures("is_not_probed")
-def test_a_tier_that_takes_nothing_is_still_read():
+def test_tier_that_rejects_writes_is_still_read():
     tier = FakeTier("tier")
     of = keys(2)
     tier.keep(of)
@@ -250,30 +240,30 @@ def test_a_tier_that_takes_nothing_is_still_read():
         others = keys(1, first_token=7)
         assert rig.stack.save(1, others, rig.pool.fill(others))
         assert rig.next() == Saved(1)
-        wait_for(lambda: rig.stack.loads()[0].state == "full")
+        until(lambda: rig.stack.loads()[0].state == "full")
         assert not rig.stack.save(2, others, [0])
         assert rig.fetch(of) == Fetched(1, 2, {"tier": 2})
 
 
-def test_a_put_that_hangs_leaves_memory_to_the_other_tiers(monkeypatch):
+def test_hanging_put_leaves_memory_for_other_tiers(monkeypatch):
     monkeypatch.setattr(guard, "PUT_LIMIT_S", SOON_S)
     slow, good = FakeTier("slow"), FakeTier("good")
     hanging = Hanging(slow, "put")
     with Rig(slow, good, max_pages=9) as rig:
         for number in range(6):
             of = keys(2, first_token=number)
-            wait_for(lambda: rig.stack._save_budget.num_used <= 7)
+            until(lambda: rig.stack._save_budget.num_used <= 7)
             assert rig.stack.save(number, of, rig.pool.fill(of))
             assert rig.next() == Saved(number)
-            wait_for(lambda of=of: of[1].digest in good.store)
-        wait_for(lambda: rig.stack.loads()[0].state == "full")
+            until(lambda of=of: of[1].digest in good.store)
+        until(lambda: rig.stack.loads()[0].state == "full")
         assert rig.stack._memory.num_lent <= 3 + 2
         hanging.end()
-        wait_for(lambda: not rig.stack._save_budget.num_used)
+        until(lambda: not rig.stack._save_budget.num_used)
         assert rig.stack.loads()[0].state == "up"
 
 
-def test_saves_wait_for_a_tier_that_does_not_keep_up_here_or_at_the_caller():
+def test_saves_wait_in_stack_or_caller_for_a_slow_tier():
     slow = FakeTier("slow")
     hanging = Hanging(slow, "put")
     with Rig(slow, max_pages=8) as rig:
@@ -287,11 +277,11 @@ def test_saves_wait_for_a_tier_that_does_not_keep_up_here_or_at_the_caller():
         assert not rig.has_more()
         hanging.end()
         assert rig.next() == Saved(3)
-        wait_for(lambda: not rig.stack._save_budget.num_used)
+        until(lambda: not rig.stack._save_budget.num_used)
     assert slow.store.keys() == {key.digest for key in keys(8) + patient}
 
 
-def test_a_copy_into_the_pool_that_fails_is_told_and_gives_its_memory_back():
+def test_failed_copy_into_the_pool_is_reported_and_frees_its_memory():
     tier = FakeTier("tier")
     of = keys(2)
     tier.keep(of)
@@ -304,22 +294,22 @@ def test_a_copy_into_the_pool_that_fails_is_told_and_gives_its_memory_back():
         rig.fetch(of)
         rig.stack.place(1, [1, 2])
         assert rig.next() == Placed(1, False)
-        wait_for(lambda: not tier.num_open)
+        until(lambda: not tier.num_open)
         assert not rig.stack.loads()[0].hit_tokens
 
 
-def test_an_abandoned_fetch_gives_its_memory_back_even_if_it_was_over():
+def test_cancelled_fetch_frees_its_memory_even_after_fetched():
     tier = FakeTier("tier")
     of = keys(2)
     tier.keep(of)
     with Rig(tier) as rig:
         rig.stack.fetch(1, of)
-        wait_for(rig.has_more)
-        rig.stack.abandon(1)
-        wait_for(lambda: not tier.num_open)
+        until(rig.has_more)
+        rig.stack.cancel(1)
+        until(lambda: not tier.num_open)
 
 
-def test_fetches_for_which_there_is_no_memory_wait_in_line():
+def test_fetches_without_memory_wait_in_order():
     tier = FakeTier("tier")
     of = keys(8)
     tier.keep(of)
@@ -329,19 +319,19 @@ def test_fetches_for_which_there_is_no_memory_wait_in_line():
         rig.stack.fetch(3, of[:1])
         time.sleep(0.05)  # long enough for a get, if there were memory
         assert not rig.has_more()
-        rig.stack.abandon(1)
+        rig.stack.cancel(1)
         assert rig.next() == Fetched(2, 5, {"tier": 5})
         assert rig.next() == Fetched(3, 1, {"tier": 1})
 
 
-def test_more_pages_than_memory_is_there_for_are_fetched_as_far_as_it_goes():
+def test_fetch_larger_than_memory_returns_the_pages_that_fit():
     tier = FakeTier("tier")
     tier.keep(keys(8))
     with Rig(tier, max_pages=5) as rig:
         assert rig.fetch(keys(8)) == Fetched(1, 5, {"tier": 5})
 
 
-def test_close_leaves_a_tier_that_hangs_behind(monkeypatch):
+def test_close_does_not_wait_for_a_hanging_tier(monkeypatch):
     monkeypatch.setattr("tandem.kvtier.stack.CLOSE_S", 0.05)
     tier, good = FakeTier("tier"), FakeTier("good")
     tier.keep(keys(2))
@@ -352,14 +342,14 @@ def test_close_leaves_a_tier_that_hangs_behind(monkeypatch):
         assert hanging.begun.wait(PATIENCE_S)
         of = keys(1, first_token=5)
         rig.stack.save(2, of, rig.pool.fill(of))
-    wait_for(lambda: tier.is_closed and good.is_closed)  # each on its own thread
+    until(lambda: tier.is_closed and good.is_closed)  # each on its own thread
     before = [bytes(page) for page in rig.pool.pages]
     hanging.end()
     assert not rig.events()
     assert [bytes(page) for page in rig.pool.pages] == before
 
 
-def test_pages_that_left_the_pool_come_back_from_memory_and_after_a_restart_from_disk(tmp_path):
+def test_evicted_pages_return_from_memory_and_after_restart_from_disk(tmp_path):
     of, pool = keys(6), FakePool()
     file_bytes = HEADER_BYTES + PAGE_BYTES
 
@@ -372,7 +362,7 @@ def test_pages_that_left_the_pool_come_back_from_memory_and_after_a_restart_from
     with Rig(*tiers()) as rig:
         assert rig.stack.save(1, of, rig.pool.fill(of))
         assert rig.next() == Saved(1)
-        wait_for(lambda: not rig.stack._save_budget.num_used)
+        until(lambda: not rig.stack._save_budget.num_used)
         assert rig.fetch(of, 2) == Fetched(2, 6, {"host": 4, "disk": 2})
         rig.stack.place(2, range(10, 16))
         assert rig.next() == Placed(2, True)
@@ -384,7 +374,7 @@ def test_pages_that_left_the_pool_come_back_from_memory_and_after_a_restart_from
         assert rig.pool.pages[:6] == [bytearray(content(key)) for key in of]
         host, disk = rig.stack.loads()
         assert (host.hit_tokens, disk.hit_tokens) == (0, 6 * PAGE_SIZE)
-        wait_for(lambda: rig.stack.loads()[0].num_pages == 4)
+        until(lambda: rig.stack.loads()[0].num_pages == 4)
         names = {name for key in of for name in key.blocks}
         assert set(rig.stack.journals()["disk"].since(0).added) == names
 
@@ -414,7 +404,7 @@ class FaultyTier(FakeTier):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_each_ask_is_told_of_once_and_all_memory_goes_back_whatever_tiers_do(seed, monkeypatch):
+def test_each_call_is_reported_once_and_all_memory_is_freed_with_random_tiers(seed, monkeypatch):
     monkeypatch.setattr(guard, "BREAKER_FIRST_S", 0.01)
     draw = random.Random(seed)
     tiers = [FaultyTier(name, seed + i) for i, name in enumerate(["fast", "middle", "slow"])]
@@ -422,11 +412,11 @@ def test_each_ask_is_told_of_once_and_all_memory_goes_back_whatever_tiers_do(see
     for tier in tiers:
         tier.keep(of[: draw.randrange(13)])
     told, awaited = Counter(), Counter()
-    abandoned, found = set(), []
+    cancelled, found = set(), []
 
     def look(rig):
         for event in rig.events():
-            if isinstance(event, Fetched) and event.number in abandoned:
+            if isinstance(event, Fetched) and event.number in cancelled:
                 continue
             told[type(event), event.number] += 1
             if isinstance(event, Fetched):
@@ -441,33 +431,33 @@ def test_each_ask_is_told_of_once_and_all_memory_goes_back_whatever_tiers_do(see
                 rig.stack.fetch(number, of[: draw.randrange(1, 13)])
                 awaited[Fetched, number] = 1
                 if draw.random() < 0.2:
-                    rig.stack.abandon(number)
-                    abandoned.add(number)
+                    rig.stack.cancel(number)
+                    cancelled.add(number)
             look(rig)
             while found:
                 event = found.pop()
                 if draw.random() < 0.3:
-                    rig.stack.abandon(event.number)
+                    rig.stack.cancel(event.number)
                 else:
                     pages = range(20, 20 + event.num_pages)
                     rig.stack.place(event.number, pages)
                     awaited[Placed, event.number] = 1
             time.sleep(0.003)
-        for number in abandoned:
+        for number in cancelled:
             del awaited[Fetched, number]
 
         def is_over():
             look(rig)
             while found:
-                rig.stack.abandon(found.pop().number)
+                rig.stack.cancel(found.pop().number)
             return told == awaited
 
-        wait_for(is_over)
-        wait_for(lambda: not rig.stack._fetch_budget.num_used)
-        wait_for(lambda: not rig.stack._save_budget.num_used)
+        until(is_over)
+        until(lambda: not rig.stack._fetch_budget.num_used)
+        until(lambda: not rig.stack._save_budget.num_used)
         assert not rig.stack._memory.num_lent
         # A failed tier is probed periodically, independently of requests, until it answers.
-        wait_for(lambda: not any(tier.num_open for tier in tiers))
+        until(lambda: not any(tier.num_open for tier in tiers))
         # The pool contains only content that was stored under its key.
         assert all(
             bytes(rig.pool.pages[20 + i]) in {content(of[i]), bytes(PAGE_BYTES)} for i in range(12)

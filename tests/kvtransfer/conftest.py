@@ -1,4 +1,4 @@
-"""What the tests of hand-offs begin with. Connections that are well get all the time they need to be made."""
+"""Fixtures of the hand-off tests. Healthy connections get generous timeouts."""
 
 from contextlib import ExitStack
 

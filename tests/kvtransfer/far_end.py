@@ -1,4 +1,4 @@
-"""A decode pool in a process of its own, for tests that kill or stop it, or its writer.
+"""A decode pool in a separate process, for tests that kill or stop it or its writer.
 
 `far_end listen NAME` prints its offer and permits page 0 ... 7 to room 1.
 `far_end write NAME` reads an offer and writes to it for ever, page after page.

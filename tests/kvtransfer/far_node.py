@@ -1,6 +1,6 @@
-"""A prefill or a decode node without a model, in a process of its own: tests kill it, stop it, cut it off.
+"""A prefill or decode node without a model in a separate process, which tests kill, stop or cut off.
 
-`far_node prefill|decode TRANSPORT HOST DIRECTORY calm|alert` takes (method, arguments) from the connection that is its
+`far_node prefill|decode TRANSPORT HOST calm|alert` takes (method, arguments) from the connection that is its
 standard input, and sends dicts: `event` is what its agent reports to its role, or an answer. It owns its pages as a
 role does, in a `KVCache`. A calm node takes no silence for a loss: it stays linked to whoever is alive on a machine
 that is slow. An alert one is as nodes are by default.
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tandem.engine.kv_cache import KVCache
-from tandem.kvtransfer.events import Landed, Lost, PushDone, Released
+from tandem.engine.pages.kv_cache import KVCache
+from tandem.kvtransfer.events import PushDone, RoomLanded, RoomLost, RoomReleased
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import TransportConfig
@@ -56,10 +56,10 @@ class FarNode:
         mood: `alert` where a test is about silence.
     """
 
-    def __init__(self, kind, transport, directory, host="127.0.0.1", namespace="", mood="calm"):
+    def __init__(self, kind, transport, host="127.0.0.1", namespace="", mood="calm"):
         self._link, theirs = Pipe()
         self.kind, self.host, self.port, self.region = kind, host, 0, ""
-        argv = [__name__, kind, transport, host, str(directory), mood]
+        argv = [__name__, kind, transport, host, mood]
         self.process = Forked(argv, stdin=theirs.fileno(), namespace=namespace)
         theirs.close()
         self._kept = []
@@ -117,7 +117,7 @@ def begin_push(prefill, decode, room):
     """Request a room of both, and return when bytes are landing and go on doing so."""
     prefill.do("push", room)
     decode.do("request", room, prefill.host, prefill.port)
-    prefill.hear("Granted", room)
+    prefill.hear("RoomGranted", room)
     decode.hear("Bytes", room)
 
 
@@ -126,7 +126,7 @@ def hand_off(prefill, decode, room):
     begin_push(prefill, decode, room)
     prefill.do("finish", room)
     prefill.hear("PushDone", room)
-    assert decode.hear("Landed", room)["is_equal"]
+    assert decode.hear("RoomLanded", room)["is_equal"]
 
 
 # ── the process ──────────────────────────────────────────────────────────────────────────────────
@@ -229,7 +229,7 @@ class PrefillNode(Node):
         self.agent.finish(Room(room), 9, 77)
 
     def take(self, event):
-        if isinstance(event, PushDone | Released):
+        if isinstance(event, PushDone | RoomReleased):
             self.pool.release(self.pages.pop(event.room))
 
 
@@ -260,10 +260,10 @@ class DecodeNode(Node):
 
     def take(self, event):
         pages = self.pages[event.room]
-        if isinstance(event, Lost):
+        if isinstance(event, RoomLost):
             return self.pool.quarantine(pages)
         facts = {}
-        if isinstance(event, Landed):
+        if isinstance(event, RoomLanded):
             facts["is_equal"] = bool((self.memory[pages] == prompt()).all())
             self.pool.land(pages)
             self.pool.release(pages)
@@ -276,9 +276,9 @@ class DecodeNode(Node):
         return facts
 
 
-def main(kind, transport, host, directory, mood):
+def main(kind, transport, host, mood):
     link = Connection(sys.stdin.fileno())
-    allowed = all_transports(transport, TransportConfig(host=host, directory=directory))
+    allowed = all_transports(transport, TransportConfig(host=host))
     heartbeat = {"calm": CALM, "alert": DEFAULT_HEARTBEAT}[mood]
     {"prefill": PrefillNode, "decode": DecodeNode}[kind](link, allowed, host, heartbeat).run()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Memory files in the part of a GPU: another process opens them by a handle and maps them."""
+"""Memory files that simulate GPU memory: a different process opens them by a handle and maps them."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""CUDA's driver in the part of `CudaPool`, over the host's memory."""
+"""A fake of the CUDA driver functions that `CudaPool` uses, over host memory."""
 
 import ctypes
 

@@ -1,8 +1,6 @@
-"""Every transport that can be tried here, made as tests need it: built-in ones, and those of `contrib/`."""
+"""Factories of every transport that works on this machine: built-in ones, and those of `contrib/`."""
 
-import os
 import sys
-import tempfile
 import tomllib
 from functools import cache
 from importlib.metadata import EntryPoint
@@ -15,9 +13,6 @@ from tandem.kvtransfer.transports.registry import BUILT_IN, GROUP, transports
 from tandem.wire.errors import ConfigInvalid
 from tests.kvtransfer.host_device import HostDevice
 from tests.loopback import LoopbackTransport
-
-DIRECTORY = "TANDEM_TEST_DIRECTORY"
-"""Names the environment variable that tells transport `file` where to work."""
 
 
 @cache
@@ -40,15 +35,13 @@ def all_transports(name: str, config: TransportConfig) -> list[Transport]:
 def cross_process() -> tuple[str, ...]:
     """Return the names of those that can write a pool of CPU memory here."""
     names = (*BUILT_IN, *(entry.name for entry in contributed()))
-    with tempfile.TemporaryDirectory() as directory:
-        config = TransportConfig(directory=directory)
-        return tuple(name for name in names if _can_listen(name, config))
+    return tuple(name for name in names if _can_listen(name))
 
 
-def _can_listen(name: str, config: TransportConfig) -> bool:
+def _can_listen(name: str) -> bool:
     with MemoryRegion.shared(4096, "probe") as region:
         try:
-            all_transports(name, config)[0].listen(Pool.packed(region, 4096, 1)).close()
+            all_transports(name, TransportConfig())[0].listen(Pool.packed(region, 4096, 1)).close()
         except ConfigInvalid:
             return False
     return True
@@ -65,5 +58,4 @@ def make(name: str) -> Transport:
         return LoopbackTransport()
     if name == "cuda_ipc":
         return CudaIpcTransport(memory=HostDevice())
-    config = TransportConfig(directory=os.environ.get(DIRECTORY, ""))
-    return all_transports(name, config)[0]
+    return all_transports(name, TransportConfig())[0]

@@ -1,28 +1,28 @@
-"""Both agents in one process, over a real wire, and peers of theirs that do what a test says."""
+"""Both agents in one process over a real wire, and scripted peers for each."""
 
 import os
 import threading
-import time
 from collections import defaultdict
 
 import numpy as np
 
-from tandem.kvtransfer.events import Granted, Landed, PushDone
+from tandem.kvtransfer.events import PushDone, RoomGranted, RoomLanded
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports.base import Pool
 from tandem.wire import hand_off
-from tandem.wire.channel import Inbox, Link, Waker, wait
-from tandem.wire.errors import PeerLost
+from tandem.wire.channel import Waker, wait
 from tandem.wire.generation import Epoch, Room
 from tests.agents import decode_agent, prefill_agent
 from tests.calm import CALM
+from tests.conformance.played import Address
+from tests.conformance.played_decode import PlayedDecode
+from tests.conformance.played_prefill import PlayedPrefill
 from tests.loopback import (
     LoopbackConnection,
     LoopbackListener,
     LoopbackTransport,
 )
-from tests.patience import PATIENCE_S, patiently
+from tests.patience import PATIENCE_S, Clock, eventually, patiently
 
 ROOM = Room(42)
 PROMPT_PAGES = [3, 1, 7, 8]
@@ -48,16 +48,6 @@ def layout(**changes):
 OWN_NAME = f"agents-{os.getpid()}"
 
 
-class FakeClock:
-    """Seconds that pass when told to."""
-
-    def __init__(self):
-        self.now_s = 1000.0
-
-    def __call__(self):
-        return self.now_s
-
-
 class Node:
     """A role's loop, as far as a test needs one: waits for the next event of an agent."""
 
@@ -77,12 +67,11 @@ class Node:
         raise AssertionError("no event")
 
     def wait_until(self, condition):
-        """Look at the statistics until they are so."""
-        for _ in patiently():
-            if condition(self.agent.statistics()):
-                return
-            wait([], 0.005, self.waker)
-        raise AssertionError(self.agent.statistics())
+        """Wait until a condition on the agent's statistics is true."""
+        is_true = eventually(
+            lambda: condition(self.agent.statistics()), lambda: wait([], 0.005, self.waker)
+        )
+        assert is_true, self.agent.statistics()
 
     def close(self):
         self.agent.close()
@@ -96,7 +85,7 @@ class Cluster:
     def __init__(self, stack):
         self._stack = stack
         self.use(LoopbackTransport())
-        self.clock = FakeClock()
+        self.clock = Clock(1000.0)
 
     def use(self, transport, *others):
         self.transport, self.transports = transport, [transport, *others]
@@ -160,15 +149,6 @@ def has_turned(agent):
         assert is_done.wait(PATIENCE_S)
 
 
-def until(is_so):
-    """Return when a thread has come so far; it rings nothing."""
-    for _ in patiently():
-        if is_so():
-            return
-        wait([], 0.005)
-    raise AssertionError("it never came so far")
-
-
 def receive(end):
     for _ in patiently():
         if (got := end.receive()) is not None:
@@ -183,9 +163,9 @@ def serve_the_next(prefill, decode):
     prefill.agent.expect(room)
     request(decode, prefill, room=room)
     push_all(prefill, room=room)
-    assert isinstance(prefill.next(), Granted)
+    assert isinstance(prefill.next(), RoomGranted)
     assert isinstance(prefill.next(), PushDone)
-    assert isinstance(decode.next(), Landed)
+    assert isinstance(decode.next(), RoomLanded)
 
 
 class Hold:
@@ -263,108 +243,23 @@ class ScriptedConnection(LoopbackConnection):
     write, close = map(_scripted, ("write", "close"))
 
 
-# More heartbeats than can be on their way when something is held.
-NUM_BEATS = 10
+def fake_prefill(stack, epoch=5, heartbeat=CALM):
+    """Return a bootstrap port with nothing behind it."""
+    half = PlayedPrefill(Address(beat=heartbeat), transport="loopback", epoch=epoch)
+    stack.callback(half.close)
+    return half
 
 
-class FakeEnd:
-    """What both fakes do. `channel` is the end of the link, `take` waits for its next message."""
-
-    def next(self, *kinds):
-        """Return the next message of these kinds; of any but pings where none is named."""
-        deadline_s = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline_s:  # pings never end
-            message = self.take()
-            if isinstance(message, kinds) or not (kinds or isinstance(message, hand_off.LinkPing)):
-                return message
-        raise AssertionError(f"no message of {kinds} came")
-
-    def hear_beats(self):
-        """Forget those on their way, and wait for more than can be."""
-        while self.channel.receive() is not None:
-            pass
-        for _ in range(NUM_BEATS):
-            self.next(hand_off.LinkPing)
+def meet(prefill, decode, room=ROOM, page_ids=DECODE_PAGES):
+    """Have decode connect to a played prefill; return its Hello."""
+    decode.agent.request(room, prefill.host, prefill.port, page_ids)
+    prefill.hello = prefill.expect(hand_off.Hello)
+    return prefill.hello
 
 
-class FakePrefill(FakeEnd):
-    """A bootstrap port and nothing behind it."""
-
-    def __init__(self, stack, epoch=5, heartbeat=CALM):
-        self.epoch = Epoch(epoch)
-        inbox = Inbox("tcp://127.0.0.1:0", hand_off.ToPrefill, heartbeat=heartbeat)
-        self.inbox = self.channel = stack.enter_context(inbox)
-        self.port, self.peer = inbox.port, None
-
-    def take(self):
-        envelope = receive(self.inbox)
-        self.peer = envelope.peer
-        return envelope.message
-
-    def say(self, message):
-        self.inbox.send(self.peer, message)
-
-    def meet(self, decode, room=ROOM, page_ids=DECODE_PAGES):
-        """Have decode connect; return its Hello."""
-        decode.agent.request(room, "127.0.0.1", self.port, page_ids)
-        return self.next(hand_off.Hello)
-
-    def welcome(self, **lies):
-        self.say(hand_off.Welcome(**{"epoch": self.epoch, "transport": "loopback", **lies}))
-
-    def landed(self, room=ROOM, **more):
-        honest = {"epoch": self.epoch, "room": room, "first_token": 9, "seed": 77}
-        self.say(hand_off.Landed(**{**honest, **more}))
-
-    def released(self, room=ROOM, **more):
-        self.say(hand_off.Released(**{"epoch": self.epoch, "room": room, **more}))
-
-
-class FakeDecode(FakeEnd):
-    """A link to a prefill's port, and a pool that prefill may write."""
-
-    def __init__(self, stack, port, transport, epoch=2, shape=None, heartbeat=CALM):
-        self.epoch, self.shape = Epoch(epoch), shape or layout()
-        self.region = stack.enter_context(MemoryRegion.private(self.shape.pool_bytes))
-        pool = Pool.packed(self.region, self.shape.page_bytes, self.shape.num_pages)
-        self.listener = transport.listen(pool)
-        self.link = self.channel = Link(
-            f"tcp://127.0.0.1:{port}", hand_off.FromPrefill, heartbeat=heartbeat
-        )
-        stack.callback(self.link.close)
-
-    def say(self, message):
-        """Send, once there is a connection."""
-        for _ in patiently():
-            try:
-                return self.link.send(message)
-            except PeerLost:
-                wait([self.link], 0.001)
-        raise AssertionError("no connection")
-
-    def take(self):
-        return receive(self.link)
-
-    def introduce(self, **lies):
-        """Say Hello, or lie."""
-        self.admission = self.listener.admit("127.0.0.1")
-        honest = {
-            "epoch": self.epoch,
-            "fingerprint": "llama",
-            "layout": self.shape,
-            "offers": [self.admission.offer],
-        }
-        self.say(hand_off.Hello(**{**honest, **lies}))
-
-    def hello(self, **lies):
-        """Say Hello, or lie; return the answer."""
-        self.introduce(**lies)
-        return self.next()
-
-    def grant(self, page_ids, room=ROOM, **lies):
-        self.say(
-            hand_off.Grant(**{"epoch": self.epoch, "room": room, "page_ids": page_ids, **lies})
-        )
-
-    def withdraw(self, room=ROOM, **more):
-        self.say(hand_off.Withdraw(epoch=self.epoch, room=room, **more))
+def fake_decode(stack, port, transport, epoch=2, shape=None, heartbeat=CALM):
+    """Return a link to a prefill's port, and a pool that prefill may write."""
+    address, shape = Address(port, heartbeat), shape or layout()
+    half = PlayedDecode(address, transport=transport, layout=shape, epoch=epoch)
+    stack.callback(half.close)
+    return half

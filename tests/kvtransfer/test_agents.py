@@ -4,7 +4,15 @@ import threading
 
 import pytest
 
-from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
+from tandem.kvtransfer.events import (
+    PushDone,
+    RoomFailed,
+    RoomGranted,
+    RoomLanded,
+    RoomLost,
+    RoomReleased,
+    RoomSafe,
+)
 from tandem.kvtransfer.plan import PagedTokens, plan_copies
 from tandem.kvtransfer.session import SenderState
 from tandem.kvtransfer.transports.shm import ShmTransport
@@ -33,10 +41,9 @@ from tests.kvtransfer.rig import (
     push_all,
     request,
     serve_the_next,
-    until,
 )
 from tests.loopback import Fault, LoopbackTransport
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 # ── the happy path ───────────────────────────────────────────────────────────────────────────────
 
@@ -54,10 +61,10 @@ def test_a_prompt_is_handed_off_whichever_half_comes_first(cluster, make, is_req
         request(decode, prefill)
         prefill.wait_until(lambda now: now.num_early_grants == 1)
         prefill.agent.expect(ROOM)
-    assert prefill.next() == Granted(ROOM, 0)
+    assert prefill.next() == RoomGranted(ROOM, 0)
     push_all(prefill)
     assert prefill.next() == PushDone(ROOM, 4 * layout().page_bytes)
-    assert decode.next() == Landed(ROOM, first_token=9, seed=77, cached_tokens=4)
+    assert decode.next() == RoomLanded(ROOM, first_token=9, seed=77, cached_tokens=4)
     assert (pages(decode, DECODE_PAGES) == pages(prefill, PROMPT_PAGES)).all()
     assert not pages(decode, [1, 3, 4, *range(7, 16)]).any()
 
@@ -70,7 +77,7 @@ def test_hand_offs_are_timed_at_both_ends(cluster):
     prefill.wait_until(lambda now: now.num_waiting == 1)
     cluster.clock.now_s += 0.125
     request(decode, prefill)
-    assert prefill.next() == Granted(ROOM, 0)
+    assert prefill.next() == RoomGranted(ROOM, 0)
     cluster.clock.now_s += 0.25
     prefill.agent.push(ROOM, PROMPT_PAGES, 0)
     assert cluster.transport.hanging.wait(PATIENCE_S)
@@ -79,7 +86,7 @@ def test_hand_offs_are_timed_at_both_ends(cluster):
     cluster.clock.now_s += 0.0625
     cluster.transport.release()
     assert isinstance(prefill.next(), PushDone)
-    assert isinstance(decode.next(), Landed)
+    assert isinstance(decode.next(), RoomLanded)
     times = prefill.agent.times
     assert times.bootstrap_seconds.spread().total == 0.125
     assert times.push_seconds.spread().total == 0.5625
@@ -87,26 +94,26 @@ def test_hand_offs_are_timed_at_both_ends(cluster):
     assert decode.agent.times.granted_seconds.spread().total == 0.8125
 
 
-def test_a_room_of_which_decode_has_all_counts_as_no_push(cluster):
+def test_room_that_decode_holds_completely_counts_as_no_push(cluster):
     prefill, decode = begin(cluster, page_ids=[], have_tokens=16)
-    assert isinstance(prefill.next(), Granted)
+    assert isinstance(prefill.next(), RoomGranted)
     push_all(prefill)
     assert prefill.next() == PushDone(ROOM, 0)
-    decode.next(Landed)
+    decode.next(RoomLanded)
     times = prefill.agent.times
     assert sum(times.bootstrap_seconds.spread().counts) == 1
     assert sum(times.push_seconds.spread().counts) == 0
 
 
-def test_what_is_pushed_and_finished_before_the_grant_is_kept_for_it(cluster):
+def test_pushes_and_finish_before_the_grant_are_queued(cluster):
     prefill, decode = cluster.prefill(), cluster.decode()
     prefill.agent.expect(ROOM)
     prefill.agent.push(ROOM, PROMPT_PAGES[:3], 0)
     prefill.agent.push(ROOM, PROMPT_PAGES[3:], 3)
     prefill.agent.finish(ROOM, 9, 77)
     request(decode, prefill)
-    assert [type(prefill.next()) for _ in range(2)] == [Granted, PushDone]
-    decode.next(Landed)
+    assert [type(prefill.next()) for _ in range(2)] == [RoomGranted, PushDone]
+    decode.next(RoomLanded)
     assert (pages(decode, DECODE_PAGES) == pages(prefill, PROMPT_PAGES)).all()
 
 
@@ -117,7 +124,7 @@ def test_nodes_of_different_page_sizes_hand_off(cluster):
     prefill.agent.expect(ROOM)
     request(decode, prefill, [9, 3, 5])  # for a prompt of 5 or 6 tokens: two of prefill's pages
     push_all(prefill, [3, 1])
-    decode.next(Landed)
+    decode.next(RoomLanded)
     source = pages(prefill, [3, 1]).reshape(2, 2, 2, 2, 4, 32)  # (page, layer, k v, head, token, .)
     landed = pages(decode, [9, 3, 5], small).reshape(3, 2, 2, 2, 2, 32)
     for token in range(6):
@@ -133,7 +140,7 @@ def test_many_rooms_share_one_link_of_nodes_that_know_the_secret(cluster):
         prefill.agent.expect(Room(number))
         request(decode, prefill, [number], room=Room(number))
         push_all(prefill, [15 - number], room=Room(number))
-    landed = {decode.next(Landed).room for _ in range(16)}
+    landed = {decode.next(RoomLanded).room for _ in range(16)}
     assert landed == set(range(16))
     assert (pages(decode, range(16)) == pages(prefill, range(15, -1, -1))).all()
     assert decode.agent.statistics().num_links == 1
@@ -142,11 +149,11 @@ def test_many_rooms_share_one_link_of_nodes_that_know_the_secret(cluster):
 # ── giving up, at each stage ─────────────────────────────────────────────────────────────────────
 
 
-def test_a_request_withdrawn_before_the_link_stands_is_safe_at_once(cluster):
+def test_request_withdrawn_before_the_link_is_up_is_safe_immediately(cluster):
     decode = cluster.decode()
     decode.agent.request(ROOM, "127.0.0.1", 1, DECODE_PAGES)
     decode.agent.withdraw(ROOM)
-    assert decode.next() == Safe(ROOM)
+    assert decode.next() == RoomSafe(ROOM)
 
 
 @pytest.mark.parametrize("is_expected", [False, True])
@@ -156,36 +163,36 @@ def test_a_grant_withdrawn_before_a_push_is_safe_and_fails_the_request(cluster, 
     prefill.wait_until(lambda now: now.num_early_grants == 1)
     if is_expected:
         prefill.agent.expect(ROOM)
-        prefill.next(Granted)
+        prefill.next(RoomGranted)
     decode.agent.withdraw(ROOM)
-    assert decode.next() == Safe(ROOM)
+    assert decode.next() == RoomSafe(ROOM)
     if not is_expected:
         prefill.agent.expect(ROOM)
-    assert isinstance(prefill.next(Released).error, Aborted)
+    assert isinstance(prefill.next(RoomReleased).error, Aborted)
 
 
-def test_a_room_that_was_withdrawn_and_is_granted_again_costs_only_itself(cluster):
+def test_withdrawn_room_that_is_granted_again_fails_alone(cluster):
     prefill, decode = cluster.prefill(), cluster.decode()
     for _ in range(2):  # a client may choose the same room again
         request(decode, prefill)
         prefill.wait_until(lambda now: now.num_early_grants == 1 or now.num_refused)
         decode.agent.withdraw(ROOM)
-        assert decode.next() == Safe(ROOM)
+        assert decode.next() == RoomSafe(ROOM)
     assert prefill.agent.statistics().num_links == 1
     serve_the_next(prefill, decode)
 
 
-def test_a_room_that_is_expected_again_after_it_was_given_up_ends_again(cluster):
+def test_aborted_room_that_is_expected_again_ends_again(cluster):
     prefill = cluster.prefill()
     prefill.agent.expect(ROOM)
     prefill.agent.abort(ROOM)
-    assert prefill.next() == Released(ROOM)
+    assert prefill.next() == RoomReleased(ROOM)
     prefill.agent.expect(ROOM)  # its first half still waits for a grant to refuse
-    prefill.next(Released)
+    prefill.next(RoomReleased)
 
 
 @pytest.mark.parametrize("half", ["request", "grant"])
-def test_a_half_whose_other_does_not_come_ends_in_time(cluster, half):
+def test_half_without_its_other_half_times_out(cluster, half):
     limits = calm_sender(grant_s=10, early_grant_s=10)
     prefill, decode = cluster.prefill(timeouts=limits, clock=cluster.clock), cluster.decode()
     if half == "request":
@@ -194,12 +201,12 @@ def test_a_half_whose_other_does_not_come_ends_in_time(cluster, half):
         request(decode, prefill)
     prefill.wait_until(lambda now: now.num_waiting + now.num_early_grants == 1)
     cluster.clock.now_s += 10.5
-    last = prefill.next(Released) if half == "request" else decode.next(Failed)
+    last = prefill.next(RoomReleased) if half == "request" else decode.next(RoomFailed)
     assert isinstance(last.error, TransferTimeout)
 
 
 @pytest.mark.parametrize("by", ["prefill", "decode"])
-def test_a_room_given_up_in_the_middle_of_a_write_ends_only_after_the_write(cluster, by):
+def test_room_aborted_during_a_write_ends_only_after_the_write(cluster, by):
     prefill, decode = begin(cluster, Fault("hang"))
     push_all(prefill)
     assert cluster.transport.hanging.wait(PATIENCE_S)
@@ -208,36 +215,36 @@ def test_a_room_given_up_in_the_middle_of_a_write_ends_only_after_the_write(clus
         has_turned(prefill.agent)
         assert prefill.agent.statistics().num_pushing == 1
     else:
-        prefill.next(Granted)
+        prefill.next(RoomGranted)
         decode.agent.withdraw(ROOM)
         decode.wait_until(lambda now: now.num_withdrawn == 1)
     assert list(decode.agent.events()) == []
     cluster.transport.release()
     if by == "prefill":
-        assert prefill.next() == Released(ROOM)
-        assert isinstance(decode.next(Failed).error, Aborted)
+        assert prefill.next() == RoomReleased(ROOM)
+        assert isinstance(decode.next(RoomFailed).error, Aborted)
     else:
-        assert decode.next() == Safe(ROOM)
-        assert isinstance(prefill.next(Released).error, Aborted)
+        assert decode.next() == RoomSafe(ROOM)
+        assert isinstance(prefill.next(RoomReleased).error, Aborted)
 
 
-def test_after_a_withdraw_that_crossed_landed_the_role_hears_only_safe(cluster):
+def test_withdraw_that_crossed_landed_reports_only_room_safe(cluster):
     prefill, decode = begin(cluster)
     push_all(prefill)
     decode.wait_until(lambda now: now.num_landed == 1)
     decode.agent.withdraw(ROOM)
-    assert decode.next() == Safe(ROOM)
+    assert decode.next() == RoomSafe(ROOM)
     decode.agent.withdraw(ROOM)  # it is over
     assert list(decode.agent.events()) == []
 
 
-def test_an_abort_before_the_grant_is_answered_when_the_grant_comes(cluster):
+def test_abort_before_the_grant_is_answered_when_the_grant_arrives(cluster):
     prefill, decode = cluster.prefill(), cluster.decode()
     prefill.agent.expect(ROOM)
     prefill.agent.abort(ROOM, EngineFailed("the forward raised"))
-    assert prefill.next() == Released(ROOM)
+    assert prefill.next() == RoomReleased(ROOM)
     request(decode, prefill)
-    failed = decode.next(Failed)
+    failed = decode.next(RoomFailed)
     assert isinstance(failed.error, EngineFailed)
     assert failed.error.message == "the forward raised"
 
@@ -247,10 +254,10 @@ def test_a_prefill_that_never_pushes_loses_its_grant(cluster):
     decode = cluster.decode(timeouts=calm_receiver(landed_s=0.05))
     prefill.agent.expect(ROOM)
     request(decode, prefill)
-    assert isinstance(decode.next(Lost).error, TransferTimeout)
-    assert decode.next() == Safe(ROOM)
-    prefill.next(Granted)
-    prefill.next(Released)
+    assert isinstance(decode.next(RoomLost).error, TransferTimeout)
+    assert decode.next() == RoomSafe(ROOM)
+    prefill.next(RoomGranted)
+    prefill.next(RoomReleased)
 
 
 def test_a_prefill_that_does_not_answer_a_withdraw_is_cut_off(cluster):
@@ -267,9 +274,9 @@ def test_a_prefill_that_does_not_answer_a_withdraw_is_cut_off(cluster):
     has_turned(decode.agent)  # it has noted when it sent the withdrawal
     assert list(decode.agent.events()) == []
     cluster.clock.now_s += 10.5
-    assert decode.next() == Safe(ROOM)
-    prefill.next(Granted)
-    assert isinstance(prefill.next(Released).error, Aborted)
+    assert decode.next() == RoomSafe(ROOM)
+    prefill.next(RoomGranted)
+    assert isinstance(prefill.next(RoomReleased).error, Aborted)
 
 
 # ── faults ───────────────────────────────────────────────────────────────────────────────────────
@@ -279,10 +286,10 @@ def test_a_prefill_that_does_not_answer_a_withdraw_is_cut_off(cluster):
     "changes",
     [{"fingerprint": "qwen"}, {"shape": layout(dtype="bfloat16")}, {"shape": layout(head_dim=4)}],
 )
-def test_another_model_or_layout_is_refused_naming_both(cluster, changes):
+def test_different_model_or_layout_is_refused_with_both_descriptions(cluster, changes):
     prefill, decode = cluster.prefill(), cluster.decode(**changes)
     request(decode, prefill)
-    error = decode.next(Failed).error
+    error = decode.next(RoomFailed).error
     assert isinstance(error, LayoutMismatch)
     assert f"llama ({layout()})" in error.message
     name, shape = changes.get("fingerprint", "llama"), changes.get("shape", layout())
@@ -292,15 +299,15 @@ def test_another_model_or_layout_is_refused_naming_both(cluster, changes):
 def test_a_prefill_that_is_not_there_fails_the_request(cluster):
     decode = cluster.decode(timeouts=calm_receiver(connect_s=0.05))
     decode.agent.request(ROOM, "127.0.0.1", 1, DECODE_PAGES)
-    assert isinstance(decode.next(Failed).error, PeerLost)
+    assert isinstance(decode.next(RoomFailed).error, PeerLost)
 
 
-def test_no_transport_in_common_fails_the_request_saying_so(cluster):
+def test_no_transport_in_common_fails_the_request_with_the_reason(cluster):
     prefill = cluster.prefill()
     cluster.use(TcpTransport())
     decode = cluster.decode()
     request(decode, prefill)
-    error = decode.next(Failed).error
+    error = decode.next(RoomFailed).error
     assert isinstance(error, TransferRefused)
     assert "tcp: not enabled here" in error.message
 
@@ -327,7 +334,7 @@ def test_a_corrupted_page_is_found_and_does_not_land(
         receiver=receiver,
     )
     push_all(prefill, pushed)
-    error = decode.next(Failed).error
+    error = decode.next(RoomFailed).error
     assert isinstance(error, KVCorrupted)
     assert f"1 of {num_pages} pages" in error.message
     now = decode.agent.statistics()
@@ -335,11 +342,11 @@ def test_a_corrupted_page_is_found_and_does_not_land(
     request(decode, prefill, granted, room=Room(43))  # the fault was of one write
     prefill.agent.expect(Room(43))
     push_all(prefill, pushed, Room(43))
-    decode.next(Landed)
+    decode.next(RoomLanded)
 
 
 @pytest.mark.parametrize("off", ["prefill", "decode"])
-def test_nothing_is_looked_at_where_either_end_is_told_not_to(cluster, off):
+def test_checksums_are_skipped_if_either_end_disables_them(cluster, off):
     verify = {"prefill": "always", "decode": "always", off: "off"}
     prefill, decode = begin(
         cluster,
@@ -348,7 +355,7 @@ def test_nothing_is_looked_at_where_either_end_is_told_not_to(cluster, off):
         receiver={"verify": verify["decode"]},
     )
     push_all(prefill)
-    decode.next(Landed)
+    decode.next(RoomLanded)
     assert decode.agent.statistics().num_corrupted == 0
 
 
@@ -360,19 +367,19 @@ def test_layers_may_be_pushed_one_after_another(cluster):
         prefill.agent.push(ROOM, page_ids, first, range(2))  # late, and known already
     prefill.agent.finish(ROOM, 9, 77)
     assert [prefill.next(), prefill.next()] == [
-        Granted(ROOM, 0),
+        RoomGranted(ROOM, 0),
         PushDone(ROOM, 4 * layout().page_bytes),
     ]
-    decode.next(Landed)
+    decode.next(RoomLanded)
     assert (pages(decode, DECODE_PAGES) == pages(prefill, PROMPT_PAGES)).all()
 
 
 def test_only_what_decode_does_not_have_is_pushed_and_both_ends_count_it(cluster):
     prefill, decode = begin(cluster, Fault("duplicate"), page_ids=[5], have_tokens=12)
-    assert prefill.next() == Granted(ROOM, 12)
+    assert prefill.next() == RoomGranted(ROOM, 12)
     push_all(prefill)
     assert prefill.next() == PushDone(ROOM, layout().page_bytes)
-    decode.next(Landed)
+    decode.next(RoomLanded)
     assert (pages(decode, [5]) == pages(prefill, PROMPT_PAGES[3:])).all()
     prefill.wait_until(lambda now: now.num_landed == 1)
     page = layout().page_bytes
@@ -394,27 +401,27 @@ def test_a_prompt_that_was_not_pushed_as_granted_does_not_land(cluster, pushed, 
     prefill, decode = begin(cluster)
     prefill.agent.push(ROOM, pushed, 0, layers)
     prefill.agent.finish(ROOM, 9, 77)
-    error = decode.next(Failed).error
+    error = decode.next(RoomFailed).error
     assert isinstance(error, TransferRefused)
     assert fault in error.message
-    prefill.next(Granted)
-    prefill.next(Released)
+    prefill.next(RoomGranted)
+    prefill.next(RoomReleased)
 
 
-def test_when_the_data_path_breaks_the_link_is_lost_and_the_next_request_makes_a_new_one(cluster):
+def test_broken_data_path_loses_the_link_and_the_next_request_makes_a_new_one(cluster):
     prefill, decode = begin(cluster, Fault("fail"))
     push_all(prefill)
-    assert isinstance(decode.next(Lost).error, PeerLost)
-    assert decode.next() == Safe(ROOM)
-    prefill.next(Granted)
-    assert isinstance(prefill.next(Released).error, PeerLost)
+    assert isinstance(decode.next(RoomLost).error, PeerLost)
+    assert decode.next() == RoomSafe(ROOM)
+    prefill.next(RoomGranted)
+    assert isinstance(prefill.next(RoomReleased).error, PeerLost)
     prefill.agent.expect(Room(43))
     request(decode, prefill, room=Room(43))
     push_all(prefill, room=Room(43))
-    decode.next(Landed)
+    decode.next(RoomLanded)
 
 
-def test_a_prefill_with_two_addresses_goes_on_with_the_rooms_of_one_when_it_is_asked_at_the_other(
+def test_request_at_a_second_address_keeps_rooms_of_the_first(
     cluster,
 ):
     prefill, decode = cluster.prefill("tcp://0.0.0.0:0"), cluster.decode()
@@ -422,36 +429,36 @@ def test_a_prefill_with_two_addresses_goes_on_with_the_rooms_of_one_when_it_is_a
     for room, host in rooms.items():
         prefill.agent.expect(room)
         decode.agent.request(room, host, prefill.agent.port, [DECODE_PAGES[room]])
-        assert prefill.next(Granted).room == room
+        assert prefill.next(RoomGranted).room == room
     for room in rooms:
         push_all(prefill, [PROMPT_PAGES[room]], room)
-        assert decode.next(Landed).room == room
+        assert decode.next(RoomLanded).room == room
 
 
 @pytest.mark.parametrize("make", [LoopbackTransport, ShmTransport, TcpTransport])
-def test_a_prefill_that_goes_away_is_lost_and_its_successor_is_greeted(cluster, make):
+def test_prefill_that_ends_is_lost_and_its_successor_gets_a_new_link(cluster, make):
     cluster.use(make())
     prefill, decode = begin(cluster)
-    prefill.next(Granted)
+    prefill.next(RoomGranted)
     address = f"tcp://127.0.0.1:{prefill.agent.port}"
     prefill.agent.close()
-    assert isinstance(decode.next(Lost).error, PeerLost)
-    assert decode.next() == Safe(ROOM)
+    assert isinstance(decode.next(RoomLost).error, PeerLost)
+    assert decode.next() == RoomSafe(ROOM)
     successor = cluster.prefill(address, epoch=11)
     successor.agent.expect(ROOM)
     request(decode, successor)
     push_all(successor)
-    decode.next(Landed)
+    decode.next(RoomLanded)
 
 
 @pytest.mark.parametrize("make", [LoopbackTransport, ShmTransport, TcpTransport])
-def test_a_decode_that_goes_away_releases_prefills_pages(cluster, make):
+def test_decode_that_ends_releases_the_pages_of_prefill(cluster, make):
     cluster.use(make())
     prefill, decode = begin(cluster)
-    prefill.next(Granted)
+    prefill.next(RoomGranted)
     decode.agent.close()
     prefill.agent.push(ROOM, PROMPT_PAGES, 0)
-    assert isinstance(prefill.next(Released).error, PeerLost)
+    assert isinstance(prefill.next(RoomReleased).error, PeerLost)
 
 
 # ── late writes ──────────────────────────────────────────────────────────────────────────────────
@@ -477,20 +484,20 @@ def connection_of(prefill):
 
 @pytest.mark.parametrize("make", [LoopbackTransport, ShmTransport, TcpTransport])
 @pytest.mark.parametrize("end", ["landed", "released", "withdrawn"])
-def test_after_the_last_word_the_pages_are_closed_to_a_link_that_stands(cluster, make, end):
+def test_pages_are_closed_after_the_last_message_on_an_open_link(cluster, make, end):
     cluster.use(make())
     prefill, decode = begin(cluster)
-    prefill.next(Granted)
+    prefill.next(RoomGranted)
     match end:
         case "landed":
             push_all(prefill)
-            decode.next(Landed)
+            decode.next(RoomLanded)
         case "released":
             prefill.agent.abort(ROOM)
-            decode.next(Failed)
+            decode.next(RoomFailed)
         case "withdrawn":
             decode.agent.withdraw(ROOM)
-            decode.next(Safe)
+            decode.next(RoomSafe)
     stays = mark(decode)
     whole = plan_copies(
         PagedTokens(layout(), PROMPT_PAGES), PagedTokens(layout(), DECODE_PAGES), range(16)
@@ -501,33 +508,33 @@ def test_after_the_last_word_the_pages_are_closed_to_a_link_that_stands(cluster,
     assert decode.agent.statistics().num_links == 1
 
 
-def test_a_write_that_comes_after_landed_finds_the_pages_closed(cluster):
+def test_write_after_landed_finds_the_pages_closed(cluster):
     prefill, decode = begin(cluster, Fault("late"), sender={"verify": "off"})
     push_all(prefill)
-    decode.next(Landed)
+    decode.next(RoomLanded)
     stays = mark(decode)
     with pytest.raises(TransferRefused):
         cluster.transport.release()
     stays()
 
 
-def test_a_grant_withdrawn_while_its_push_is_queued_is_safe_at_once_and_never_written(cluster):
+def test_grant_withdrawn_while_its_push_is_queued_is_safe_and_never_written(cluster):
     cluster.use(LoopbackTransport([Fault("hang")]))
     prefill, decode = cluster.prefill(), cluster.decode()
     other = Room(43)
     for room, granted in ((ROOM, DECODE_PAGES), (other, [9, 10])):
         prefill.agent.expect(room)
         request(decode, prefill, granted, room=room)
-        assert prefill.next(Granted).room == room
+        assert prefill.next(RoomGranted).room == room
     push_all(prefill)
     assert cluster.transport.hanging.wait(PATIENCE_S)
     push_all(prefill, [4, 5], other)
     decode.agent.withdraw(other)
-    assert decode.next() == Safe(other)  # while the write of the other room hangs
-    assert isinstance(prefill.next(Released).error, Aborted)
+    assert decode.next() == RoomSafe(other)  # while the write of the other room hangs
+    assert isinstance(prefill.next(RoomReleased).error, Aborted)
     stays = mark(decode, [9, 10])
     cluster.transport.release()
-    assert decode.next(Landed).room == ROOM
+    assert decode.next(RoomLanded).room == ROOM
     prefill.next(PushDone)
     serve_the_next(prefill, decode)  # behind all that was queued
     stays()
@@ -552,18 +559,18 @@ def test_closed_agents_leave_no_thread_and_no_file(cluster):
     until(lambda: set(threading.enumerate()) <= before)
 
 
-def test_a_grant_to_an_address_that_cannot_be_one_fails_and_its_pages_come_back(cluster):
+def test_grant_to_an_invalid_address_fails_and_returns_its_pages(cluster):
     decode = cluster.decode()
     decode.agent.request(ROOM, "not a host", 1, DECODE_PAGES)
-    failed = decode.next(Failed)
+    failed = decode.next(RoomFailed)
     assert isinstance(failed.error, PeerLost)
     assert "not a host" in failed.error.message
     decode.agent.withdraw(ROOM)  # crossed with the failure: it is over already
     assert decode.agent.statistics().num_links == 0
 
 
-def test_a_withdrawal_from_an_address_that_cannot_be_one_is_answered(cluster):
+def test_withdrawal_from_an_invalid_address_is_answered(cluster):
     decode = cluster.decode()
     decode.agent.request(ROOM, "not a host", 1, DECODE_PAGES)
     decode.agent.withdraw(ROOM)
-    assert decode.next() == Safe(ROOM)
+    assert decode.next() == RoomSafe(ROOM)

@@ -1,4 +1,4 @@
-"""What one end hashes as it pushes is what the other hashes of what arrived, whatever differs between them."""
+"""Both ends compute the same checksums, even if page sizes, heads or strips differ."""
 
 import numpy as np
 import pytest
@@ -122,7 +122,7 @@ def test_both_ends_make_the_same_sums(link):
 
 
 @given(LINKS, st.integers(0, 1 << 30), st.integers(0, 7))
-def test_one_bit_makes_one_sum_another(link, place, bit):
+def test_one_bit_changes_one_sum(link, place, bit):
     sums = link.push()
     written = link.written()
     link.target.array()[written[place % len(written)]] ^= 1 << bit
@@ -130,7 +130,7 @@ def test_one_bit_makes_one_sum_another(link, place, bit):
 
 
 @pytest.mark.parametrize("slab", range(2 * NUM_LAYERS))
-def test_a_page_that_went_elsewhere_is_found_in_any_slab(slab):
+def test_any_slab_reveals_a_misplaced_page(slab):
     link = Link(4, 4, (2, 2, None), 0, 15, range(slab, slab + 1))
     sums = link.push()
     first, second = (page_id * link.theirs.page_bytes for page_id in link.granted.page_ids[:2])
@@ -139,7 +139,7 @@ def test_a_page_that_went_elsewhere_is_found_in_any_slab(slab):
     assert sum(a != b for a, b in zip(link.arrived(), sums, strict=True)) == 1
 
 
-def test_pages_of_one_layer_are_hashed_each_for_itself():
+def test_adjacent_pages_of_one_layer_are_hashed_separately():
     layout = KVLayout(4, 2, 1, 1, 4, "int16", 2)
     region = region_of(layout, 1)
     one, other = (
@@ -170,13 +170,13 @@ def test_a_room_of_any_number_has_a_sample_of_any_model(room, num_layers):
     assert set(slabs) <= set(range(2 * num_layers))
 
 
-def test_every_slab_is_looked_at_in_some_room():
+def test_every_slab_is_sampled_in_some_room():
     layout = of_layers(36)
     seen = {slab for _ in range(1500) for slab in sampled_slabs(new_room(), layout, SAMPLE_ONE_IN)}
     assert seen == set(range(72))
 
 
-def test_a_slab_that_holds_nothing_is_no_sample():
+def test_empty_slab_is_never_sampled():
     layout = KVLayout.of_layers(4, 2, UNEVEN, "int16", 2)
     seen = {slab for _ in range(100) for slab in sampled_slabs(new_room(), layout, SAMPLE_ONE_IN)}
     assert seen == {0, 4, 5}

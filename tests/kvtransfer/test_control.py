@@ -1,4 +1,4 @@
-"""What becomes of a worker's jobs."""
+"""Order, overlap and outcomes of the jobs of a link worker."""
 
 import contextlib
 import queue
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tandem.kvtransfer.control import MAX_UNDER_WAY, ControlThread, Worker
+from tandem.kvtransfer.agents.control import MAX_WRITES_IN_FLIGHT, ControlThread, LinkWorker
 from tandem.wire.channel import wait
 from tandem.wire.errors import PeerLost, TransferFailed
 from tandem.wire.generation import Room
@@ -32,7 +32,7 @@ def told():
 def worker():
     control = ControlThread("kv-test", lambda waker: wait([], 1.0, waker))
     control.start()
-    made = Worker("kv-link", control)
+    made = LinkWorker("kv-link", control)
     yield made
     made.end()
     made.join()
@@ -83,7 +83,7 @@ class Posted:
 
 
 @pytest.mark.parametrize("error", [OSError("broken"), Panic("broken"), PeerLost("broken")])
-def test_a_job_that_raises_whatever_is_answered_and_the_next_is_done(worker, told, error):
+def test_job_that_raises_any_exception_is_reported_and_the_next_runs(worker, told, error):
     worker.submit(lambda: fail(error), told.put, told.put)
     worker.submit(lambda: 7, told.put, told.put)
     answer = told.get(timeout=PATIENCE_S)
@@ -92,12 +92,12 @@ def test_a_job_that_raises_whatever_is_answered_and_the_next_is_done(worker, tol
     assert told.get(timeout=PATIENCE_S) == 7
 
 
-def test_a_result_that_nobody_can_take_is_a_failure(worker, told):
+def test_exception_in_the_result_handler_is_a_failure(worker, told):
     worker.submit(lambda: OSError("broken"), fail, told.put)
     assert isinstance(told.get(timeout=PATIENCE_S), TransferFailed)
 
 
-def test_a_room_is_stopped_behind_the_outcome_of_its_job_and_loses_those_that_wait(worker, told):
+def test_stop_discards_queued_jobs_and_follows_the_outcome_of_the_running_one(worker, told):
     write = Write()
     worker.submit(write, told.put, lambda error: told.put(error.message), room=A)
     worker.submit(lambda: "never", told.put, told.put, room=A)
@@ -114,7 +114,7 @@ def test_a_room_is_stopped_behind_the_outcome_of_its_job_and_loses_those_that_wa
 
 
 @pytest.mark.parametrize("has_threads", [True, False])
-def test_closing_ends_a_write_under_way_and_still_answers_a_stop(
+def test_closing_ends_a_write_in_flight_and_still_answers_a_stop(
     worker, told, has_threads, monkeypatch
 ):
     write = Write()
@@ -132,28 +132,28 @@ def test_closing_ends_a_write_under_way_and_still_answers_a_stop(
     assert told.empty()
 
 
-def test_a_library_that_raises_while_it_hangs_up_ends_the_thread_all_the_same(worker):
+def test_thread_ends_even_if_closing_the_connection_raises(worker):
     worker.close(lambda: fail(Panic("broken")))
     worker.join()
     assert not worker.is_running
 
 
-def test_a_few_writes_are_under_way_at_a_time_and_other_jobs_wait_for_all_of_them(worker, told):
+def test_writes_overlap_up_to_a_limit_and_other_jobs_wait_for_all(worker, told):
     posted = Posted(told)
     with held(worker):
-        for _ in range(MAX_UNDER_WAY + 1):
+        for _ in range(MAX_WRITES_IN_FLIGHT + 1):
             worker.write(posted.begin, told.put, A)
         worker.submit(lambda: "checked", told.put, told.put)
         worker.write(posted.begin, told.put, B)
-    posted.end(MAX_UNDER_WAY + 2)
-    words = [told.get(timeout=PATIENCE_S) for _ in range(2 * MAX_UNDER_WAY + 5)]
-    first = ["begun"] * MAX_UNDER_WAY + ["ended", "begun"] + ["ended"] * MAX_UNDER_WAY
+    posted.end(MAX_WRITES_IN_FLIGHT + 2)
+    words = [told.get(timeout=PATIENCE_S) for _ in range(2 * MAX_WRITES_IN_FLIGHT + 5)]
+    first = ["begun"] * MAX_WRITES_IN_FLIGHT + ["ended", "begun"] + ["ended"] * MAX_WRITES_IN_FLIGHT
     assert words[: len(first)] == first
     # Its outcome goes through the control thread.
     assert sorted(words[len(first) :]) == ["begun", "checked", "ended"]
 
 
-def test_a_write_is_begun_in_the_pause_between_two_looks_at_another(worker, told):
+def test_write_starts_between_two_polls_of_another(worker, told):
     looked, is_over = threading.Event(), threading.Event()
 
     def look():
@@ -170,7 +170,7 @@ def test_a_write_is_begun_in_the_pause_between_two_looks_at_another(worker, told
     assert told.get(timeout=PATIENCE_S / 2) == "begun"
 
 
-def test_a_room_is_stopped_when_all_of_its_writes_have_ended(worker, told):
+def test_room_is_stopped_once_all_its_writes_are_complete(worker, told):
     posted = Posted(told)
     with held(worker):
         worker.write(posted.begin, told.put, A)
@@ -185,7 +185,7 @@ def test_a_room_is_stopped_when_all_of_its_writes_have_ended(worker, told):
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_a_write_that_fails_is_answered_and_the_next_is_begun(worker, told, is_begun):
+def test_failed_write_is_reported_and_the_next_starts(worker, told, is_begun):
     broken = lambda: fail(OSError("broken"))  # noqa: E731
     worker.write((lambda: broken) if is_begun else broken, told.put, A)
     assert isinstance(told.get(timeout=PATIENCE_S), TransferFailed)
@@ -194,7 +194,7 @@ def test_a_write_that_fails_is_answered_and_the_next_is_begun(worker, told, is_b
     assert [told.get(timeout=PATIENCE_S) for _ in range(2)] == ["begun", "after"]
 
 
-def test_closing_ends_the_writes_under_way(worker, told):
+def test_closing_ends_the_writes_in_flight(worker, told):
     write = Write()
     with held(worker):
         for _ in range(2):

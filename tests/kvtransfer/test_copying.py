@@ -60,7 +60,7 @@ def test_a_plan_writes_what_its_copies_write_one_by_one(pools, plan):
 
 @pytest.mark.parametrize("to", [64, 65])
 @pytest.mark.parametrize("size_bytes", [1, 2047, 2048, 100_001])
-def test_a_single_copy_writes_its_bytes_and_none_beside_them(pools, size_bytes, to):
+def test_single_copy_writes_only_its_own_bytes(pools, size_bytes, to):
     source, destination = pools
     destination[:] = 0
     plan = CopyPlan(*(np.array([each], np.int64) for each in (7, to, size_bytes)))
@@ -69,18 +69,20 @@ def test_a_single_copy_writes_its_bytes_and_none_beside_them(pools, size_bytes, 
     np.testing.assert_array_equal(destination, expected)
 
 
-def test_without_a_compiler_a_plan_writes_the_same(pools, monkeypatch):
+@pytest.mark.parametrize("size_bytes", [1, 100, copying.MAX_INDEXED_BYTES])
+def test_small_copies_beyond_one_buffer_all_arrive(pools, monkeypatch, size_bytes):
+    monkeypatch.setattr(copying, "BUFFER_BYTES", 2 * copying.MAX_INDEXED_BYTES)
     source, destination = pools
-    offsets = np.arange(0, POOL_BYTES, 4096, np.int64)
-    plan = CopyPlan(offsets, offsets[::-1].copy(), np.full(len(offsets), 4096, np.int64))
+    destination[:] = 0
+    offsets = np.arange(0, POOL_BYTES - size_bytes + 1, size_bytes, np.int64)
+    plan = CopyPlan(offsets, offsets[::-1].copy(), np.full(len(offsets), size_bytes, np.int64))
     expected = one_by_one(plan, source, destination)
-    monkeypatch.setattr(copying, "kernel", lambda: None)
     copying.copy(plan, source, destination)
     np.testing.assert_array_equal(destination, expected)
 
 
 @given(plan=plans())
-def test_what_was_gathered_is_scattered_to_the_same_places(pools, plan):
+def test_scatter_is_the_inverse_of_gather(pools, plan):
     source, destination = pools
     destination[:] = 0
     expected = one_by_one(plan, source, destination)

@@ -17,11 +17,11 @@ from tests.kvtransfer.makers import cross_process
 class Nodes:
     """Starts nodes of one transport, and ends them."""
 
-    def __init__(self, stack, transport, directory):
-        self._stack, self.transport, self._directory = stack, transport, directory
+    def __init__(self, stack, transport):
+        self._stack, self.transport = stack, transport
 
     def start(self, *kinds, **more):
-        nodes = [FarNode(kind, self.transport, self._directory, **more) for kind in kinds]
+        nodes = [FarNode(kind, self.transport, **more) for kind in kinds]
         for node in nodes:
             self._stack.callback(node.close)
         return [node.ready() for node in nodes]
@@ -33,17 +33,17 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture
-def nodes(request, tmp_path):
+def nodes(request):
     with ExitStack() as stack:
-        yield Nodes(stack, request.param, tmp_path)
+        yield Nodes(stack, request.param)
 
 
-def test_a_prefill_killed_while_it_pushes_is_lost_and_its_pages_come_back(nodes):
+def test_prefill_killed_during_a_push_is_lost_and_its_pages_return(nodes):
     prefill, decode, healthy = nodes.start("prefill", "decode", "prefill")
     begin_push(prefill, decode, 1)
     prefill.signal(signal.SIGKILL)
-    assert decode.hear("Lost", 1)["error"] == "peer_lost"
-    decode.hear("Safe", 1)
+    assert decode.hear("RoomLost", 1)["error"] == "peer_lost"
+    decode.hear("RoomSafe", 1)
     hand_off(healthy, decode, 2)
     decode.check_all_back()
 
@@ -52,34 +52,34 @@ def test_a_decode_killed_while_it_is_written_releases_prefills_pages(nodes):
     prefill, decode, healthy = nodes.start("prefill", "decode", "decode")
     begin_push(prefill, decode, 1)
     decode.signal(signal.SIGKILL)
-    assert prefill.hear("Released", 1)["error"] == "peer_lost"
+    assert prefill.hear("RoomReleased", 1)["error"] == "peer_lost"
     hand_off(prefill, healthy, 2)
     prefill.check_all_back()
 
 
-def test_a_prefill_stopped_while_it_pushes_writes_nothing_when_it_goes_on(nodes):
+def test_prefill_stopped_during_a_push_writes_nothing_when_resumed(nodes):
     prefill, decode, healthy = nodes.start("prefill", "decode", "prefill", mood="alert")
     begin_push(prefill, decode, 1)
     prefill.signal(signal.SIGSTOP)
-    assert decode.hear("Lost", 1)["error"] == "peer_lost"
+    assert decode.hear("RoomLost", 1)["error"] == "peer_lost"
     hand_off(healthy, decode, 2)  # while a stopped writer may hold up the fence of its own pages
     prefill.signal(signal.SIGCONT)
-    assert prefill.hear("Released", 1)["error"] == "peer_lost"
-    decode.hear("Safe", 1)
+    assert prefill.hear("RoomReleased", 1)["error"] == "peer_lost"
+    decode.hear("RoomSafe", 1)
     decode.check_all_back()
     prefill.check_all_back()
     hand_off(prefill, decode, 3)
 
 
-def test_a_decode_stopped_while_it_is_written_is_lost_to_prefill_and_finds_out(nodes):
+def test_decode_stopped_during_a_push_is_lost_and_learns_it_when_resumed(nodes):
     prefill, decode, healthy = nodes.start("prefill", "decode", "decode", mood="alert")
     begin_push(prefill, decode, 1)
     decode.signal(signal.SIGSTOP)
-    assert prefill.hear("Released", 1)["error"] == "peer_lost"
+    assert prefill.hear("RoomReleased", 1)["error"] == "peer_lost"
     hand_off(prefill, healthy, 2)
     decode.signal(signal.SIGCONT)
-    assert decode.hear("Lost", 1)["error"] == "peer_lost"
-    decode.hear("Safe", 1)
+    assert decode.hear("RoomLost", 1)["error"] == "peer_lost"
+    decode.hear("RoomSafe", 1)
     hand_off(prefill, decode, 3)
     decode.check_all_back()
 
@@ -107,13 +107,13 @@ if has_network():
         ]
 
     @pytest.mark.parametrize("nodes", ["tcp"], indirect=True)
-    def test_a_cut_link_ends_the_room_at_both_ends_and_a_mended_one_serves_the_next(nodes, network):
+    def test_cut_link_ends_the_room_at_both_ends_and_a_repaired_one_works(nodes, network):
         prefill, decode = start_apart(nodes, network, "alert")
         begin_push(prefill, decode, 1)
         network.set_link("decode", is_cut=True)
-        assert decode.hear("Lost", 1)["error"] == "peer_lost"
-        decode.hear("Safe", 1)
-        assert prefill.hear("Released", 1)["error"] == "peer_lost"
+        assert decode.hear("RoomLost", 1)["error"] == "peer_lost"
+        decode.hear("RoomSafe", 1)
+        assert prefill.hear("RoomReleased", 1)["error"] == "peer_lost"
         network.set_link("decode", is_cut=False)
         hand_off(prefill, decode, 2)
         decode.check_all_back()

@@ -1,4 +1,4 @@
-"""Heartbeats: whatever takes its time, other links hear them, and who is silent is lost in time.
+"""Heartbeats: slow calls silence no other link, and silent peers are lost in time.
 
 Transports, resolvers and checksums are held until the test lets go, so nothing here depends on how fast a
 machine is. None of them may be called by a control thread in any test of this file, held or not.
@@ -10,22 +10,21 @@ from collections.abc import Sequence
 import pytest
 
 from tandem.kvtransfer import events
-from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, Safe
-from tandem.kvtransfer.receiver import ReceiverTimeouts
+from tandem.kvtransfer.agents.receiver import ReceiverTimeouts
+from tandem.kvtransfer.events import RoomFailed, RoomGranted, RoomLanded, RoomLost, RoomSafe
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports import tcp_stream
 from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.tcp import TcpTransport
 from tandem.kvtransfer.transports.tcp_stream import HANDSHAKE_TIMEOUT_S
-from tandem.wire.channel import DEFAULT_HEARTBEAT, wait
+from tandem.wire.channel import DEFAULT_HEARTBEAT
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import Room
-from tandem.wire.hand_off import Grant, Hello, Refused, Released, Welcome, Withdraw
-from tandem.wire.hand_off import Landed as LandedWord
+from tandem.wire.hand_off import Grant, Hello, Landed, Released, Welcome, Withdraw
 from tests.calm import CalmHeartbeat, calm_receiver, calm_sender
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import ROOM, layout
-from tests.patience import PATIENCE_S, patiently
+from tests.patience import PATIENCE_S, until
 
 OFTEN = CalmHeartbeat(0.02)
 SLOW = "slow.example.org"
@@ -77,14 +76,14 @@ def let_go(holds):
 
 
 def link_up(prefill, decode, room=0):
-    prefill.meet(decode, Room(room), [room])
+    rig.meet(prefill, decode, Room(room), [room])
     prefill.welcome()
-    assert prefill.next(Grant).room == room
+    assert prefill.expect(Grant).room == room
 
 
 @pytest.fixture
 def prefills(stack):
-    return [rig.FakePrefill(stack, epoch, heartbeat=OFTEN) for epoch in (11, 12)]
+    return [rig.fake_prefill(stack, epoch, heartbeat=OFTEN) for epoch in (11, 12)]
 
 
 @pytest.fixture
@@ -107,7 +106,7 @@ def ask(decode, prefill, host="127.0.0.1"):
 
 def answer_hello(decode, prefill):
     ask(decode, prefill)
-    prefill.next(Hello)
+    prefill.expect(Hello)
     prefill.welcome()
 
 
@@ -116,9 +115,9 @@ SLOW_AT_DECODE = {
     "admit": ask,
     "resolve": lambda decode, prefill: ask(decode, prefill, SLOW),
     "permit": answer_hello,
-    "read": lambda _, prefill: prefill.landed(Room(1), checksums=[1]),
-    "revoke": lambda _, prefill: prefill.released(Room(1)),
-    "fence": lambda _, prefill: prefill.say(Refused(error=PeerLost("restarting").info())),
+    "read": lambda _, prefill: prefill.land(Room(1), checksums=[1]),
+    "revoke": lambda _, prefill: prefill.release(Room(1)),
+    "fence": lambda _, prefill: prefill.refuse(),
 }
 
 
@@ -147,36 +146,36 @@ def test_a_slow_call_for_one_prefill_silences_no_link(
         second.hear_beats()
     let_go()
     if is_up:
-        assert decode.next(Lost if call == "fence" else Failed).room == 1
+        assert decode.next(RoomLost if call == "fence" else RoomFailed).room == 1
         return
     if call != "permit":
-        second.next(Hello)
+        second.expect(Hello)
         second.welcome()
-    assert second.next(Grant).room == 1
+    assert second.expect(Grant).room == 1
 
 
-def test_a_name_that_is_not_known_fails_the_request_saying_so(decode, prefills):
+def test_unknown_host_name_fails_the_request_with_the_name(decode, prefills):
     decode.agent.request(Room(0), "nowhere.invalid", prefills[0].port, [0])
-    error = decode.next(Failed).error
+    error = decode.next(RoomFailed).error
     assert isinstance(error, PeerLost)
     assert "cannot resolve nowhere.invalid" in error.message
 
 
-@pytest.mark.parametrize("end", [Released, LandedWord])
-def test_a_slow_revocation_silences_no_link_and_holds_the_last_word_back(
+@pytest.mark.parametrize("end", [Released, Landed])
+def test_slow_revocation_silences_no_link_and_delays_the_last_event(
     decode, prefills, holds, let_go, end
 ):
     first, second = prefills
     link_up(first, decode)
     link_up(second, decode, 1)
     holds["revoke"].begin()
-    (first.released if end is Released else first.landed)(Room(0))
+    (first.release if end is Released else first.land)(Room(0))
     assert holds["revoke"].reached.wait(PATIENCE_S)
     first.hear_beats()
     second.hear_beats()
     assert not list(decode.agent.events())
     let_go()
-    decode.next(Failed if end is Released else Landed)
+    decode.next(RoomFailed if end is Released else RoomLanded)
 
 
 def test_a_slow_permission_silences_no_link_and_the_grant_follows_it(
@@ -186,31 +185,26 @@ def test_a_slow_permission_silences_no_link_and_the_grant_follows_it(
     link_up(first, decode)
     holds["permit"].begin()
     decode.agent.request(Room(1), "127.0.0.1", second.port, [1])
-    second.next(Hello)
+    second.expect(Hello)
     second.welcome()
     assert holds["permit"].reached.wait(PATIENCE_S)
     first.hear_beats()
     decode.agent.withdraw(Room(1))  # must not overtake the grant
     let_go()
-    words = [second.next(Grant, Withdraw) for _ in range(2)]
+    words = [second.expect(Grant | Withdraw) for _ in range(2)]
     assert [type(word) for word in words] == [Grant, Withdraw]
 
 
-def test_a_landed_prompt_counts_although_its_prefill_ends_while_it_is_checked(
-    decode, prefills, holds, let_go
-):
+def test_landed_prompt_counts_if_prefill_ends_during_the_check(decode, prefills, holds, let_go):
     first = prefills[0]
     link_up(first, decode)
     holds["revoke"].begin()
-    first.landed(Room(0))
+    first.land(Room(0))
     assert holds["revoke"].reached.wait(PATIENCE_S)
-    first.say(Refused(error=PeerLost("it ends").info()))
-    for _ in patiently():
-        if not decode.agent.statistics().num_links:
-            break
-        wait([], 0.005)
+    first.refuse()
+    until(lambda: not decode.agent.statistics().num_links)
     let_go()
-    assert decode.next(Landed).room == 0
+    assert decode.next(RoomLanded).room == 0
 
 
 # ── prefill ──────────────────────────────────────────────────────────────────────────────────────
@@ -218,7 +212,7 @@ def test_a_landed_prompt_counts_although_its_prefill_ends_while_it_is_checked(
 
 def permit(decode, room):
     decode.listener.permit(decode.admission.peer, Room(room), [room])
-    decode.grant([room], Room(room))
+    decode.grant([room], room=Room(room))
 
 
 @pytest.fixture
@@ -227,7 +221,7 @@ def pushing(cluster, stack, transport, let_go):
     cluster.use(transport)
     agent = cluster.prefill(timeouts=calm_sender(heartbeat=OFTEN)).agent
     ends = [
-        rig.FakeDecode(stack, agent.port, transport, epoch, heartbeat=OFTEN) for epoch in (21, 22)
+        rig.fake_decode(stack, agent.port, transport, epoch, heartbeat=OFTEN) for epoch in (21, 22)
     ]
     stack.callback(let_go)
     return agent, *ends
@@ -283,39 +277,39 @@ def check_silence(node, clock):
     assert node.agent.statistics().num_links == 0
 
 
-def test_a_decode_that_falls_silent_is_lost_in_two_seconds(cluster, stack):
+def test_silent_decode_is_lost_within_two_seconds(cluster, stack):
     limits = calm_sender(heartbeat=DEFAULT_HEARTBEAT)
     prefill = cluster.prefill(timeouts=limits, clock=cluster.clock)
-    decode = rig.FakeDecode(stack, prefill.agent.port, cluster.transport)
+    decode = rig.fake_decode(stack, prefill.agent.port, cluster.transport)
     assert isinstance(decode.hello(), Welcome)
     prefill.agent.expect(ROOM)
-    decode.grant([1])
-    prefill.next(Granted)
+    decode.grant([1], room=ROOM)
+    prefill.next(RoomGranted)
     check_silence(prefill, cluster.clock)
-    assert isinstance(prefill.next(events.Released).error, PeerLost)
+    assert isinstance(prefill.next(events.RoomReleased).error, PeerLost)
 
 
-def test_a_prefill_that_falls_silent_is_lost_in_two_seconds(cluster, stack):
+def test_silent_prefill_is_lost_within_two_seconds(cluster, stack):
     limits = calm_receiver(heartbeat=DEFAULT_HEARTBEAT)
     decode = cluster.decode(timeouts=limits, clock=cluster.clock)
-    prefill = rig.FakePrefill(stack)
-    prefill.meet(decode)
+    prefill = rig.fake_prefill(stack)
+    rig.meet(prefill, decode)
     prefill.welcome()
-    prefill.next(Grant)
+    prefill.expect(Grant)
     check_silence(decode, cluster.clock)
-    assert isinstance(decode.next(Lost).error, PeerLost)
-    assert decode.next() == Safe(ROOM)
+    assert isinstance(decode.next(RoomLost).error, PeerLost)
+    assert decode.next() == RoomSafe(ROOM)
 
 
 def test_a_prefill_that_never_answers_hello_fails_the_request_in_time(cluster, stack):
     limits = ReceiverTimeouts(heartbeat=calm_receiver().heartbeat)
     decode = cluster.decode(timeouts=limits, clock=cluster.clock)
-    rig.FakePrefill(stack).meet(decode)
+    rig.meet(rig.fake_prefill(stack), decode)
     cluster.clock.now_s += 4.9
     rig.has_turned(decode.agent)
     assert not list(decode.agent.events())
     cluster.clock.now_s += 0.2
-    assert isinstance(decode.next(Failed).error, PeerLost)
+    assert isinstance(decode.next(RoomFailed).error, PeerLost)
     decode.wait_until(lambda now: now.num_links == 0)
 
 
@@ -333,7 +327,7 @@ def stream_to(listener, stack):
     return stack.enter_context(stream)
 
 
-def test_a_stream_that_never_proves_itself_is_cut_in_time(listener, stack, monkeypatch):
+def test_stream_that_never_authenticates_is_closed_in_time(listener, stack, monkeypatch):
     assert HANDSHAKE_TIMEOUT_S == 5.0  # as it is where tests need no patience
     monkeypatch.setattr(tcp_stream, "HANDSHAKE_TIMEOUT_S", 0.05)
     stream = stream_to(listener, stack)
@@ -341,10 +335,10 @@ def test_a_stream_that_never_proves_itself_is_cut_in_time(listener, stack, monke
     assert stream.recv(1) == b""
 
 
-def test_no_more_streams_than_that_wait_to_prove_themselves(listener, stack):
+def test_number_of_unauthenticated_streams_is_limited(listener, stack):
     strangers = [stream_to(listener, stack) for _ in range(64)]
     for each in strangers:
         assert each.recv(1)
     assert stream_to(listener, stack).recv(1) == b""
     strangers[0].close()
-    rig.until(lambda: stream_to(listener, stack).recv(1))
+    until(lambda: stream_to(listener, stack).recv(1))

@@ -22,7 +22,7 @@ def test_a_layout_crosses_the_wire_unchanged(of):
     assert KVLayout.from_info(sent) == layout
 
 
-def test_a_layout_of_nothing_is_refused_naming_the_field():
+def test_layout_with_a_zero_size_is_refused_with_the_field():
     with pytest.raises(ValueError, match="head_dim"):
         KVLayout(1, 1, 1, 1, 0, "float32", 4)
 

@@ -7,9 +7,9 @@ from msgspec.structs import replace
 from tandem.kvtransfer.layout import KVLayout, Strips
 from tandem.kvtransfer.plan import (
     CopyPlan,
+    CopyRoute,
     HeadRange,
     PagedTokens,
-    Route,
     plan_copies,
 )
 from tandem.wire.hand_off import LayerKV, Strip
@@ -63,7 +63,7 @@ def problems(draw):
 
 
 @given(problems())
-def test_a_plan_writes_exactly_what_copying_element_by_element_would(problem):
+def test_plan_equals_copying_element_by_element(problem):
     source, destination, tokens, heads = problem
     rng = np.random.default_rng(0)
     src = pool(source.layout, lambda s: rng.integers(0, 30000, s, np.int16))
@@ -116,7 +116,7 @@ def layers_hold(layers: range) -> bool:
 
 
 @given(problems(), st.integers(0, 5), st.integers(0, 5), st.data())
-def test_layers_that_differ_and_strips_are_copied_element_by_element_too(problem, one, other, data):
+def test_plan_of_differing_layers_and_strips_equals_copying_by_element(problem, one, other, data):
     sides = [side._replace(layout=data.draw(uneven(side.layout.page_size))) for side in problem[:2]]
     tokens, layers = problem[2], range(min(one, other), max(one, other))
     size = max(side.layout.pool_bytes for side in sides) // 2
@@ -134,14 +134,14 @@ def test_layers_that_differ_and_strips_are_copied_element_by_element_too(problem
 
 
 @given(problems(), st.booleans(), st.integers(1, 40), st.data())
-def test_plans_of_a_few_layers_do_the_same_copies(problem, is_uneven, max_copies, data):
+def test_plans_of_a_few_layers_make_the_same_copies(problem, is_uneven, max_copies, data):
     source, destination, tokens, heads = problem
     if is_uneven:
         heads = None
         source, destination = (
             side._replace(layout=data.draw(uneven(side.layout.page_size))) for side in problem[:2]
         )
-    route = Route(source, destination, tokens, heads)
+    route = CopyRoute(source, destination, tokens, heads)
     end = data.draw(st.integers(0, source.layout.num_layers))
     plans = [*route.plans(range(end), max_copies)]
     plans += route.plans(range(end, source.layout.num_layers), max_copies)
@@ -160,7 +160,7 @@ def bytes_of(plans) -> dict[int, int]:
 
 
 @given(problems(), st.integers(1, 500), st.integers(1, 9))
-def test_batches_do_the_same_copies_within_their_limits(problem, max_bytes, max_copies):
+def test_batches_make_the_same_copies_within_their_limits(problem, max_bytes, max_copies):
     source, destination, tokens, heads = problem
     rng = np.random.default_rng(0)
     src = pool(source.layout, lambda s: rng.integers(0, 30000, s, np.int16))
@@ -175,7 +175,7 @@ def test_batches_do_the_same_copies_within_their_limits(problem, max_bytes, max_
     np.testing.assert_array_equal(out, once)
 
 
-def test_equal_pages_that_are_apart_become_one_copy_each():
+def test_equal_pages_that_are_not_adjacent_become_one_copy_each():
     shape = layout()
     plan = plan_copies(PagedTokens(shape, [1, 5, 9]), PagedTokens(shape, [2, 4, 6]), range(12))
     assert plan.size_bytes.tolist() == [shape.page_bytes] * 3
@@ -201,11 +201,11 @@ def test_a_page_outside_the_pool_is_refused():
 
 
 def test_tokens_that_a_side_does_not_cover_are_refused():
-    with pytest.raises(ValueError, match="asked for"):
+    with pytest.raises(ValueError, match="not all of"):
         plan_copies(PagedTokens(layout(), [1]), PagedTokens(layout(), [0, 1]), range(8))
 
 
-def test_a_run_touches_every_page_it_lies_in():
+def test_pages_of_a_range_are_all_pages_it_overlaps():
     pages = Strips.packed(4, 10).pages(np.array([5, 30]), np.array([10, 1]))
     assert pages.tolist() == [0, 1, 3]
 
@@ -216,8 +216,8 @@ STRIPS = Strips(3, np.array([4, 100]), np.array([10, 20]), np.array([8, 20]))
 @pytest.mark.parametrize(
     ("offset", "size"), [(0, 5), (12, 1), (4, 10), (90, 20), (33, 2), (150, 11), (32, 1)]
 )
-def test_bytes_between_strips_and_between_pages_are_of_no_page(offset, size):
-    with pytest.raises(ValueError, match="not of one strip"):
+def test_bytes_between_strips_and_pages_belong_to_no_page(offset, size):
+    with pytest.raises(ValueError, match="pages of one strip"):
         STRIPS.pages(np.array([offset]), np.array([size]))
 
 

@@ -1,12 +1,12 @@
-"""What becomes of a room at decode when a transport fails in a way that no contract names."""
+"""Rooms at decode when a transport fails outside its contract."""
 
 import threading
 from contextlib import contextmanager
 
 import pytest
 
-from tandem.kvtransfer import prefill_links
-from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, Safe
+from tandem.kvtransfer.agents import receiver_links as prefill_links
+from tandem.kvtransfer.events import RoomFailed, RoomGranted, RoomLanded, RoomLost, RoomSafe
 from tandem.wire.channel import wait
 from tandem.wire.errors import TransferFailed, TransferTimeout
 from tandem.wire.generation import Room
@@ -15,7 +15,7 @@ from tests.calm import calm_receiver
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import ROOM
 from tests.loopback import LoopbackTransport
-from tests.patience import PATIENCE_S, patiently
+from tests.patience import PATIENCE_S, patiently, until
 
 
 class Gone:
@@ -56,7 +56,7 @@ def ends(cluster):
     prefill.agent.expect(room)
     rig.request(decode, prefill, room=room)
     rig.push_all(prefill, room=room)
-    assert decode.next(Landed).room == room
+    assert decode.next(RoomLanded).room == room
     now = decode.agent.statistics()
     assert (now.num_reserving, now.num_granted, now.num_withdrawn, now.num_fencing) == (0,) * 4
 
@@ -65,7 +65,7 @@ def test_a_request_for_which_no_link_can_be_made_fails(cluster, ends):
     prefill, decode = ends
     cluster.transport.failures = ["admit"]
     rig.request(decode, prefill)
-    assert "admit failed" in decode.next(Failed).error.message
+    assert "admit failed" in decode.next(RoomFailed).error.message
 
 
 def test_a_transport_that_cannot_admit_is_not_offered_and_the_others_are(cluster):
@@ -76,21 +76,21 @@ def test_a_transport_that_cannot_admit_is_not_offered_and_the_others_are(cluster
     prefill.agent.expect(ROOM)
     rig.request(decode, prefill)
     rig.push_all(prefill)
-    decode.next(Landed)
+    decode.next(RoomLanded)
 
 
-def test_a_request_that_trips_over_a_bug_fails(cluster):
+def test_unexpected_exception_fails_only_its_request(cluster):
     decode = cluster.decode()
     decode.agent.request(ROOM, None, 1, [1])  # a host is a string
-    assert isinstance(decode.next(Failed).error, TransferFailed)
+    assert isinstance(decode.next(RoomFailed).error, TransferFailed)
 
 
 def test_a_room_that_cannot_be_permitted_is_lost_and_its_pages_are_safe_once_fenced(cluster, ends):
     prefill, decode = ends
     cluster.transport.failures = ["permit"]
     rig.request(decode, prefill)
-    assert isinstance(decode.next(Lost).error, TransferFailed)
-    assert decode.next() == Safe(ROOM)
+    assert isinstance(decode.next(RoomLost).error, TransferFailed)
+    assert decode.next() == RoomSafe(ROOM)
     assert cluster.transport.is_fenced
 
 
@@ -100,9 +100,9 @@ def test_a_room_that_cannot_be_revoked_has_landed_and_its_writer_is_fenced(clust
     prefill.agent.expect(ROOM)
     rig.request(decode, prefill)
     rig.push_all(prefill)
-    decode.next(Landed)
+    decode.next(RoomLanded)
     decode.wait_until(lambda now: now.num_links == 0)
-    rig.until(lambda: cluster.transport.is_fenced)
+    until(lambda: cluster.transport.is_fenced)
 
 
 def test_a_room_that_can_neither_be_revoked_nor_fenced_at_once_is_lost(cluster, ends, monkeypatch):
@@ -112,10 +112,10 @@ def test_a_room_that_can_neither_be_revoked_nor_fenced_at_once_is_lost(cluster, 
     transport.failures = ["revoke", "fence", "fence"]
     prefill.agent.expect(ROOM)
     rig.request(decode, prefill)
-    prefill.next(Granted)
+    prefill.next(RoomGranted)
     rig.push_all(prefill)
-    assert isinstance(decode.next(Lost).error, TransferFailed)
-    assert decode.next() == Safe(ROOM)
+    assert isinstance(decode.next(RoomLost).error, TransferFailed)
+    assert decode.next() == RoomSafe(ROOM)
     assert transport.is_fenced
     assert not transport.failures
 
@@ -136,7 +136,7 @@ def hanging_revoke(cluster, prefill, decode):
 
 
 @pytest.mark.parametrize("is_link_lost", [False, True])
-def test_a_room_whose_pages_the_transport_does_not_take_back_is_lost_in_time(cluster, is_link_lost):
+def test_room_whose_pages_are_not_revoked_in_time_is_lost(cluster, is_link_lost):
     prefill = cluster.prefill()
     decode = cluster.decode(timeouts=calm_receiver(landed_s=1e6), clock=cluster.clock)
 
@@ -150,14 +150,14 @@ def test_a_room_whose_pages_the_transport_does_not_take_back_is_lost_in_time(clu
             decode.wait_until(is_unlinked)
         assert not list(decode.agent.events())
         cluster.clock.now_s += 1e6
-        error = decode.next(Lost).error
+        error = decode.next(RoomLost).error
         assert isinstance(error, TransferTimeout)
-        assert "the transport did not take the pages back" in error.message
+        assert "the transport did not revoke the pages" in error.message
         assert decode.agent.statistics().num_withdrawn == 1  # the pages are in quarantine
-    assert decode.next() == Safe(ROOM)
+    assert decode.next() == RoomSafe(ROOM)
 
 
-def test_a_withdraw_that_waits_for_the_transport_costs_the_link_no_sooner_than_it_hangs(cluster):
+def test_withdraw_behind_a_slow_job_drops_the_link_only_after_its_deadline(cluster):
     prefill = cluster.prefill()
     limits = calm_receiver(landed_s=100, released_s=10)
     decode = cluster.decode(timeouts=limits, clock=cluster.clock)
@@ -171,8 +171,21 @@ def test_a_withdraw_that_waits_for_the_transport_costs_the_link_no_sooner_than_i
         assert decode.agent.statistics().num_links == 1
         cluster.clock.now_s += 51
         decode.wait_until(lambda now: now.num_links == 0)
-        assert decode.next(Lost).room == ROOM
-    assert {decode.next(Safe).room, decode.next(Safe).room} == {ROOM, Room(43)}
+        assert decode.next(RoomLost).room == ROOM
+    assert {decode.next(RoomSafe).room, decode.next(RoomSafe).room} == {ROOM, Room(43)}
+
+
+def test_withdraw_that_crossed_with_the_last_message_keeps_the_link(cluster):
+    prefill = cluster.prefill()
+    limits = calm_receiver(landed_s=100, released_s=10)
+    decode = cluster.decode(timeouts=limits, clock=cluster.clock)
+    with hanging_revoke(cluster, prefill, decode):
+        decode.agent.withdraw(ROOM)
+        decode.wait_until(lambda now: now.num_withdrawn == 1)
+        cluster.clock.now_s += 101
+        rig.has_turned(decode.agent)
+        assert decode.agent.statistics().num_links == 1
+    assert decode.next() == RoomSafe(ROOM)
 
 
 def test_a_room_that_cannot_be_verified_is_lost(cluster, ends):
@@ -180,69 +193,68 @@ def test_a_room_that_cannot_be_verified_is_lost(cluster, ends):
     region, decode.agent._region = decode.agent._region, Gone()
     prefill.agent.expect(ROOM)
     rig.request(decode, prefill)
-    prefill.next(Granted)
+    prefill.next(RoomGranted)
     rig.push_all(prefill)
-    assert isinstance(decode.next(Lost).error, TransferFailed)
-    assert decode.next() == Safe(ROOM)
+    assert isinstance(decode.next(RoomLost).error, TransferFailed)
+    assert decode.next() == RoomSafe(ROOM)
     decode.agent._region = region
 
 
-def test_a_fence_that_fails_is_tried_again_and_pages_are_safe_only_then(cluster, ends, monkeypatch):
+def test_failed_fence_is_retried_and_pages_are_safe_only_then(cluster, ends, monkeypatch):
     monkeypatch.setattr(prefill_links, "FENCE_RETRY_S", 0)
     prefill, decode = ends
     transport = cluster.transport
     transport.failures = ["permit", "fence", "fence"]
     rig.request(decode, prefill)
-    decode.next(Lost)
-    assert decode.next() == Safe(ROOM)
+    decode.next(RoomLost)
+    assert decode.next() == RoomSafe(ROOM)
     assert transport.is_fenced
     assert not transport.failures
 
 
-def test_a_fence_needs_no_thread_that_there_may_not_be(cluster, ends, monkeypatch):
+def test_fence_works_when_no_new_thread_can_start(cluster, ends, monkeypatch):
     prefill, decode = ends
     rig.request(decode, prefill)
     prefill.wait_until(lambda now: now.num_early_grants == 1)
     cluster.transport.failures = ["permit"]
     with no_threads(monkeypatch):
         rig.request(decode, prefill, room=Room(43))
-        assert {decode.next(Lost).room, decode.next(Lost).room} == {ROOM, Room(43)}
-        assert {decode.next(Safe).room, decode.next(Safe).room} == {ROOM, Room(43)}
+        assert {decode.next(RoomLost).room, decode.next(RoomLost).room} == {ROOM, Room(43)}
+        assert {decode.next(RoomSafe).room, decode.next(RoomSafe).room} == {ROOM, Room(43)}
 
 
-def test_a_request_for_whose_link_there_is_no_thread_fails(ends, monkeypatch):
+def test_request_fails_if_no_thread_can_start_for_its_link(ends, monkeypatch):
     prefill, decode = ends
     with no_threads(monkeypatch):
         rig.request(decode, prefill)
-        error = decode.next(Failed).error
+        error = decode.next(RoomFailed).error
     assert isinstance(error, TransferFailed)
     assert "TasksMax=" in error.message
 
 
-def test_decode_is_told_that_prefill_has_no_thread_for_its_link(ends, monkeypatch):
+def test_decode_receives_the_error_if_prefill_can_start_no_thread(ends, monkeypatch):
     prefill, decode = ends
     with no_threads(monkeypatch, "kv-push"):
         rig.request(decode, prefill)
-        error = decode.next(Failed).error
+        error = decode.next(RoomFailed).error
     assert isinstance(error, TransferFailed)
     assert "TasksMax=" in error.message
     assert prefill.agent.statistics().num_refused == 1
 
 
-def test_a_room_that_goes_over_two_links_is_lost_if_there_is_a_thread_for_one(
-    cluster, stack, monkeypatch
-):
-    decode, prefill = cluster.decode(), rig.FakePrefill(stack)
-    prefill.meet(decode)
+def test_room_over_two_links_is_lost_if_only_one_thread_can_start(cluster, stack, monkeypatch):
+    decode, prefill = cluster.decode(), rig.fake_prefill(stack)
+    rig.meet(prefill, decode)
     with no_threads(monkeypatch):
         prefill.welcome(more_ports=[1])
-        assert isinstance(decode.next(Lost).error, TransferFailed)
-    prefill.next(Withdraw)
-    prefill.released()
-    assert decode.next() == Safe(ROOM)
+        assert isinstance(decode.next(RoomLost).error, TransferFailed)
+    prefill.expect(Grant)
+    prefill.expect(Withdraw)
+    prefill.release(ROOM)
+    assert decode.next() == RoomSafe(ROOM)
 
 
-def test_an_offer_that_is_not_taken_and_cannot_be_fenced_is_fenced_with_its_link(cluster):
+def test_unused_offer_that_cannot_be_fenced_is_fenced_with_its_link(cluster):
     refused, failing = rig.Scripted("refused"), rig.Scripted("failing")
     healthy = LoopbackTransport()
     cluster.use(refused, failing, healthy)
@@ -253,20 +265,20 @@ def test_an_offer_that_is_not_taken_and_cannot_be_fenced_is_fenced_with_its_link
     prefill.agent.expect(ROOM)
     rig.request(decode, prefill)
     rig.push_all(prefill)
-    decode.next(Landed)
-    rig.until(lambda: failing.is_fenced)
+    decode.next(RoomLanded)
+    until(lambda: failing.is_fenced)
     assert not refused.is_fenced
     assert decode.agent.statistics().num_links == 1
     prefill.agent.close()
-    rig.until(lambda: refused.is_fenced)
+    until(lambda: refused.is_fenced)
 
 
-def test_a_grant_that_cannot_be_sent_costs_the_link(cluster, stack):
+def test_grant_that_cannot_be_sent_drops_the_link(cluster, stack):
     decode = cluster.decode(clock=cluster.clock)  # no ping finds the link broken
-    prefill = rig.FakePrefill(stack)
-    prefill.meet(decode)
+    prefill = rig.fake_prefill(stack)
+    rig.meet(prefill, decode)
     prefill.welcome()
-    prefill.next(Grant)
+    prefill.expect(Grant)
     prefill.inbox.close()
     port = prefill.port
     for number, _ in enumerate(patiently()):
@@ -275,4 +287,4 @@ def test_a_grant_that_cannot_be_sent_costs_the_link(cluster, stack):
         decode.agent.request(Room(100 + number), "127.0.0.1", port, [2])
         wait([], 0.005, decode.waker)
     assert events[0].room == ROOM
-    assert isinstance(events[0], Lost)
+    assert isinstance(events[0], RoomLost)

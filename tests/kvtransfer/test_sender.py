@@ -1,10 +1,17 @@
-"""When prefill's agent gives pages back after a push that went wrong."""
+"""When prefill's agent releases pages after a failed push."""
 
 import numpy as np
 import pytest
 
-from tandem.kvtransfer import push_room
-from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, Released, Safe
+from tandem.kvtransfer.agents import sender_rooms as push_room
+from tandem.kvtransfer.events import (
+    RoomFailed,
+    RoomGranted,
+    RoomLanded,
+    RoomLost,
+    RoomReleased,
+    RoomSafe,
+)
 from tandem.wire import channel
 from tandem.wire.errors import Aborted, ConfigInvalid, PeerLost, TransferFailed, TransferRefused
 from tandem.wire.generation import Room
@@ -14,27 +21,27 @@ from tests.loopback import Fault, LoopbackTransport
 from tests.patience import PATIENCE_S, patiently
 
 
-def test_pages_of_a_push_that_broke_come_back_only_behind_a_fence(cluster):
+def test_pages_of_a_broken_push_return_only_after_the_fence(cluster):
     # As of a one-sided library: the first write still is under way when the second breaks.
     cluster.use(LoopbackTransport([Fault("late"), Fault("break", at_write=1)]))
     prefill, decode = rig.begin(cluster)
-    prefill.next(Granted)
+    prefill.next(RoomGranted)
     prefill.agent.push(ROOM, PROMPT_PAGES[:2], 0)
     prefill.agent.push(ROOM, PROMPT_PAGES[2:], 2)
-    assert isinstance(decode.next(Lost).error, TransferFailed)
-    assert decode.next() == Safe(ROOM)
-    assert isinstance(prefill.next(Released).error, TransferFailed)
+    assert isinstance(decode.next(RoomLost).error, TransferFailed)
+    assert decode.next() == RoomSafe(ROOM)
+    assert isinstance(prefill.next(RoomReleased).error, TransferFailed)
     with pytest.raises(PeerLost):
         cluster.transport.release()
     assert not rig.pages(decode, DECODE_PAGES).any()
     rig.serve_the_next(prefill, decode)
 
 
-def test_layers_that_were_computed_during_a_write_leave_together(cluster):
+def test_layers_computed_during_a_write_are_pushed_together(cluster):
     cluster.use(script := rig.Scripted())
     shape = rig.layout(num_layers=4)
     prefill, decode = rig.begin(cluster, sender={"shape": shape}, receiver={"shape": shape})
-    prefill.next(Granted)
+    prefill.next(RoomGranted)
     script.holds["write"].begin()
     prefill.agent.push(ROOM, PROMPT_PAGES, 0, range(1))
     assert script.holds["write"].reached.wait(PATIENCE_S)
@@ -43,7 +50,7 @@ def test_layers_that_were_computed_during_a_write_leave_together(cluster):
     prefill.agent.finish(ROOM, first_token=9, seed=77, cached_tokens=4)
     rig.has_turned(prefill.agent)
     script.holds["write"].let_go()
-    decode.next(Landed)
+    decode.next(RoomLanded)
     assert script.num_writes == 2
     held, landed = (
         rig.pages(*side, shape) for side in ((prefill, PROMPT_PAGES), (decode, DECODE_PAGES))
@@ -58,19 +65,19 @@ class Panic(BaseException):
 @pytest.mark.parametrize(
     "error", [OSError("broken"), ConfigInvalid("no such device"), MemoryError(), Panic()]
 )
-def test_only_a_refusal_says_that_no_write_is_under_way(cluster, error):
+def test_only_a_refusal_means_that_no_write_is_in_flight(cluster, error):
     cluster.use(script := rig.Scripted())
     script.failures, script.error = ["write"], error
     prefill, decode = rig.begin(cluster)
-    prefill.next(Granted)
+    prefill.next(RoomGranted)
     rig.push_all(prefill)
-    decode.next(Lost)
-    assert decode.next() == Safe(ROOM)
-    prefill.next(Released)
+    decode.next(RoomLost)
+    assert decode.next() == RoomSafe(ROOM)
+    prefill.next(RoomReleased)
     rig.serve_the_next(prefill, decode)
 
 
-def test_an_error_of_our_checksums_costs_the_room_and_not_the_link(cluster, monkeypatch):
+def test_checksum_error_at_prefill_fails_the_room_but_keeps_the_link(cluster, monkeypatch):
     prefill, decode = cluster.prefill(), cluster.decode()
 
     def fail(*_args):
@@ -80,24 +87,24 @@ def test_an_error_of_our_checksums_costs_the_room_and_not_the_link(cluster, monk
     with monkeypatch.context() as patch:
         patch.setattr(push_room, "page_sums", fail)
         rig.request(decode, prefill)
-        prefill.next(Granted)
+        prefill.next(RoomGranted)
         rig.push_all(prefill)
-        assert isinstance(prefill.next(Released).error, TransferRefused)
-        assert isinstance(decode.next(Failed).error, TransferRefused)
+        assert isinstance(prefill.next(RoomReleased).error, TransferRefused)
+        assert isinstance(decode.next(RoomFailed).error, TransferRefused)
     rig.serve_the_next(prefill, decode)
     assert prefill.agent.times.num_lost_links == decode.agent.times.num_lost_links == 0
 
 
-def test_a_last_word_that_a_full_queue_does_not_take_costs_the_link(cluster, stack, monkeypatch):
+def test_last_message_rejected_by_a_full_queue_drops_the_link(cluster, stack, monkeypatch):
     monkeypatch.setattr(channel, "HIGH_WATER_MARK", 2)
     prefill = cluster.prefill(clock=cluster.clock)  # no ping finds the queue full
-    decode = rig.FakeDecode(stack, prefill.agent.port, cluster.transport)
+    decode = rig.fake_decode(stack, prefill.agent.port, cluster.transport)
     decode.introduce()
     prefill.wait_until(lambda now: now.num_links == 1)
     # Nothing is read, and each last word says at length why.
     why = Aborted("x" * (1 << 20)).info()
     for number, _ in enumerate(patiently()):
-        decode.grant([1], Room(number))
+        decode.grant([1], room=Room(number))
         decode.withdraw(Room(number), error=why)
         if not prefill.agent.statistics().num_links:
             return

@@ -1,4 +1,4 @@
-"""The tables of a room: whole, and as documented. What follows from them is tested through the agents."""
+"""The tables of a room are complete and documented. Tests of the agents cover the behaviour."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from tandem.kvtransfer.session import (
     RECEIVER,
     SENDER,
     Action,
-    Event,
     ReceiverState,
+    RoomEvent,
     SenderState,
     UnexpectedEvent,
     receiver_session,
@@ -21,8 +21,17 @@ from tandem.wire.errors import PeerLost
 def test_an_unexpected_event_names_state_and_event_and_changes_nothing():
     session = receiver_session()
     with pytest.raises(UnexpectedEvent, match="Fenced in state RESERVING"):
-        session.apply(Event.FENCED, PeerLost("x"))
+        session.apply(RoomEvent.FENCED, PeerLost("x"))
     assert (session.state, session.error) == (ReceiverState.RESERVING, None)
+
+
+def test_a_room_keeps_its_first_error():
+    session, first = receiver_session(), PeerLost("first")
+    session.apply(RoomEvent.LINK_READY)
+    session.apply(RoomEvent.WITHDRAW_REQUESTED)
+    session.apply(RoomEvent.LINK_LOST, first)
+    session.apply(RoomEvent.LINK_LOST, PeerLost("second"))
+    assert session.error is first
 
 
 @pytest.mark.parametrize("table", [SENDER, RECEIVER])
@@ -45,14 +54,17 @@ def diagram(table):
 
 
 @pytest.mark.parametrize("table", [SENDER, RECEIVER], ids=["sender", "receiver"])
-def test_the_page_of_the_hand_off_shows_the_table_as_it_is(table):
+def test_hand_off_page_shows_the_current_table(table):
     page = Path(__file__).resolve().parents[2] / "docs" / "hand-off.md"
     assert f"```\n{diagram(table)}\n```" in page.read_text()
 
 
-def test_the_other_end_gets_its_pages_back_only_when_nothing_is_written_any_more():
+def test_landed_and_released_are_sent_only_when_no_write_is_in_flight():
     writing = {SenderState.PUSHING, SenderState.RELEASING}
-    says = {Action.SEND_RELEASED: Event.WRITES_STOPPED, Action.SEND_LANDED: Event.WRITES_DONE}
+    says = {
+        Action.SEND_RELEASED: RoomEvent.WRITES_STOPPED,
+        Action.SEND_LANDED: RoomEvent.WRITES_DONE,
+    }
     for state, arrows in SENDER.items():
         for event, step in arrows.items():
             for action in says.keys() & set(step.actions):
@@ -61,13 +73,13 @@ def test_the_other_end_gets_its_pages_back_only_when_nothing_is_written_any_more
                 assert event in says.values(), (state, event)
 
 
-def test_decode_uses_its_pages_again_only_after_the_last_word_or_a_fence():
+def test_decode_reuses_pages_only_after_the_last_message_or_a_fence():
     writable = {ReceiverState.GRANTED, ReceiverState.WITHDRAWN, ReceiverState.FENCING}
     ends = {
-        Event.LANDED_ARRIVED,
-        Event.CORRUPTED_ARRIVED,
-        Event.RELEASED_ARRIVED,
-        Event.FENCED,
+        RoomEvent.LANDED_ARRIVED,
+        RoomEvent.CORRUPTED_ARRIVED,
+        RoomEvent.RELEASED_ARRIVED,
+        RoomEvent.FENCED,
     }
     for state in writable:
         for event, step in RECEIVER[state].items():

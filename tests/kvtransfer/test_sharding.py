@@ -1,4 +1,4 @@
-"""Who holds which heads and who copies which: every head of every rank of decode exactly once."""
+"""Every head of every decode rank is copied exactly once."""
 
 from collections import Counter
 
@@ -32,7 +32,7 @@ def split(num_heads, size):
 
 
 @given(st.integers(1, 40), st.integers(1, 20))
-def test_every_rank_of_a_node_says_the_same_of_all(num_heads, size):
+def test_every_rank_derives_the_same_heads_of_all_ranks(num_heads, size):
     expected = split(num_heads, size)
     for rank in range(size):
         held = held_heads(Shard(rank, size, num_heads), len(expected[rank]))
@@ -56,7 +56,7 @@ def test_every_head_of_every_destination_is_copied_once_from_a_rank_that_holds_i
 
 
 @given(nodes())
-def test_two_ranks_have_one_run_of_heads_between_them_and_only_idle_ranks_have_none(problem):
+def test_a_pair_of_ranks_has_one_run_of_heads_and_only_idle_ranks_have_none(problem):
     _, sources, destinations = problem
     pairs = pair_ranks(sources, destinations)
     assert len({pair[:2] for pair in pairs}) == len(pairs)
@@ -86,7 +86,7 @@ def test_rank_0_copies_to_rank_0(problem):
 
 
 @given(nodes())
-def test_nodes_that_are_split_alike_pair_rank_with_rank_and_all_heads(problem):
+def test_nodes_with_equal_splits_pair_rank_with_rank_and_all_heads(problem):
     _, sources, _ = problem
     pairs = pair_ranks(sources, sources)
     assert pairs == [(r, r, (0, 0, len(held))) for r, held in enumerate(sources)]
@@ -108,7 +108,7 @@ def test_sizes_that_divide_each_other_take_the_fewest_links():
     ]
 
 
-def test_a_rank_that_none_is_wanted_of_is_spoken_to_by_one_rank():
+def test_idle_rank_is_paired_with_one_rank():
     heads_twice = held_heads(Shard(0, 4, 2), 1)  # 0 0 1 1
     assert pair_ranks(heads_twice, [range(2)]) == [
         (0, 0, (0, 0, 1)),
@@ -121,12 +121,12 @@ def test_a_rank_that_none_is_wanted_of_is_spoken_to_by_one_rank():
 @pytest.mark.parametrize(
     ("shard", "own", "fault"),
     [
-        (Shard(2, 2, 8), 4, "no rank 2 among 2"),
+        (Shard(2, 2, 8), 4, "rank 2 is not one of 2 ranks"),
         (Shard(0, 2, 8), 3, "holds 3 of 8 KV heads; its share is 4"),
         (Shard(2, 3, 8), 3, "rank 2 of 3 holds 3 of 8 KV heads; its share is 2"),
         (Shard(0, 16, 8), 2, "its share is 1"),
     ],
 )
-def test_a_rank_that_cannot_be_is_named(shard, own, fault):
+def test_invalid_rank_is_named_in_the_error(shard, own, fault):
     with pytest.raises(ValueError, match=fault):
         held_heads(shard, own)

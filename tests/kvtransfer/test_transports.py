@@ -1,4 +1,4 @@
-"""The suite for transports over every one of ours, and what takes a second process."""
+"""Transports with a second process, and the choice of a transport. `tests/conformance` has the rest."""
 
 import signal
 import subprocess
@@ -12,56 +12,23 @@ import msgspec
 import pytest
 
 import tandem.kvtransfer.transports
-from tandem.conformance.pair import OWN_NAME, Pair
-from tandem.conformance.test_transport import (  # noqa: F401 - run here, with our `pair`
-    ROOM,
-    test_a_closed_connection_does_not_write,
-    test_a_copy_that_leaves_the_pool_is_refused,
-    test_a_fenced_peer_cannot_write_and_the_others_can,
-    test_a_fenced_peers_offer_is_worth_nothing,
-    test_a_page_without_a_grant_is_not_of_the_room_that_stands_for_none,
-    test_a_secret_of_one_peer_is_worth_nothing_for_another,
-    test_a_write_after_the_grant_was_revoked_is_refused,
-    test_a_write_outside_the_grant_is_refused,
-    test_an_empty_plan_lands_at_once,
-    test_an_offer_that_is_not_understood_is_refused,
-    test_nothing_is_written_after_a_busy_writer_was_fenced,
-    test_pages_of_another_size_land_in_slices,
-    test_scattered_pages_land_where_the_plan_says_and_nowhere_else,
-)
-from tandem.kvtransfer.region import SHM_DIR, MemoryRegion
+from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool, TransportConfig
 from tandem.kvtransfer.transports.registry import choose, listen, transports
 from tandem.kvtransfer.transports.shm import ShmTransport
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tandem.wire.hand_off import TransportOffer
+from tests.conformance.pair import ROOM, Pair
 from tests.fork_server import Forked
 from tests.kvtransfer import far_end
-from tests.kvtransfer.makers import DIRECTORY, NAMES, OTHER_PROCESS, make
+from tests.kvtransfer.makers import OTHER_PROCESS, make
 from tests.loopback import Fault, LoopbackTransport
-from tests.patience import PATIENCE_S, patiently
+from tests.patience import PATIENCE_S, until
 
 # By the module of the library that each stands on, which need not be installed.
 OPTIONAL = {"nixl": "nixl_cu12", "ucx": "ucxx"}
 # Those whose writer copies by itself: a write ends although the owner is stopped.
 WITHOUT_THE_OWNER = {"shm", "cuda_ipc"}
-# Their owner sees no write: nothing but the fence keeps a peer out that breaks the protocol.
-ONE_SIDED = {"nixl", "mooncake"}
-
-
-@pytest.fixture(autouse=True)
-def shared_directory(tmp_path, monkeypatch):
-    """Where transport `file` works, here and in processes that a test starts."""
-    monkeypatch.setenv(DIRECTORY, str(tmp_path))
-    return tmp_path
-
-
-@pytest.fixture(params=NAMES)
-def pair(request):
-    made = Pair(make(request.param), is_one_sided=request.param in ONE_SIDED)
-    yield made
-    made.close()
-    assert not list(SHM_DIR.glob(f"tandem-{OWN_NAME}-*"))
 
 
 # ── peers that die ───────────────────────────────────────────────────────────────────────────────
@@ -82,7 +49,7 @@ def connected_to_far_owner(name, plan):
 
 
 @pytest.mark.parametrize("name", OTHER_PROCESS)
-def test_a_writer_notices_that_the_pools_owner_was_killed(name):
+def test_writer_notices_that_the_owner_of_the_pool_was_killed(name):
     plan = far_end.whole_pool()
     with connected_to_far_owner(name, plan) as (child, connection):
         with ThreadPoolExecutor(1) as thread:
@@ -120,9 +87,7 @@ def test_a_write_to_a_stopped_owner_ends_when_the_connection_is_closed(name):
     with connected_to_far_owner(name, plan) as (child, connection):
         child.send_signal(signal.SIGSTOP)
         stat = Path(f"/proc/{child.pid}/stat")
-        for _ in patiently():
-            if stat.read_text().rpartition(")")[2].split()[0] == "T":
-                break
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
         with ThreadPoolExecutor(1) as thread:
             writing = thread.submit(connection.write, ROOM, plan)
             connection.close()
@@ -160,7 +125,7 @@ def test_a_late_write_after_a_revocation_is_refused():
 # ── choosing ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_auto_takes_shm_where_it_works_and_tcp_where_it_does_not():
+def test_auto_uses_shm_where_it_works_and_tcp_elsewhere():
     allowed = transports("auto", TransportConfig())
     for make_region, expected in ((MemoryRegion.shared, "shm"), (MemoryRegion.private, "tcp")):
         with make_region(4096) as region:
@@ -173,7 +138,7 @@ def test_auto_takes_shm_where_it_works_and_tcp_where_it_does_not():
                 each.close()
 
 
-def test_an_shm_offer_of_another_host_falls_back_to_tcp():
+def test_shm_offer_from_a_different_host_falls_back_to_tcp():
     allowed = transports("shm,tcp", TransportConfig())
     with MemoryRegion.shared(4096) as region:
         listeners = listen(allowed, Pool.packed(region, 4096, 1))
@@ -186,14 +151,16 @@ def test_an_shm_offer_of_another_host_falls_back_to_tcp():
             each.close()
 
 
-def test_no_transport_in_common_says_why():
+def test_no_transport_in_common_is_refused_with_each_reason():
     offers = [TransportOffer(name="carrier_pigeon", descriptor={})]
     with MemoryRegion.private(4096) as region, pytest.raises(TransferRefused, match="not enabled"):
         choose(offers, transports("tcp", TransportConfig()), region)
 
 
 @pytest.mark.parametrize(("name", "library"), OPTIONAL.items())
-def test_a_transport_without_its_library_says_what_to_install(monkeypatch, name, library):
+def test_missing_library_of_a_transport_is_named_with_the_install_command(
+    monkeypatch, name, library
+):
     ours = f"tandem.kvtransfer.transports.{name}"
     for each in [each for each in sys.modules if each.startswith((ours, f"{library}."))]:
         monkeypatch.delitem(sys.modules, each)
@@ -203,12 +170,16 @@ def test_a_transport_without_its_library_says_what_to_install(monkeypatch, name,
         transports(name, TransportConfig())
 
 
-@pytest.mark.parametrize("name", ["file", "mooncake"])
-def test_a_transport_that_is_a_package_of_its_own_names_the_package(name):
-    with pytest.raises(ConfigInvalid, match=f"pip install tandem-{name}"):
-        transports(name, TransportConfig(), installed=())
+def test_a_transport_in_a_separate_package_names_the_package():
+    with pytest.raises(ConfigInvalid, match="pip install tandem-mooncake"):
+        transports("mooncake", TransportConfig(), installed=())
 
 
-def test_an_unknown_transport_is_refused_naming_those_there_are():
+def test_removed_transport_is_refused_with_its_replacement():
+    with pytest.raises(ConfigInvalid, match="--transfer-backend file was removed: use tcp"):
+        transports("tcp,file", TransportConfig())
+
+
+def test_unknown_transport_is_refused_with_the_known_names():
     with pytest.raises(ConfigInvalid, match="shm, tcp"):
         transports("carrier_pigeon", TransportConfig())

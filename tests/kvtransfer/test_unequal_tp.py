@@ -4,9 +4,17 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from tandem.engine.kv_cache import KVCache
-from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
-from tandem.kvtransfer.group import DecodeGroup, PrefillGroup
+from tandem.engine.pages.kv_cache import KVCache
+from tandem.kvtransfer.agents.group import DecodeGroup, PrefillGroup
+from tandem.kvtransfer.events import (
+    PushDone,
+    RoomFailed,
+    RoomGranted,
+    RoomLanded,
+    RoomLost,
+    RoomReleased,
+    RoomSafe,
+)
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sharding import Shard, held_heads
@@ -15,14 +23,12 @@ from tandem.kvtransfer.transports.tcp import TcpTransport
 from tandem.wire.channel import Waker, wait
 from tandem.wire.errors import Aborted, LayoutMismatch, PeerLost, TandemError
 from tandem.wire.generation import Room
-from tandem.wire.hand_off import Landed as LandedWord
-from tandem.wire.hand_off import Released as ReleasedWord
-from tandem.wire.hand_off import Welcome
+from tandem.wire.hand_off import Landed, Released, Welcome
 from tests.agents import decode_agent, prefill_agent
 from tests.calm import calm_receiver
-from tests.kvtransfer.rig import FakeDecode, Node
+from tests.kvtransfer.rig import Node, fake_decode
 from tests.loopback import Fault, LoopbackTransport
-from tests.patience import PATIENCE_S, patiently
+from tests.patience import PATIENCE_S, eventually
 
 ROOM = Room(42)
 NUM_PAGES = 16
@@ -65,11 +71,11 @@ class Half(Node):
         return self.group
 
     def wait_until(self, is_so):
-        for _ in patiently():
-            if all(is_so(agent.statistics()) for agent in self.agents):
-                return
-            wait([], 0.01, self.waker)
-        raise AssertionError([agent.statistics() for agent in self.agents])
+        is_true = eventually(
+            lambda: all(is_so(agent.statistics()) for agent in self.agents),
+            lambda: wait([], 0.01, self.waker),
+        )
+        assert is_true, [agent.statistics() for agent in self.agents]
 
     def check_all_back(self):
         self.cache.check_integrity()
@@ -110,8 +116,8 @@ class Prefill(Half):
 
     def hear_end(self):
         """Return the last event of the room; its pages go back."""
-        while not isinstance(event := self.next(), PushDone | Released):
-            assert isinstance(event, Granted)
+        while not isinstance(event := self.next(), PushDone | RoomReleased):
+            assert isinstance(event, RoomGranted)
         self.cache.release(self.pages)
         return event
 
@@ -143,14 +149,14 @@ class Decode(Half):
     def hear_end(self):
         """Return all events of the room, the last being its end; the pages go back."""
         events = [self.next()]
-        if isinstance(events[0], Lost):
+        if isinstance(events[0], RoomLost):
             self.cache.quarantine(self.pages)
             events.append(self.next())
-        if isinstance(events[-1], Landed):
+        if isinstance(events[-1], RoomLanded):
             self.cache.land(self.pages)
             self.cache.release(self.pages)
         else:
-            assert isinstance(events[-1], Failed | Safe)
+            assert isinstance(events[-1], RoomFailed | RoomSafe)
             self.cache.reclaim(self.pages)
         return events
 
@@ -161,7 +167,7 @@ def check_hand_off(prefill, decode):
     decode.request(prefill.agents[0].port, 3)
     prefill.group.expect(ROOM)
     prefill.push_all()
-    assert decode.hear_end() == [Landed(ROOM, 9, 77, 0)]
+    assert decode.hear_end() == [RoomLanded(ROOM, 9, 77, 0)]
     assert isinstance(prefill.hear_end(), PushDone)
     check_heads(prefill, decode)
 
@@ -216,11 +222,11 @@ def test_every_head_of_every_page_lands_on_every_rank(stack, sizes, make, is_req
         decode.request(prefill.agents[0].port, 5)
         prefill.wait_until(lambda now: now.num_early_grants)
         prefill.group.expect(ROOM)
-        assert prefill.next() == Granted(ROOM, 0)
+        assert prefill.next() == RoomGranted(ROOM, 0)
         prefill.push_all()
     done = prefill.hear_end()
     assert done == PushDone(ROOM, 5 * sum(layout.page_bytes for layout in decode.layouts))
-    assert decode.hear_end() == [Landed(ROOM, 9, 77, 0)]
+    assert decode.hear_end() == [RoomLanded(ROOM, 9, 77, 0)]
     check_heads(prefill, decode)
     prefill.check_all_back()
     decode.check_all_back()
@@ -250,7 +256,7 @@ def test_only_what_decode_does_not_have_is_pushed(stack, sizes):
     decode.request(prefill.agents[0].port, 3, have_tokens=2 * PAGE)
     prefill.group.expect(ROOM)
     prefill.push_all()
-    assert prefill.next() == Granted(ROOM, 2 * PAGE)
+    assert prefill.next() == RoomGranted(ROOM, 2 * PAGE)
     assert isinstance(prefill.hear_end(), PushDone)
     decode.hear_end()
     check_heads(prefill, decode, first_page=2)
@@ -271,7 +277,7 @@ def test_pages_of_another_size_at_another_tp(stack):
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_the_next_request_takes_the_links_there_are(stack, sizes):
+def test_the_next_request_reuses_the_links(stack, sizes):
     prefill, decode, _ = pair(stack, sizes)
     for _ in range(3):
         prefill.take_pages(2)
@@ -279,7 +285,7 @@ def test_the_next_request_takes_the_links_there_are(stack, sizes):
         prefill.group.expect(ROOM)  # the same room again, as a driver of its own numbers may
         prefill.push_all()
         assert isinstance(prefill.hear_end(), PushDone)
-        assert isinstance(decode.hear_end()[-1], Landed)
+        assert isinstance(decode.hear_end()[-1], RoomLanded)
     num_links = sum(agent.statistics().num_links for agent in decode.agents)
     assert num_links == sum(agent.statistics().num_links for agent in prefill.agents)
     assert num_links == max(sizes)
@@ -297,7 +303,7 @@ def start(prefill, decode, room=ROOM):
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (4, 2), (4, 1)])
-def test_a_source_that_is_killed_in_a_write_fails_the_room_and_costs_no_page(stack, sizes):
+def test_source_killed_in_a_write_fails_the_room_and_loses_no_page(stack, sizes):
     last = sizes[0] - 1
     prefill, decode, transports = pair(stack, sizes, faults={last: [Fault("hang")]})
     start(prefill, decode)
@@ -305,7 +311,7 @@ def test_a_source_that_is_killed_in_a_write_fails_the_room_and_costs_no_page(sta
     prefill.agents[last].close()
     lost, safe = decode.hear_end()
     assert isinstance(lost.error, PeerLost)
-    assert safe == Safe(ROOM)
+    assert safe == RoomSafe(ROOM)
     decode.check_all_back()
     before = [kv.copy() for kv in decode.kv]
     for transport in transports:
@@ -318,15 +324,15 @@ def test_a_source_that_is_killed_in_a_write_fails_the_room_and_costs_no_page(sta
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (4, 2), (1, 2), (2, 4)])
-def test_a_source_that_is_fenced_in_a_write_returns_the_pages_of_both_nodes(stack, sizes):
+def test_source_fenced_in_a_write_returns_the_pages_of_both_nodes(stack, sizes):
     prefill, decode, transports = pair(
         stack, sizes, faults={0: [Fault("hang")]}, timeouts=calm_receiver(released_s=0.05)
     )
     start(prefill, decode)
     assert transports[0].hanging.wait(PATIENCE_S)
     decode.withdraw()
-    assert decode.hear_end() == [Safe(ROOM)]
-    assert isinstance(prefill.hear_end(), Released)
+    assert decode.hear_end() == [RoomSafe(ROOM)]
+    assert isinstance(prefill.hear_end(), RoomReleased)
     prefill.check_all_back()
     decode.check_all_back()
     prefill.is_idle()
@@ -344,20 +350,20 @@ def test_pages_are_safe_only_when_the_last_source_has_stopped(stack, sizes):
     decode.wait_until(lambda now: not now.num_granted)
     assert list(decode.group.events()) == []
     transports[last].release()
-    assert decode.hear_end() == [Safe(ROOM)]
+    assert decode.hear_end() == [RoomSafe(ROOM)]
     # Or the withdrawal crossed with the last write.
-    assert isinstance(prefill.hear_end(), Released | PushDone)
+    assert isinstance(prefill.hear_end(), RoomReleased | PushDone)
     prefill.check_all_back()
     decode.check_all_back()
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_a_write_that_fails_on_one_link_ends_the_room_on_all_and_the_next_one_works(stack, sizes):
+def test_failed_write_on_one_link_ends_the_room_on_all_links(stack, sizes):
     prefill, decode, _ = pair(stack, sizes, faults={sizes[0] - 1: [Fault("fail")]})
     start(prefill, decode)
     events = decode.hear_end()
     assert isinstance(events[0].error, PeerLost)
-    assert isinstance(prefill.hear_end(), Released)
+    assert isinstance(prefill.hear_end(), RoomReleased)
     assert prefill.group.statistics().pushed_bytes == 0, "other links may have landed"
     prefill.check_all_back()
     decode.check_all_back()
@@ -365,7 +371,7 @@ def test_a_write_that_fails_on_one_link_ends_the_room_on_all_and_the_next_one_wo
     for kv in decode.kv:
         kv[:] = 0
     start(prefill, decode, Room(43))
-    assert isinstance(decode.hear_end()[-1], Landed)
+    assert isinstance(decode.hear_end()[-1], RoomLanded)
     assert isinstance(prefill.hear_end(), PushDone)
     check_heads(prefill, decode)
 
@@ -378,9 +384,9 @@ def test_an_abort_before_or_after_the_grant_answers_every_rank(stack, sizes, is_
     prefill.group.expect(ROOM)
     if is_granted:
         decode.request(prefill.agents[0].port, 4)
-        assert isinstance(prefill.next(), Granted)
+        assert isinstance(prefill.next(), RoomGranted)
     prefill.group.abort(ROOM, TandemError("the forward raised"))
-    assert prefill.hear_end() == Released(ROOM)
+    assert prefill.hear_end() == RoomReleased(ROOM)
     if not is_granted:
         decode.request(prefill.agents[0].port, 4)
     assert decode.hear_end()[0].error.message == "the forward raised"
@@ -396,7 +402,7 @@ def test_a_rank_of_decode_that_is_killed_releases_prefills_pages(stack, sizes):
     prefill.take_pages(4)
     prefill.group.expect(ROOM)
     decode.request(prefill.agents[0].port, 4)
-    assert isinstance(prefill.next(), Granted)
+    assert isinstance(prefill.next(), RoomGranted)
     decode.agents[-1].close()
     assert isinstance(prefill.hear_end().error, PeerLost)
     prefill.check_all_back()
@@ -410,7 +416,7 @@ def refusal(stack, prefill, decode):
     return decode.hear_end()[0].error
 
 
-def test_a_model_of_other_heads_is_refused_naming_both(stack):
+def test_model_with_different_heads_is_refused_with_both_descriptions(stack):
     transport = LoopbackTransport()
     prefill, decode = (
         Prefill(stack, 2, 4, [transport] * 2),
@@ -422,7 +428,7 @@ def test_a_model_of_other_heads_is_refused_naming_both(stack):
     assert "3 KV heads" in error.message
 
 
-def test_a_rank_that_holds_another_share_than_its_own_is_refused(stack):
+def test_rank_with_a_wrong_share_of_heads_is_refused(stack):
     transport = LoopbackTransport()
     prefill, decode = Prefill(stack, 2, 4, [transport] * 2), Decode(stack, 1, 2, [transport])
     decode.agents[0].close()
@@ -447,7 +453,7 @@ def strangers(stack):
 
     def link(number, tp_rank, tp_size):
         shape = replace(prefill.layouts[0], num_kv_heads=4 // tp_size)
-        made = FakeDecode(stack, prefill.agents[0].port, transport, number, shape)
+        made = fake_decode(stack, prefill.agents[0].port, transport, number, shape)
         welcome = made.hello(tp_rank=tp_rank, tp_size=tp_size, model_kv_heads=4)
         assert isinstance(welcome, Welcome)
         return made
@@ -458,33 +464,33 @@ def strangers(stack):
 def test_nodes_of_two_sizes_cannot_grant_parts_of_one_room(strangers):
     prefill, link = strangers
     first, second = link(5, tp_rank=0, tp_size=2), link(6, tp_rank=1, tp_size=4)
-    first.grant([1])
+    first.grant([1], room=ROOM)
     prefill.wait_until(lambda now: now.num_early_grants)
-    second.grant([1])
-    word = second.next(ReleasedWord)
-    assert word.error.message == "this room is granted by a node of another size"
+    second.grant([1], room=ROOM)
+    word = second.expect(Released)
+    assert word.error.message == "the room is granted by a node with a different number of ranks"
 
 
 def test_a_part_that_is_over_cannot_be_granted_again_while_others_go_on(strangers):
     prefill, link = strangers
     first = link(5, tp_rank=0, tp_size=2)
     prefill.group.expect(ROOM)
-    first.grant([])
+    first.grant([], room=ROOM)
     prefill.group.finish(ROOM, 9, 77, 0)
-    assert isinstance(first.next(), LandedWord)
-    first.grant([])
-    assert "this room is over" in first.next().error.message
+    assert isinstance(first.next(), Landed)
+    first.grant([], room=ROOM)
+    assert "the room is over" in first.next().error.message
 
 
-def test_a_request_whose_grant_was_taken_back_by_one_rank_fails_at_once(strangers):
+def test_grant_withdrawn_by_one_rank_fails_the_request_immediately(strangers):
     prefill, link = strangers
     first = link(5, tp_rank=0, tp_size=2)
-    first.grant([1])
-    first.withdraw()
-    assert isinstance(first.next(), ReleasedWord)
+    first.grant([1], room=ROOM)
+    first.withdraw(ROOM)
+    assert isinstance(first.next(), Released)
     prefill.group.expect(ROOM)
     assert isinstance(prefill.next().error, Aborted)
     prefill.is_idle()
     second = link(6, tp_rank=1, tp_size=2)
-    second.grant([1])
+    second.grant([1], room=ROOM)
     assert second.next().error.code == "aborted"  # the other rank's grant is answered, too

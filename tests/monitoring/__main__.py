@@ -22,11 +22,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.deploy.metrics_page import ALERTS, panel_queries
-from tests.e2e.cluster import Cluster, ask, eventually, running_cluster, running_serve
+from tests.deploy.metrics_page import ALERT_TESTS, ALERTS, ROOT, panel_queries
+from tests.e2e.cluster import Cluster, ask, running_cluster, running_serve
 from tests.monitoring.server import PrometheusServer, running_prometheus
+from tests.patience import eventually
 
-PROMETHEUS_DIR = ALERTS.parent
 LOAD_S = 25.0
 NUM_CLIENTS = 12
 PROFILE = '{"prefill": {"base_ms": 5, "per_token_ms": 0.2}, "decode": {"base_ms": 8}}'
@@ -48,8 +48,8 @@ def main() -> int:
         print(f"{' and '.join(missing)} not found: install the package `prometheus`")
         return 2
     promtool("check", "rules", str(ALERTS))
-    promtool("check", "config", str(PROMETHEUS_DIR / "prometheus.yml"))
-    promtool("test", "rules", str(PROMETHEUS_DIR / "alerts_test.yaml"))
+    promtool("check", "config", str(ROOT / "deploy" / "prometheus" / "prometheus.yml"))
+    promtool("test", "rules", str(ALERT_TESTS))
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         profile = directory / "profile.json"

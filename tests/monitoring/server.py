@@ -13,9 +13,9 @@ from pathlib import Path
 
 import yaml
 
-from tandem.up import free_ports
+from tandem.cli.up import free_ports
 from tests.deploy.metrics_page import ALERTS
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, eventually
 
 START_TIMEOUT_S = 600
 
@@ -96,9 +96,11 @@ def running_prometheus(
 
 
 def _wait_ready(url: str, process: subprocess.Popen, log: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and process.poll() is None:
+    def is_ready() -> bool:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/-/ready", timeout=5):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"Prometheus did not start:\n{Path(log).read_text()}")
+            return True
+        assert process.poll() is None, f"Prometheus ended:\n{Path(log).read_text()}"
+        return False
+
+    is_started = eventually(is_ready, within_s=START_TIMEOUT_S)
+    assert is_started, f"Prometheus did not start:\n{Path(log).read_text()}"

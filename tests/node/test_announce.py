@@ -1,4 +1,4 @@
-"""A node that announces itself, to a router that is a small server."""
+"""A node that announces itself to a router, which is a small server."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -11,9 +11,9 @@ from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 
 from tandem.engine.config import EngineConfig
-from tandem.node import announce
-from tandem.node.announce import TTL_S, Announcer, warn_of_loopback
 from tandem.node.config import NodeConfig
+from tandem.node.process import announce
+from tandem.node.process.announce import TTL_S, Announcer, warn_of_loopback
 from tandem.wire.keys import operator_key
 from tests.patience import PATIENCE_S
 
@@ -21,7 +21,7 @@ CONFIG = NodeConfig(role="decode", served_model_name="m", engine=EngineConfig(mo
 
 
 class FakeRouter:
-    """Keeps what it is told, and answers with `status`."""
+    """Records requests, and answers with `status`."""
 
     def __init__(self) -> None:
         self.told: asyncio.Queue = asyncio.Queue()
@@ -56,7 +56,7 @@ class FakeRouter:
 @pytest.fixture
 async def router(monkeypatch):
     monkeypatch.setattr(announce, "INTERVAL_S", 0.01)
-    for limit in ("TIMEOUT_S", "LEAVE_TIMEOUT_S"):  # it answers, however busy the machine
+    for limit in ("TIMEOUT_S", "LEAVE_TIMEOUT_S"):  # long enough for a busy machine
         monkeypatch.setattr(announce, limit, PATIENCE_S)
     made = FakeRouter()
     await made.server.start_server()
@@ -74,7 +74,7 @@ async def announced(*routers: str, role=lambda: "decode", bearer: str = "", **fi
         announcer.stop()
 
 
-async def test_a_node_says_again_and_again_what_it_is_and_then_that_it_leaves(router):
+async def test_node_announces_itself_repeatedly_and_withdraws_at_the_end(router):
     key, roles = operator_key("secret"), ["decode"]
     async with announced(router.url, role=lambda: roles[0], bearer=key):
         body = {"url": "http://127.0.0.1:7001", "role": "decode", "ttl_s": TTL_S}
@@ -89,7 +89,7 @@ async def test_a_node_says_again_and_again_what_it_is_and_then_that_it_leaves(ro
     assert told == ("remove", "http://127.0.0.1:7001")
 
 
-async def test_a_refusal_is_said_once_with_what_to_do_and_tried_again(router):
+async def test_rejection_is_logged_once_with_a_remedy_and_retried(router):
     router.status = 401
     with capture_logs() as logs:
         async with announced(router.url):
@@ -100,17 +100,15 @@ async def test_a_refusal_is_said_once_with_what_to_do_and_tried_again(router):
                 await router.next()
     events = [entry["event"] for entry in logs]
     assert events == ["announce.refused", "announce.accepted", "announce.left"]
-    assert "a sentence of the router's: give this node the router's TANDEM_CL" in logs[0]["reason"]
+    assert "a sentence of the router's: set TANDEM_CLUSTER_KEY on this node" in logs[0]["reason"]
 
 
-async def test_a_router_that_took_the_node_and_did_not_say_so_in_time_hears_that_it_leaves(
-    router, monkeypatch
-):
+async def test_node_withdraws_from_a_router_that_answered_late(router, monkeypatch):
     monkeypatch.setattr(announce, "TIMEOUT_S", 0.01)
     router.answers.clear()
     with capture_logs() as logs:
         async with announced(router.url):
-            for _ in range(2):  # the second comes when the first is known to be late
+            for _ in range(2):  # the second is sent when the first has timed out
                 assert (await router.next())[0] == "add"
         while (told := await router.next())[0] == "add":
             pass
@@ -119,7 +117,7 @@ async def test_a_router_that_took_the_node_and_did_not_say_so_in_time_hears_that
     router.answers.set()
 
 
-async def test_one_router_that_is_away_keeps_no_other_from_hearing(router):
+async def test_unreachable_router_does_not_delay_others(router):
     with capture_logs() as logs:
         async with announced("http://127.0.0.1:9", router.url):
             assert (await router.next())[0] == "add"
@@ -129,7 +127,7 @@ async def test_one_router_that_is_away_keeps_no_other_from_hearing(router):
     assert "cannot be reached (Connection refused)" in refused["reason"]
 
 
-async def test_a_node_on_all_addresses_gives_that_which_reaches_the_router():
+async def test_node_on_all_addresses_advertises_its_source_address():
     config = msgspec.structs.replace(CONFIG, host="0.0.0.0")
     announcer = Announcer(config, 7001, lambda: "decode")
     assert await announcer.advertised("http://127.0.0.1:8000") == "http://127.0.0.1:7001"
@@ -141,7 +139,7 @@ async def test_a_node_on_all_addresses_gives_that_which_reaches_the_router():
     )
 
 
-def test_an_address_that_the_router_cannot_reach_is_warned_of():
+def test_loopback_address_for_a_remote_router_is_warned_about():
     with capture_logs() as logs:
         for router in ("http://10.0.0.7:8000", "http://127.0.0.1:8000"):
             warn_of_loopback(msgspec.structs.replace(CONFIG, routers=(router,)))
@@ -149,7 +147,7 @@ def test_an_address_that_the_router_cannot_reach_is_warned_of():
     assert (warned["event"], warned["router"]) == ("announce.loopback", "http://10.0.0.7:8000")
 
 
-async def test_a_router_whose_name_can_be_none_is_told_of_and_harms_nothing():
+async def test_invalid_router_host_name_falls_back_to_the_bound_address():
     config = msgspec.structs.replace(CONFIG, host="0.0.0.0")
     announcer = Announcer(config, 7001, lambda: "decode")
     assert await announcer.advertised(f"http://{'a' * 64}.example:8000") == "http://0.0.0.0:7001"

@@ -1,10 +1,12 @@
-"""A node that drains loses no last token and no finish, whenever the order comes and however late edges read."""
+"""A draining node loses no token and no finish, whenever the order arrives and however late edge workers read."""
+
+from functools import partial
 
 import pytest
 
 from tandem.decode.role import DecodeRole
 from tandem.node.answers import Answers
-from tandem.node.engine_process import Drain
+from tandem.node.life.engine_process import DrainOrder
 from tandem.node.loop import EngineLoop
 from tandem.wire.channel import Inbox, Link, Waker
 from tandem.wire.errors import PeerLost
@@ -18,14 +20,14 @@ from tandem.wire.messages import (
     TokenBatch,
 )
 from tests.engine.toy_runner import toy_answer, toy_engine
-from tests.patience import patiently
+from tests.patience import patiently, until
 
 PROMPTS = {"a": [5, 6, 7], "b": [9] * 11, "c": [3]}
 NUM_TOKENS = {"a": 3, "b": 6, "c": 1}
 
 
 class Edge:
-    """An edge worker that reads, and then pings, now and then.
+    """An edge worker that reads, and then pings, at intervals.
 
     Attributes:
         heard: Of each request: its tokens, then its finish or the code of its error.
@@ -37,7 +39,7 @@ class Edge:
         self.heard: dict[str, list] = {}
 
     def start(self, name: str) -> bool:
-        """Send a request; False while the link is not up."""
+        """Send a request; return False while the link is not up."""
         stream = 1 + list(PROMPTS).index(name)
         request = GenerateRequest(
             request_id=RequestId(name),
@@ -75,7 +77,7 @@ class Edge:
 
 
 class Node:
-    """A node in this thread; what its edge has heard when it reports the drain is kept in `at_end`."""
+    """A node in this thread. `at_end`: what its edge worker has received when the drain is reported."""
 
     def __init__(self, *, is_overlapped: bool) -> None:
         self.engine, _ = toy_engine(64, 4, is_overlapped=is_overlapped)
@@ -102,22 +104,18 @@ class Node:
 @pytest.mark.parametrize("timeout_s", [0.0, 60.0])
 @pytest.mark.parametrize("names", ["abc", "c"])
 @pytest.mark.parametrize("num_passes", [0, 1, 2, 3, 5, 7, 9])
-def test_an_edge_has_every_token_when_the_drain_is_reported(
+def test_edge_worker_has_every_token_when_the_drain_is_reported(
     names, num_passes, timeout_s, is_overlapped
 ):
     node = Node(is_overlapped=is_overlapped)
     try:
         for name in names:
-            for _ in patiently():
-                if node.edge.start(name):
-                    break
-        for _ in patiently():
-            if len(node.role.tickets()) == len(names):
-                break
-            node.loop._listen()  # all are there before the first forward
+            until(partial(node.edge.start, name))
+        # All requests arrive before the first forward.
+        until(lambda: len(node.role.tickets()) == len(names), node.loop._listen)
         for _ in range(num_passes):
             node.loop.run_once(0)
-        node.loop.order(Drain(number=1, timeout_s=timeout_s))
+        node.loop.order(DrainOrder(number=1, timeout_s=timeout_s))
         for number, _ in enumerate(patiently()):
             node.loop.run_once(0.002)
             if node.at_end is not None:

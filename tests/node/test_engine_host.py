@@ -1,4 +1,4 @@
-"""The engine process of a node: its parent, its engine, and a device that is lost or not there."""
+"""The engine process of a node: its parent, its engine, and a lost or missing device."""
 
 import asyncio
 import json
@@ -10,15 +10,15 @@ import pytest
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.profile import Simulation
-from tandem.frontend.engine_client import EngineClient
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.node.config import NodeConfig
-from tandem.node.engine_host import build_engine
-from tandem.node.engine_process import keep_linked
+from tandem.node.life.engine_process import keep_linked
+from tandem.node.process.engine_host import build_engine
 from tandem.wire.channel import Waker
+from tandem.wire.engine_client import EngineClient
 from tandem.wire.errors import ConfigInvalid
-from tests.patience import PATIENCE_S
-from tests.router.fake_node import FakeEngine, until
+from tests.patience import PATIENCE_S, until_async
+from tests.router.fake_node import FakeEngine
 
 HEAVY = {"torch", "transformers", "xgrammar", "numba", "triton"}
 
@@ -35,9 +35,9 @@ def waker():
     made.close()
 
 
-def test_a_simulated_engine_loads_nothing_that_computes():
+def test_simulated_engine_does_not_import_torch():
     asked = f"print(sorted({HEAVY} & set(sys.modules)))"
-    modules = "tandem.prefill.engine, tandem.decode.engine"
+    modules = "tandem.prefill.role, tandem.decode.role"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, {modules}; {asked}"],
         check=True,
@@ -48,7 +48,7 @@ def test_a_simulated_engine_loads_nothing_that_computes():
 
 
 @pytest.mark.parametrize("kv", ["real", "none"])
-def test_a_pool_has_as_many_tokens_as_asked_for_and_their_bytes(tiny_model, waker, kv):
+def test_pool_has_the_requested_tokens_and_their_bytes(tiny_model, waker, kv):
     made = []
 
     def memory(plan):
@@ -63,28 +63,28 @@ def test_a_pool_has_as_many_tokens_as_asked_for_and_their_bytes(tiny_model, wake
     made[0].close()
 
 
-def test_without_kv_a_pool_holds_a_million_tokens(tiny_model, waker):
+def test_pool_without_kv_holds_a_million_tokens(tiny_model, waker):
     config = config_of(tiny_model("llama"), "colocated", simulation=Simulation(kv="none"))
     assert build_engine(config, lambda _plan: None, waker).cache.num_pages * 8 == 1 << 20
 
 
-def test_a_pool_without_a_page_is_refused(tiny_model, waker):
+def test_pool_without_a_page_is_rejected(tiny_model, waker):
     config = config_of(tiny_model("llama"), max_total_tokens=7, simulation=Simulation())
     with pytest.raises(ConfigInvalid, match="--max-total-tokens"):
         build_engine(config, lambda _plan: None, waker)
 
 
-def test_the_device_is_taken_before_the_model_is_read(waker):
-    """Here it is not there; where it is, all of the model goes to it."""
+def test_device_is_selected_before_the_model_is_loaded(waker):
+    """Here the device does not exist; otherwise the whole model would be loaded to it."""
     config = config_of("/there is no model", "colocated", device="cuda:99")
-    with pytest.raises(ConfigInvalid, match="--device cuda:99: torch sees"):
+    with pytest.raises(ConfigInvalid, match="--device cuda:99 does not exist: torch finds"):
         build_engine(config, lambda _plan: None, waker)
 
 
 LOSES_ITS_DEVICE = """
 from tandem.decode.role import DecodeRole
 from tandem.engine.errors import DeviceLost
-from tandem.node.engine_host import main
+from tandem.node.process.engine_host import main
 
 class Role(DecodeRole):
     has_work = True
@@ -96,7 +96,7 @@ raise SystemExit(main(lambda parts: Role(parts.engine, None, parts.answers, 8, 8
 """
 
 
-def test_a_lost_device_ends_the_engine_process_which_says_why(tiny_model):
+def test_lost_device_ends_the_engine_process_with_a_reason(tiny_model):
     config = config_of(
         tiny_model("llama"), "colocated", max_total_tokens=256, simulation=Simulation(kv="none")
     )
@@ -108,7 +108,7 @@ def test_a_lost_device_ends_the_engine_process_which_says_why(tiny_model):
     )
     with engine:
         engine.stdin.write(msgspec.json.encode(config) + b"\n")
-        engine.stdin.flush()  # and open: the parent lives
+        engine.stdin.flush()  # stays open: the parent is alive
         assert engine.wait(PATIENCE_S) == 1
         reports = [json.loads(line)["type"] for line in engine.stdout]
         logged = [json.loads(line) for line in engine.stderr]
@@ -117,14 +117,14 @@ def test_a_lost_device_ends_the_engine_process_which_says_why(tiny_model):
     assert lost["reason"].startswith("cuda:0: CUDA error")
 
 
-async def test_a_link_that_was_lost_is_made_anew_to_the_same_life_of_the_engine():
+async def test_lost_link_reconnects_to_the_same_engine_epoch():
     engine, used = FakeEngine(), []
     make = lambda: EngineClient(engine.address, epoch=engine.epoch)  # noqa: E731
     linked = asyncio.create_task(keep_linked(make, used.append))
     try:
-        await until(lambda: used and used[0].is_up)
-        used[0].stop()  # as silence does
-        await until(lambda: len(used) == 2 and used[1].is_up)
+        await until_async(lambda: used and used[0].is_up)
+        used[0].stop()  # as a timeout does
+        await until_async(lambda: len(used) == 2 and used[1].is_up)
         assert not used[0].is_up
     finally:
         linked.cancel()

@@ -2,13 +2,14 @@ import pytest
 
 from tandem.engine.profile import DecodeTimes, Profile, Simulation
 from tandem.frontend.options import HttpOptions
-from tandem.node.flags import build_parser, read_config
-from tandem.wire.errors import ConfigInvalid
+from tandem.node.config import transports_of
+from tandem.node.flags import build_parser, read_options
+from tandem.settings.flags import SettingInvalid
 
 
 def read(*argv: str, role="prefill"):
     parser = build_parser("tandem", role, "", 7000)
-    return read_config(parser, role, argv)
+    return read_options(parser, role, argv)
 
 
 @pytest.mark.parametrize(
@@ -26,12 +27,12 @@ def read(*argv: str, role="prefill"):
         (["--load-format", "dummy", "--random-seed", "4"], "random_seed", 4),
     ],
 )
-def test_familiar_flags_set_what_they_name(argv, field, value):
+def test_flags_of_sglang_and_vllm_set_their_fields(argv, field, value):
     config, _ = read(*argv)
     assert getattr(config.engine, field) == value
 
 
-def test_the_flags_of_sglangs_disaggregation_are_understood():
+def test_sglang_disaggregation_flags_are_accepted():
     config, meaningless = read(
         *["--model-path", "/m", "--served-model-name", "n", "--disaggregation-mode", "prefill"],
         *["--disaggregation-transfer-backend", "tcp", "--disaggregation-bootstrap-port", "5"],
@@ -42,28 +43,41 @@ def test_the_flags_of_sglangs_disaggregation_are_understood():
     assert meaningless == ["--disaggregation-ib-device", "--enable-metrics"]
 
 
-def test_a_chat_template_is_read_with_the_flags(tmp_path):
+def test_timeouts_of_the_transfer_have_flags_with_bounds():
+    config, _ = read("--early-grant-timeout-s", "2", "--landed-timeout-s", "0.5")
+    assert (config.transfer.early_grant_timeout_s, config.transfer.landed_timeout_s) == (2.0, 0.5)
+    for flag in ("--grant-timeout-s", "--early-grant-timeout-s", "--landed-timeout-s"):
+        with pytest.raises(SettingInvalid, match=f"{flag}.* is 0: use 0.1 to 86400"):
+            read(flag, "0")
+
+
+def test_chat_template_is_read_with_the_flags(tmp_path):
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
     config, _ = read("--chat-template", str(tmp_path / "chat.jinja"))
     assert config.chat_template == "{{ messages }}"
 
 
-def test_a_node_on_a_gpu_takes_transports_that_reach_its_memory():
+def test_gpu_node_accepts_only_transports_that_reach_its_memory():
     config, _ = read("--device", "cuda:0")
     assert config.engine.device == "cuda:0"
     read("--device", "cuda", "--tp", "2", "--transfer-backend", "cuda_ipc,nccl")
-    with pytest.raises(ConfigInvalid, match="--transfer-backend tcp does not reach"):
+    with pytest.raises(SettingInvalid, match="--transfer-backend tcp does not reach"):
         read("--device", "cuda:0", "--transfer-backend", "cuda_ipc,tcp")
 
 
-def test_the_flags_of_a_link_reach_its_transport():
-    config, _ = read("--transfer-backend", "file", "--transfer-directory", "/mnt/kv")
-    assert (config.transfer.backend, config.transfer.directory) == ("file", "/mnt/kv")
+def test_vllm_on_a_cpu_rejects_shm_and_defaults_to_tcp():
+    with pytest.raises(SettingInvalid, match=r"--transfer-backend shm .*: use auto or tcp"):
+        read("--engine", "vllm", "--transfer-backend", "shm")
+    config, _ = read("--engine", "vllm")
+    assert transports_of(config) == ["tcp"]
+
+
+def test_transfer_interface_is_in_the_config():
     config, _ = read("--transfer-interface", "eth1", "--host", "0.0.0.0")
     assert config.transfer.interface == "eth1"
 
 
-def test_a_simulation_takes_no_time_and_real_pages_unless_told_otherwise(tmp_path):
+def test_simulation_defaults_to_no_time_and_real_pages(tmp_path):
     assert read()[0].engine.simulation is None
     assert read("--engine", "simulated")[0].engine.simulation == Simulation()
     file = tmp_path / "profile.json"
@@ -73,7 +87,7 @@ def test_a_simulation_takes_no_time_and_real_pages_unless_told_otherwise(tmp_pat
     assert read(*flags)[0].engine.simulation == Simulation(profile=profile, kv="none")
 
 
-def test_a_flag_that_takes_no_value_does_not_swallow_the_next_one():
+def test_flag_without_value_does_not_consume_the_next_argument():
     config, _ = read("--enforce-eager", "--port", "5")
     assert config.port == 5
 
@@ -104,24 +118,32 @@ def test_a_flag_that_takes_no_value_does_not_swallow_the_next_one():
         ["--advertise-url", "http://"],
     ],
 )
-def test_a_value_that_cannot_work_is_refused_by_the_name_of_its_flag(argv):
-    with pytest.raises(ConfigInvalid, match=argv[0]):
+def test_invalid_value_is_rejected_by_flag_name(argv):
+    with pytest.raises(SettingInvalid, match=argv[0]):
         read(*argv)
 
 
-def test_the_wrong_mode_for_a_role_is_an_error(capsys):
+def test_wrong_disaggregation_mode_is_rejected(capsys):
     with pytest.raises(SystemExit):
         read("--disaggregation-mode", "decode")
     assert "prefill node" in capsys.readouterr().err
 
 
-def test_a_node_that_serves_alone_has_no_transfer_flags(capsys):
+def test_removed_attention_backend_is_rejected_with_the_choices(capsys):
+    with pytest.raises(SystemExit):
+        read("--attention-backend", "flashinfer")
+    error = capsys.readouterr().err
+    assert "--attention-backend: invalid choice: 'flashinfer'" in error
+    assert all(name in error for name in ("auto", "torch", "cpu", "triton"))
+
+
+def test_colocated_node_has_no_transfer_flags(capsys):
     with pytest.raises(SystemExit):
         read("--transfer-backend", "tcp", role="colocated")
     assert "there is no flag --transfer-backend" in capsys.readouterr().err
 
 
-def test_a_node_takes_the_same_flags_of_http_as_a_router():
+def test_node_accepts_the_http_flags_of_a_router():
     flags = "--api-key a --api-key b --max-body-bytes 9 --request-timeout-s 3 --cors-allow-origin *"
     config, _ = read(*flags.split())
     assert config.http == HttpOptions(
@@ -129,14 +151,14 @@ def test_a_node_takes_the_same_flags_of_http_as_a_router():
     )
 
 
-def test_formats_of_replies_are_told_of_before_the_model_is_loaded():
+def test_unknown_reply_parser_is_rejected_before_the_model_loads():
     config, _ = read("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
     assert (config.tool_call_parser, config.reasoning_parser) == ("hermes", "qwen3")
-    with pytest.raises(ConfigInvalid, match="--reasoning-parser: 'x' is not known"):
+    with pytest.raises(SettingInvalid, match="--reasoning-parser: unknown parser 'x'"):
         read("--reasoning-parser", "x")
 
 
-def test_tiers_are_taken_in_the_order_in_which_they_are_given():
+def test_tiers_keep_the_order_of_their_flags():
     config, _ = read(
         *("--kv-tier", "host:8GiB", "--kv-tier", "disk:/kv:1TiB"),
         *("--kv-tier-timeout-ms", "250", "--kv-tier-min-tokens", "64"),
@@ -154,7 +176,7 @@ def test_tiers_are_taken_in_the_order_in_which_they_are_given():
         (["--kv-offloading-size", "0.5"], "host:0.5GiB"),
     ],
 )
-def test_what_others_call_memory_of_the_host_is_the_first_tier(argv, first):
+def test_host_memory_flags_of_others_set_the_first_tier(argv, first):
     config, _ = read(*argv, "--kv-tier", "disk:/kv:1TiB")
     assert config.tiers.specs == (first, "disk:/kv:1TiB")
 
@@ -162,17 +184,17 @@ def test_what_others_call_memory_of_the_host_is_the_first_tier(argv, first):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--kv-tier", "tape:8GiB"], "give host:SIZE"),
+        (["--kv-tier", "tape:8GiB"], "use host:SIZE"),
         (["--kv-tier", "host:much"], "is not a size"),
-        (["--kv-tier", "host:8GiB", "--disable-prefix-cache"], "behind the prefix cache"),
+        (["--kv-tier", "host:8GiB", "--disable-prefix-cache"], "needs the prefix cache"),
         (
             ["--kv-tier", "host:8GiB", "--engine", "simulated", "--sim-kv", "none"],
-            "give --sim-kv real",
+            "use --sim-kv real",
         ),
         (["--kv-tier", "host:8GiB", "--kv-tier-timeout-ms", "0"], "at least 1"),
         (["--enable-hierarchical-cache"], "--kv-tier host:SIZE"),
     ],
 )
-def test_tiers_that_cannot_be_are_refused_with_what_to_give(argv, words):
-    with pytest.raises(ConfigInvalid, match=words):
+def test_invalid_tiers_are_rejected_with_a_remedy(argv, words):
+    with pytest.raises(SettingInvalid, match=words):
         read(*argv)

@@ -13,18 +13,17 @@ import pytest
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from tandem.engine.config import EngineConfig
-from tandem.node.checkpoint import model_name, resolve_model
-from tandem.node.hub import HubModel, download, hub_model, reason_of
-from tandem.plan.models import read_model
+from tandem.engine.config import EngineConfig, EngineOptions
+from tandem.node.models.checkpoint import model_name, resolve_model
+from tandem.node.models.hub import HubModel, download, hub_model, reason_of
 from tandem.wire.errors import ConfigInvalid
 from tests.hub_server import serving_hub
-from tests.patience import patiently
+from tests.patience import until
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub without repositories, and an empty cache, for the processes that this one starts."""
+    """A hub without repositories and an empty cache, used by child processes."""
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
     with serving_hub() as hub:
@@ -35,7 +34,7 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.fixture
 def sharded(tiny_model, tmp_path):
-    """A model in two shards, with copies of its weights that transformers does not load."""
+    """A model in two shards, with additional weight files that transformers does not load."""
     path = shutil.copytree(tiny_model("llama"), tmp_path / "sharded")
     tensors = sorted(load_file(path / "model.safetensors").items())
     shards = {"one.safetensors": dict(tensors[:9]), "two.safetensors": dict(tensors[9:])}
@@ -51,7 +50,7 @@ def sharded(tiny_model, tmp_path):
 
 def refusal(model, tmp_path, settings=None) -> str:
     with pytest.raises(ConfigInvalid) as raised:
-        resolve_model(model, tmp_path, settings or EngineConfig(model_dir=""))
+        resolve_model(model, tmp_path, settings or EngineOptions())
     assert "\n" not in raised.value.message
     return raised.value.message
 
@@ -71,28 +70,33 @@ def refusal(model, tmp_path, settings=None) -> str:
         ),
     ],
 )
-def test_a_name_on_the_hub_has_one_slash_and_does_not_begin_like_a_path(given, meant):
+def test_hub_name_has_one_slash_and_does_not_look_like_a_path(given, meant):
     assert hub_model(given) == meant
 
 
-def test_a_path_that_exists_wins_over_a_name(tmp_path, monkeypatch):
+def test_existing_path_takes_precedence_over_a_hub_name(tmp_path, monkeypatch):
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert hub_model("org/name") is None
     assert model_name("org/name") == "name"
 
 
-def test_a_model_is_known_to_clients_by_its_name_without_the_revision():
+def test_model_name_for_clients_omits_the_revision():
     assert model_name("org/name@v1") == "org/name"
     assert model_name("org/name:Q4_K_M") == "org/name:Q4_K_M"
 
 
-def test_only_the_files_that_serving_needs_are_downloaded_and_once(hub, sharded, tmp_path):
+def test_only_needed_files_are_downloaded_and_only_once(hub, sharded, tmp_path):
     hub.add_directory("org/model", sharded)
-    hub.repositories["org/model"].commits["main"]["original/model.safetensors"] = b"x"
+    template = "additional_chat_templates/tool_use.jinja"
+    hub.repositories["org/model"].commits["main"] |= {
+        "original/model.safetensors": b"x",
+        "original/config.json": b"x",
+        template: b"x",
+    }
     with capture_logs() as logs:
         path = resolve_model("org/model", tmp_path)
-    needed = {"config.json", "generation_config.json", "model.safetensors.index.json"}
+    needed = {"config.json", "generation_config.json", "model.safetensors.index.json", template}
     assert set(hub.gets) == {*needed, "one.safetensors", "two.safetensors"}
     (resolved,) = (line for line in logs if line["event"] == "model.resolved")
     assert resolved["commit"] == path.name == hub.repositories["org/model"].commit("main")
@@ -103,41 +107,30 @@ def test_only_the_files_that_serving_needs_are_downloaded_and_once(hub, sharded,
 
 
 @pytest.mark.cluster
-def test_weights_and_code_are_downloaded_only_where_they_are_used(hub, sharded, tmp_path):
+def test_weights_and_code_are_downloaded_only_if_used(hub, sharded, tmp_path):
     hub.add_directory("org/model", sharded)
-    settings = EngineConfig(model_dir="", load_format="dummy", trust_remote_code=True)
+    hub.repositories["org/model"].commits["main"]["other/model.py"] = b"x"
+    settings = EngineOptions(load_format="dummy", trust_remote_code=True)
     resolve_model("org/model", tmp_path, settings)
     assert "modeling_tiny.py" in hub.gets
+    assert "other/model.py" not in hub.gets
     assert not any(name.endswith(".safetensors") for name in hub.gets)
 
 
 @pytest.mark.cluster
-def test_a_plan_downloads_no_weights_and_knows_their_bytes_by_the_index(hub, sharded):
-    index = json.loads((sharded / "model.safetensors.index.json").read_text())
-    index["metadata"] = {"total_size": 12_345}
-    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    hub.add_directory("org/model", sharded)
-    facts = read_model("org/model@main", tp=1)
-    assert (facts.name, facts.num_layers, facts.weight_bytes) == ("org/model", 3, 12_345)
-    assert not any(name.endswith(".safetensors") for name in hub.gets)
-
-
-@pytest.mark.cluster
-def test_two_nodes_of_a_machine_download_once(hub, sharded):
+def test_two_nodes_of_one_machine_download_once(hub, sharded):
     hub.add_directory("org/model", sharded)
     hub.pauses["one.safetensors"] = threading.Event()
     with ThreadPoolExecutor() as pool:
         nodes = [pool.submit(download, HubModel(repo="org/model")) for _ in range(2)]
-        for _ in patiently():
-            if hub.num_resolved == 2 and hub.gets["one.safetensors"]:
-                break
+        until(lambda: hub.num_resolved == 2 and hub.gets["one.safetensors"])
         hub.pauses["one.safetensors"].set()
         assert nodes[0].result() == nodes[1].result()
     assert set(hub.gets.values()) == {1}
 
 
 @pytest.mark.cluster
-def test_a_connection_that_breaks_halfway_is_opened_again(hub, sharded, tmp_path):
+def test_broken_download_connection_is_resumed(hub, sharded, tmp_path):
     hub.add_directory("org/model", sharded)
     hub.breaks.add("one.safetensors")
     path = resolve_model("org/model", tmp_path)
@@ -146,18 +139,18 @@ def test_a_connection_that_breaks_halfway_is_opened_again(hub, sharded, tmp_path
 
 
 @pytest.mark.cluster
-def test_a_stopped_download_ends_at_once_and_the_next_start_keeps_its_complete_files(
-    hub, sharded, tmp_path
-):
+def test_stopped_download_exits_immediately_and_keeps_complete_files(hub, sharded, tmp_path):
     hub.add_directory("org/model", sharded)
     hub.pauses["two.safetensors"] = threading.Event()
     order = msgspec.json.encode(HubModel(repo="org/model"))
-    command = [sys.executable, "-P", "-m", "tandem.node.hub", order]
+    command = [sys.executable, "-P", "-m", "tandem.node.models.hub", order]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        for _ in patiently():
-            has_one = any((tmp_path / "hf").glob("hub/*/snapshots/*/one.safetensors"))
-            if has_one and any((tmp_path / "hf").rglob("*.incomplete")):
-                break
+        until(
+            lambda: (
+                any((tmp_path / "hf").glob("hub/*/snapshots/*/one.safetensors"))
+                and any((tmp_path / "hf").rglob("*.incomplete"))
+            )
+        )
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 1
     hub.pauses.pop("two.safetensors").set()
@@ -167,9 +160,7 @@ def test_a_stopped_download_ends_at_once_and_the_next_start_keeps_its_complete_f
 
 
 @pytest.mark.cluster
-def test_a_revision_that_moved_is_followed_and_an_old_commit_can_still_be_named(
-    hub, sharded, tmp_path
-):
+def test_moved_revision_is_followed_and_old_commits_stay_available(hub, sharded, tmp_path):
     hub.add_directory("org/model", sharded)
     before = resolve_model("org/model", tmp_path)
     hub.add_directory("org/model", sharded, revision="v1")
@@ -181,7 +172,7 @@ def test_a_revision_that_moved_is_followed_and_an_old_commit_can_still_be_named(
 
 
 @pytest.mark.cluster
-def test_the_cache_serves_without_the_hub(hub, sharded, tmp_path, monkeypatch):
+def test_cached_model_is_served_without_the_hub(hub, sharded, tmp_path, monkeypatch):
     hub.add_directory("org/model", sharded)
     hub.add("org/other", {"config.json": b"{}"})
     path = resolve_model("org/model", tmp_path)
@@ -189,7 +180,7 @@ def test_the_cache_serves_without_the_hub(hub, sharded, tmp_path, monkeypatch):
     assert resolve_model("org/model", tmp_path) == path
     said = refusal("org/other", tmp_path)
     assert f"{hub.url} answers with status 503 for org/other" in said
-    # The port of discard, which nobody serves.
+    # Port 9 (discard), on which nothing listens.
     monkeypatch.setenv("HF_ENDPOINT", "http://me:s3cret@127.0.0.1:9")
     assert resolve_model("org/model", tmp_path) == path
     said = refusal("org/other", tmp_path)
@@ -203,9 +194,7 @@ def test_the_cache_serves_without_the_hub(hub, sharded, tmp_path, monkeypatch):
     assert "HF_HUB_OFFLINE" in said
 
 
-def test_a_gated_model_is_downloaded_with_a_token_and_refused_without(
-    hub, sharded, tmp_path, monkeypatch
-):
+def test_gated_model_needs_a_token(hub, sharded, tmp_path, monkeypatch):
     hub.add_directory("org/model", sharded, token="hf_right")
     said = refusal("org/model", tmp_path)
     assert f"accept its licence at {hub.url}/org/model" in said
@@ -214,19 +203,18 @@ def test_a_gated_model_is_downloaded_with_a_token_and_refused_without(
     resolve_model("org/model", tmp_path)
 
 
-def test_a_name_or_a_revision_that_is_unknown_is_refused_with_what_was_looked_for(
-    hub, sharded, tmp_path
-):
+def test_unknown_name_or_revision_is_rejected_with_both_searched_places(hub, sharded, tmp_path):
     hub.add_directory("org/model", sharded)
     said = refusal("models/llama", tmp_path)
-    assert f"models/llama is no path on this machine, and no model at {hub.url}" in said
+    assert "models/llama is neither a path on this machine nor a public model" in said
+    assert hub.url in said
     assert f"org/model has no revision v9 at {hub.url}" in refusal("org/model@v9", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        (("config.json", "pytorch_model.bin"), "as pickles"),
+        (("config.json", "pytorch_model.bin"), "only pickled weights"),
         (("config.json", "README.md"), "has no model.safetensors"),
         (("config.json", "adapter_config.json", "adapter_model.safetensors"), "a LoRA adapter"),
         (
@@ -235,14 +223,14 @@ def test_a_name_or_a_revision_that_is_unknown_is_refused_with_what_was_looked_fo
         ),
     ],
 )
-def test_a_repository_that_cannot_be_served_is_refused_with_the_reason(hub, tmp_path, files, words):
+def test_unusable_repository_is_rejected_with_the_reason(hub, tmp_path, files, words):
     hub.add("org/model", dict.fromkeys(files, b"{}"))
     assert words in refusal("org/model", tmp_path)
 
 
-def test_python_code_of_a_repository_is_refused_as_that_of_a_directory(hub, sharded, tmp_path):
+def test_python_code_of_a_repository_needs_trust_remote_code(hub, sharded, tmp_path):
     pytest.importorskip("torch")
-    from tandem.engine.checkpoint import read_config
+    from tandem.engine.model.checkpoint import read_config
 
     facts = json.loads((sharded / "config.json").read_text())
     changed = facts | {"model_type": "tiny", "auto_map": {"AutoConfig": "modeling_tiny.Tiny"}}
@@ -254,21 +242,36 @@ def test_python_code_of_a_repository_is_refused_as_that_of_a_directory(hub, shar
 
 
 @pytest.mark.parametrize("name", ["org/model:q4_k_m", "org/model:a-Q4_K_M.gguf"])
-def test_a_gguf_file_is_named_by_its_quantization_or_in_full(hub, name):
+def test_gguf_file_is_selected_by_quantization_or_full_name(hub, name):
     names = ("config.json", "README.md", "a-Q4_K_M.gguf", "a-Q8_0.gguf")
     hub.add("org/model", dict.fromkeys(names, b"{}"))
     assert download(hub_model(name)).name == "a-Q4_K_M.gguf"
     assert "a-Q8_0.gguf" not in hub.gets
 
 
+@pytest.mark.parametrize("name", ["org/model:Q4_K_M", "org/model:a-Q4_K_M-00001-of-00002.gguf"])
+def test_split_gguf_file_is_rejected_before_the_download(hub, tmp_path, name):
+    parts = [f"a-Q4_K_M-0000{i}-of-00002.gguf" for i in (1, 2)]
+    hub.add("org/model", dict.fromkeys([*parts, "a-Q8_0.gguf"], b"{}"))
+    assert "llama-gguf-split --merge a-Q4_K_M-00001-of-00002.gguf" in refusal(name, tmp_path)
+    assert not {*parts} & {*hub.gets}
+
+
+@pytest.mark.parametrize("name", ["org/model:Q4_K_M", "org/model:a-Q4_K_M-00001-of-00001.gguf"])
+def test_gguf_file_of_a_single_part_is_downloaded(hub, name):
+    file = "a-Q4_K_M-00001-of-00001.gguf"
+    hub.add("org/model", dict.fromkeys([file, "a-Q8_0.gguf"], b"{}"))
+    assert download(hub_model(name)).name == file
+
+
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (errno.ENOSPC, "no space is left"),
-        (errno.EACCES, "correct its rights"),
+        (errno.ENOSPC, "no space left"),
+        (errno.EACCES, "correct its permissions"),
         (errno.EIO, "start again"),
     ],
 )
-def test_an_error_of_the_disk_is_refused_with_what_to_do(number, words):
+def test_disk_error_is_reported_with_a_remedy(number, words):
     told = reason_of(OSError(number, os.strerror(number)), HubModel(repo="org/model"))
     assert words in told

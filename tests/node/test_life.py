@@ -1,14 +1,23 @@
-"""A node's life as transcripts, and the drain of its engine with the time given."""
+"""Transcripts of a node's life cycle, and the drain of its engine with explicit times."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.node.life import SENTENCES, TRANSITIONS, UNREAD_S, Drain, Event, Life, NotNow, State
+from tandem.node.life.life import (
+    SENTENCES,
+    TRANSITIONS,
+    UNREAD_S,
+    EngineDrain,
+    Life,
+    LifeEvent,
+    NodeState,
+    StateConflict,
+)
 from tandem.wire.errors import InvalidRequest
 
 
-def lived(*events: Event, role="decode") -> Life:
+def lived(*events: LifeEvent, role="decode") -> Life:
     life = Life(role)
     for event in events:
         life.apply(event)
@@ -18,87 +27,91 @@ def lived(*events: Event, role="decode") -> Life:
 @pytest.mark.parametrize(
     ("transcript", "state"),
     [
-        ("loaded", State.SERVING),
-        ("loaded, drain, emptied", State.DRAINED),
-        ("loaded, drain, drain, emptied, drain", State.DRAINED),
-        ("loaded, drain, resume", State.SERVING),
-        ("loaded, drain, emptied, resume", State.SERVING),
-        ("loaded, drain, emptied, turn, loaded", State.SERVING),
-        ("loaded, drain, emptied, turn, not loaded, turn, loaded", State.SERVING),
-        ("loaded, drain, emptied, load, loaded", State.SERVING),
-        ("loaded, end", State.LEAVING),
-        ("loaded, drain, end, emptied", State.ENDED),
-        ("loaded, end, too late", State.ENDED),
-        ("loaded, end, force", State.ENDED),
-        ("end, loaded", State.ENDED),
-        ("loaded, drain, emptied, end", State.ENDED),
-        ("loaded, turn, end, not loaded", State.ENDED),
+        ("loaded", NodeState.SERVING),
+        ("loaded, drain, emptied", NodeState.DRAINED),
+        ("loaded, drain, drain, emptied, drain", NodeState.DRAINED),
+        ("loaded, drain, resume", NodeState.SERVING),
+        ("loaded, drain, emptied, resume", NodeState.SERVING),
+        ("loaded, drain, emptied, turn, loaded", NodeState.SERVING),
+        ("loaded, drain, emptied, turn, not loaded, turn, loaded", NodeState.SERVING),
+        ("loaded, drain, emptied, load, loaded", NodeState.SERVING),
+        ("loaded, end", NodeState.LEAVING),
+        ("loaded, drain, end, emptied", NodeState.ENDED),
+        ("loaded, end, too late", NodeState.ENDED),
+        ("loaded, end, force", NodeState.ENDED),
+        ("end, loaded", NodeState.ENDED),
+        ("loaded, drain, emptied, end", NodeState.ENDED),
+        ("loaded, turn, end, not loaded", NodeState.ENDED),
     ],
 )
-def test_a_transcript_of_a_life_ends_as_drawn(transcript, state):
-    assert lived(*map(Event, transcript.split(", "))).state is state
+def test_events_lead_to_the_states_of_the_diagram(transcript, state):
+    assert lived(*map(LifeEvent, transcript.split(", "))).state is state
 
 
-@given(st.lists(st.sampled_from(Event)))
-def test_whatever_happens_a_node_can_end_and_an_ended_one_stays_so(events):
+@given(st.lists(st.sampled_from(LifeEvent)))
+def test_node_can_end_in_every_state_and_stays_ended(events):
     life = Life("decode")
     for event in events:
         before = life.state
         try:
             life.apply(event)
-        except NotNow:
+        except StateConflict:
             assert life.state is before
-        assert before is not State.ENDED or life.state is State.ENDED
+        assert before is not NodeState.ENDED or life.state is NodeState.ENDED
     assert life.describe(3)
-    assert life.apply(Event.END) in (State.LEAVING, State.ENDED)
-    assert life.apply(Event.FORCE) is State.ENDED
+    assert life.apply(LifeEvent.END) in (NodeState.LEAVING, NodeState.ENDED)
+    assert life.apply(LifeEvent.FORCE) is NodeState.ENDED
 
 
-def test_every_state_has_its_transitions_and_its_sentence():
-    assert set(TRANSITIONS) == set(SENTENCES) == set(State)
+def test_every_state_has_transitions_and_a_sentence():
+    assert set(TRANSITIONS) == set(SENTENCES) == set(NodeState)
 
 
-def test_what_cannot_be_now_is_refused_with_what_the_node_is_doing():
-    with pytest.raises(NotNow, match="cannot drain now: the node is loading") as refused:
-        Life("prefill").apply(Event.DRAIN)
+def test_invalid_event_is_rejected_with_the_current_state():
+    with pytest.raises(StateConflict, match="cannot drain now: the node is loading") as refused:
+        Life("prefill").apply(LifeEvent.DRAIN)
     assert refused.value.status == 409
-    with pytest.raises(NotNow, match="cannot resume now: the node is draining, and ends then"):
-        lived(Event.LOADED, Event.END).apply(Event.RESUME)
+    with pytest.raises(
+        StateConflict, match="cannot resume now: the node is draining before it exits"
+    ):
+        lived(LifeEvent.LOADED, LifeEvent.END).apply(LifeEvent.RESUME)
 
 
-def test_a_node_with_requests_is_turned_only_when_it_is_drained():
-    life = lived(Event.LOADED)
-    with pytest.raises(NotNow, match="has 3 requests: drain it first, with `tandem drain URL`"):
+def test_role_change_needs_a_node_without_requests():
+    life = lived(LifeEvent.LOADED)
+    with pytest.raises(
+        StateConflict, match="has 3 requests; drain it first with `tandem drain URL`"
+    ):
         life.turn("prefill", num_left=3)
-    life.apply(Event.DRAIN)
-    with pytest.raises(NotNow, match="drain it first"):
+    life.apply(LifeEvent.DRAIN)
+    with pytest.raises(StateConflict, match="drain it first"):
         life.turn("prefill", num_left=0)
-    assert (life.state, life.role) == (State.DRAINING, "decode")
-    life.apply(Event.EMPTIED)
+    assert (life.state, life.role) == (NodeState.DRAINING, "decode")
+    life.apply(LifeEvent.EMPTIED)
     assert life.turn("prefill", num_left=0)
-    assert (life.state, life.role) == (State.TURNING, "prefill")
-    assert "turning into prefill" in life.describe()
+    assert (life.state, life.role) == (NodeState.TURNING, "prefill")
+    assert "changing to prefill" in life.describe()
     assert not life.turn("prefill", num_left=5)
 
 
-def test_a_node_that_could_not_become_the_other_says_why_and_can_be_turned_back():
-    life = lived(Event.LOADED)
+def test_failed_role_change_is_described_and_can_be_reverted():
+    life = lived(LifeEvent.LOADED)
     life.turn("prefill", num_left=0)
     life.not_loaded("port 8998 is in use")
-    assert "could not become prefill (port 8998 is in use)" in life.describe()
+    assert "the change to prefill failed (port 8998 is in use)" in life.describe()
     assert '{"role": "decode"}' in life.describe()
     assert life.turn("decode", num_left=0)
-    life.apply(Event.LOADED)
+    life.apply(LifeEvent.LOADED)
     assert life.describe() == "serving"
 
 
-def test_a_node_with_both_roles_turns_into_neither():
-    with pytest.raises(InvalidRequest, match="both roles"):
-        lived(Event.LOADED, role="colocated").turn("decode", num_left=0)
+def test_colocated_node_cannot_change_its_role():
+    with pytest.raises(InvalidRequest, match="colocated node"):
+        lived(LifeEvent.LOADED, role="colocated").turn("decode", num_left=0)
 
 
-def test_a_later_order_moves_the_deadline_and_is_answered_for_itself():
-    drain = Drain()
+def test_new_drain_order_replaces_the_deadline_and_the_number():
+    drain = EngineDrain()
     drain.begin(1, 30.0, 100.0)
     assert drain.take_end(0, 100.0, is_read=True) == 1
     drain.begin(2, 0.0, 101.0)
@@ -108,8 +121,17 @@ def test_a_later_order_moves_the_deadline_and_is_answered_for_itself():
     assert drain.take_end(0, 101.0, is_read=True) is None
 
 
-def test_it_is_over_when_the_last_answers_were_read_or_had_their_time():
-    drain = Drain()
+def test_every_drain_hands_over_once_at_its_deadline():
+    drain = EngineDrain()
+    for number in (1, 2):
+        drain.begin(number, 30.0, 100.0)
+        taken = [drain.take_hand_over(now_s) for now_s in (129.0, 130.0, 131.0)]
+        assert taken == [False, True, False]
+        drain.end()
+
+
+def test_drain_ends_when_answers_are_read_or_time_out():
+    drain = EngineDrain()
     drain.begin(1, 0.0, 100.0)
     assert drain.take_end(0, 105.0, is_read=False) is None
     assert drain.take_end(0, 105.0 + UNREAD_S, is_read=False) == 1

@@ -1,4 +1,4 @@
-"""What a node's own backend tells Prometheus over the lives of its link and its engine."""
+"""Metrics and health of `LocalBackend` across the lifetimes of links and engines."""
 
 import asyncio
 
@@ -6,16 +6,16 @@ import msgspec
 import pytest
 
 from tandem.engine.config import EngineConfig
-from tandem.frontend.engine_client import EngineClient
 from tandem.node.config import NodeConfig
-from tandem.node.engine_process import Ready
-from tandem.node.life import Event
+from tandem.node.life.engine_process import Ready
+from tandem.node.life.life import LifeEvent
 from tandem.node.local_backend import LOOP_SILENCE_S, LocalBackend
 from tandem.node.metrics import Measures
 from tandem.wire.channel import Inbox
+from tandem.wire.engine_client import EngineClient
 from tandem.wire.generation import Epoch
 from tandem.wire.messages import ModelInfo, NodeLoad, Pong, ToEngine
-from tests.patience import patiently
+from tests.patience import until_async
 
 CONFIG = NodeConfig(role="decode", served_model_name="m", engine=EngineConfig(model_dir="m"))
 READY = Ready(
@@ -41,27 +41,27 @@ def backend():
     told.measured = Measures().report(Epoch(1))
     backend.attach(CONFIG, READY)
     backend.link(told)
-    backend.life.apply(Event.LOADED)
+    backend.life.apply(LifeEvent.LOADED)
     return backend
 
 
-def test_a_lost_link_to_the_engine_lets_no_counter_begin_again(backend):
+def test_lost_link_does_not_reset_counters(backend):
     backend.link(client())
     lines = backend.metrics().splitlines()
     assert 'tandem_generated_tokens_total{role="decode"} 70.0' in lines
     assert 'tandem_step_cpu_seconds_count{role="decode"} 0.0' in lines
 
 
-def test_a_node_tells_its_own_load(backend):
+def test_node_reports_its_own_load(backend):
     assert [load.generated_tokens for load in backend.loads()] == [70]
 
 
-def test_what_an_older_engine_does_not_tell_is_no_negative_number(backend):
+def test_values_that_an_older_engine_omits_are_not_negative(backend):
     assert 'tandem_queued_tokens{role="decode"} 0.0' in backend.metrics().splitlines()
 
 
-def test_a_node_without_an_engine_still_says_what_state_it_is_in(backend):
-    backend.life.apply(Event.END)
+def test_node_without_an_engine_still_reports_its_state(backend):
+    backend.life.apply(LifeEvent.END)
     backend.detach()
     text = backend.metrics()
     assert 'tandem_node_state{role="decode",state="leaving"} 1.0' in text
@@ -70,14 +70,14 @@ def test_a_node_without_an_engine_still_says_what_state_it_is_in(backend):
     assert 'process="engine"' not in text
 
 
-async def test_a_node_whose_loop_does_not_turn_is_unhealthy_though_its_link_stands():
+async def test_node_with_a_stuck_loop_is_unhealthy_even_if_its_link_is_up():
     config = msgspec.structs.replace(CONFIG, step_timeout_s=1.0, heartbeat_interval_ms=100.0)
     backend = LocalBackend(config, None, "")
     inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
     linked = EngineClient(inbox.address, heartbeat=config.heartbeat)
     backend.attach(config, READY)
     backend.link(linked)
-    backend.life.apply(Event.LOADED)
+    backend.life.apply(LifeEvent.LOADED)
     running = asyncio.create_task(linked.run())
 
     def turn() -> None:
@@ -85,17 +85,16 @@ async def test_a_node_whose_loop_does_not_turn_is_unhealthy_though_its_link_stan
             inbox.send(envelope.peer, Pong(epoch=Epoch(1), load=NodeLoad()))
 
     async def until_health_is(is_serving: bool, meanwhile=lambda: None) -> None:
-        for _ in patiently():
+        def is_reported() -> bool:
             meanwhile()
-            if backend.health().is_serving is is_serving:
-                return
-            await asyncio.sleep(0.01)  # another thread of the link's: nothing here to wait on
-        raise AssertionError(backend.health())
+            return backend.health().is_serving is is_serving
+
+        await until_async(is_reported)
 
     try:
         await until_health_is(True, turn)
         await until_health_is(False)
-        assert "loop has not turned for 1 s" in backend.health().detail
+        assert "loop has been stuck for 1 s" in backend.health().detail
         assert linked.is_up
         await until_health_is(True, turn)
     finally:
@@ -107,16 +106,16 @@ async def test_a_node_whose_loop_does_not_turn_is_unhealthy_though_its_link_stan
 @pytest.mark.parametrize(
     ("heartbeat_ms", "step_timeout_s"), [(500.0, 1.0), (20_000.0, 300.0), (60_000.0, 300.0)]
 )
-async def test_an_idle_engine_is_healthy_however_rarely_it_is_asked(heartbeat_ms, step_timeout_s):
+async def test_idle_engine_is_healthy_at_any_heartbeat_interval(heartbeat_ms, step_timeout_s):
     config = msgspec.structs.replace(
         CONFIG, heartbeat_interval_ms=heartbeat_ms, step_timeout_s=step_timeout_s
     )
     backend, linked = LocalBackend(config, None, ""), client()
     backend.attach(config, READY)
     backend.link(linked)
-    backend.life.apply(Event.LOADED)
+    backend.life.apply(LifeEvent.LOADED)
     linked.answered.set()
     for num_intervals, is_serving in ((2.5, True), (5.5, False)):
         silent_s = max(num_intervals * heartbeat_ms / 1000, 0 if is_serving else LOOP_SILENCE_S)
-        linked._heard_at = asyncio.get_running_loop().time() - silent_s
+        linked._received_at_s = asyncio.get_running_loop().time() - silent_s
         assert backend.health().is_serving is is_serving

@@ -1,4 +1,4 @@
-"""The engine loop with a role that only records, over the real wire."""
+"""The engine loop with a recording role, over the real wire protocol."""
 
 import os
 
@@ -6,7 +6,7 @@ import pytest
 
 from tandem.engine.errors import DeviceLost
 from tandem.node.answers import Answers, Ticket
-from tandem.node.engine_process import Drain, Resume
+from tandem.node.life.engine_process import DrainOrder, Resume
 from tandem.node.loop import PROBE_INTERVAL_S, EngineLoop
 from tandem.node.metrics import Measures
 from tandem.wire.channel import DEFAULT_HEARTBEAT, Inbox, Link, Peer, Waker, wait
@@ -33,7 +33,7 @@ from tandem.wire.messages import (
     TokenBatch,
 )
 from tandem.wire.prefixes import PrefixJournal, pack_names
-from tests.patience import PATIENCE_S, patiently
+from tests.patience import PATIENCE_S, Clock, patiently, until
 
 EPOCH = Epoch(9)
 
@@ -95,7 +95,7 @@ class RecordingRole:
 
 
 class SlowInbox(Inbox[ToEngine]):
-    """An inbox whose peers read only when a test says so."""
+    """An inbox whose peers read only when a test lets them."""
 
     is_read = True
 
@@ -106,10 +106,10 @@ class SlowInbox(Inbox[ToEngine]):
 
 
 class Rig:
-    """A loop, one edge worker's link and a clock that a test moves."""
+    """A loop, the link of one edge worker, and a fake clock."""
 
     def __init__(self) -> None:
-        self.now = 100.0
+        self.clock = Clock(100.0)
         self.inbox = SlowInbox("tcp://127.0.0.1:0", ToEngine)
         self.waker = Waker()
         self.journal = PrefixJournal()
@@ -123,7 +123,7 @@ class Rig:
             self.inbox,
             answers,
             self.waker,
-            clock=lambda: self.now,
+            clock=self.clock,
             measures=self.measures,
             on_drained=self.drained.append,
         )
@@ -138,22 +138,19 @@ class Rig:
         raise AssertionError("no connection")
 
     def begin(self, *names: str) -> None:
-        """Start requests, and have them reach the role."""
+        """Start requests and run passes until they reach the role."""
         for name in names:
             self.send(start(name))
         self.pass_until(lambda: len(self.role.started) == len(names))
 
     def fall_silent(self) -> None:
-        """Let so much time pass that an edge worker is lost, and make a pass."""
-        self.now += DEFAULT_HEARTBEAT.silence_s + 0.1
+        """Advance the clock until an edge worker counts as lost, and run a pass."""
+        self.clock.now_s += DEFAULT_HEARTBEAT.silence_s + 0.1
         self.loop.run_once(0)
 
     def pass_until(self, is_done) -> None:
-        for _ in patiently():
-            self.loop.run_once(0.01)
-            if is_done():
-                return
-        raise AssertionError("it did not come")
+        self.loop.run_once(0.01)
+        until(is_done, lambda: self.loop.run_once(0.01))
 
     def answer(self):
         for _ in patiently():
@@ -163,7 +160,7 @@ class Rig:
         raise AssertionError("no answer")
 
     def answers(self, num: int) -> list:
-        """Return the next answers to questions of which one pass may find only the first."""
+        """Return the next answers to messages, of which one pass may find only the first."""
         told = []
 
         def is_told() -> bool:
@@ -175,7 +172,7 @@ class Rig:
         return told
 
     def lose_edge(self) -> None:
-        """End the edge worker's link, as the kernel does for a process that was killed."""
+        """Close the edge worker's link, as the kernel does for a killed process."""
         self.link.close()
         (peer,) = {ticket.peer for ticket in self.role.started}
         for _ in patiently():
@@ -205,7 +202,7 @@ def start(name: str) -> StartColocated:
 
 
 class Told:
-    """An inbox that keeps what it is given to send."""
+    """An inbox that records sent messages."""
 
     def __init__(self) -> None:
         self.sent = []
@@ -217,7 +214,7 @@ class Told:
         self.sent.append(message)
 
 
-def test_an_edge_worker_that_did_not_read_hears_of_each_failure_once_it_does():
+def test_edge_worker_that_reads_again_receives_every_failure():
     inbox = Told()
     answers, ticket = Answers(inbox, EPOCH), Ticket(Peer(b"edge"), RequestId("a"), 0, 1)
     inbox.is_read = False
@@ -233,7 +230,7 @@ def test_an_edge_worker_that_did_not_read_hears_of_each_failure_once_it_does():
     assert (failure.request_id, failure.error.code) == ("a", "peer_lost")
 
 
-def test_ordinary_tokens_are_columns_and_what_follows_a_delta_is_one():
+def test_plain_tokens_are_columns_and_tokens_after_a_delta_are_deltas():
     inbox = Told()
     answers = Answers(inbox, EPOCH)
     tickets = [
@@ -253,7 +250,7 @@ def test_ordinary_tokens_are_columns_and_what_follows_a_delta_is_one():
     assert (second.streams, second.indexes, second.token_ids, second.deltas) == ([1], [6], [60], [])
 
 
-def test_a_ping_is_answered_with_the_load_and_with_what_changed_in_caches_since_it_asked(rig):
+def test_ping_is_answered_with_load_and_cache_changes(rig):
     rig.journal.add(7)
     rig.tiers["host"].add(7)
     rig.tiers["disk"].add(8)
@@ -271,14 +268,14 @@ def test_a_ping_is_answered_with_the_load_and_with_what_changed_in_caches_since_
     assert [type(answer) for answer in rig.answers(2)] == [Pong, Pong]
 
 
-def test_a_second_start_of_one_id_takes_the_place_of_the_first(rig):
+def test_second_start_with_the_same_id_replaces_the_first(rig):
     rig.send(start("a"))
     rig.send(start("a"))
     rig.pass_until(lambda: rig.role.cancelled)
     assert rig.role.started == rig.role.cancelled
 
 
-def test_a_refused_request_is_answered(rig):
+def test_rejected_request_is_answered(rig):
     rig.role.refusal = Overloaded("full")
     rig.send(start("a"))
     rig.pass_until(lambda: rig.link.socket.poll(0))
@@ -287,29 +284,29 @@ def test_a_refused_request_is_answered(rig):
     assert (answer.request_id, answer.error.status) == ("a", 429)
 
 
-def test_a_cancel_reaches_the_role(rig):
+def test_cancel_reaches_the_role(rig):
     rig.begin("a")
     rig.send(Cancel(request_id=RequestId("a")))
     rig.pass_until(lambda: rig.role.cancelled)
 
 
 @pytest.mark.parametrize("is_talking", [True, False])
-def test_requests_of_an_edge_that_is_gone_are_cancelled_and_it_is_counted_once(rig, is_talking):
+def test_lost_edge_worker_is_counted_once_and_its_requests_cancelled(rig, is_talking):
     rig.role.is_talking = is_talking
     rig.begin("a")
-    rig.loop.order(Drain(number=1, timeout_s=60))
+    rig.loop.order(DrainOrder(number=1, timeout_s=60))
     rig.lose_edge()
     rig.role.has_work = is_talking
     for _ in range(10):
-        rig.now += PROBE_INTERVAL_S
+        rig.clock.now_s += PROBE_INTERVAL_S
         rig.loop.run_once(0)
     assert [ticket.request_id for ticket in rig.role.cancelled] == ["a"]
     assert rig.measures.num_lost_edges == 1
     rig.role.has_work = False
-    rig.pass_until(lambda: rig.drained)  # which waits for nobody
+    rig.pass_until(lambda: rig.drained)  # the drain waits for no edge worker
 
 
-def test_an_edge_that_stops_reading_is_counted_once_and_hears_of_its_failure_later(rig):
+def test_edge_worker_that_stops_reading_receives_its_failure_later(rig):
     rig.begin("a")
     rig.inbox.is_read = False
     for _ in range(10):
@@ -320,15 +317,15 @@ def test_an_edge_that_stops_reading_is_counted_once_and_hears_of_its_failure_lat
     assert failure(rig).error.code == PeerLost.code
 
 
-def test_an_edge_with_requests_is_told_the_load_five_times_a_second_and_another_only_of_changes(
+def test_edge_worker_without_requests_receives_only_load_changes(
     rig,
 ):
     told: list[NodeLoad] = []
 
     def probe(num_times: int) -> None:
-        """Keep what is sent in so many passes: what is not sent would only be waited for."""
+        """Collect messages for a number of passes, since a missing message cannot be waited for."""
         for _ in range(num_times):
-            rig.now += PROBE_INTERVAL_S
+            rig.clock.now_s += PROBE_INTERVAL_S
             rig.loop.run_once(0)
 
     rig.send(Ping())
@@ -344,7 +341,7 @@ def test_an_edge_with_requests_is_told_the_load_five_times_a_second_and_another_
     assert told[1:] == [NodeLoad(generated_tokens=1, num_edges=1, num_own=1)] * 3
 
 
-def test_an_edge_that_was_only_slow_hears_that_its_request_ended(rig):
+def test_slow_edge_worker_receives_the_failure_of_its_request(rig):
     rig.begin("a")
     rig.fall_silent()
     assert [ticket.request_id for ticket in rig.role.cancelled] == ["a"]
@@ -354,7 +351,7 @@ def test_an_edge_that_was_only_slow_hears_that_its_request_ended(rig):
     assert answer.error.is_retryable
 
 
-def test_a_step_longer_than_the_limit_silences_nobody_who_pinged_meanwhile(rig):
+def test_long_step_does_not_lose_edge_workers_that_pinged_meanwhile(rig):
     rig.begin("a")
     rig.send(Ping())
     wait([rig.inbox], PATIENCE_S)
@@ -362,23 +359,23 @@ def test_a_step_longer_than_the_limit_silences_nobody_who_pinged_meanwhile(rig):
     assert not rig.role.cancelled
 
 
-def test_a_bug_in_a_pass_fails_its_requests_and_not_the_loop(rig):
+def test_exception_in_a_pass_fails_its_requests_but_not_the_loop(rig):
     rig.role.is_talking = False
     rig.begin("a")
     rig.role.bug, rig.role.load = ZeroDivisionError("a bug"), bug
-    rig.now += PROBE_INTERVAL_S
+    rig.clock.now_s += PROBE_INTERVAL_S
     rig.loop.run_once(0)
     assert [type(error) for error in rig.role.failures] == [EngineFailed] * 2
     rig.role.bug = None
     del rig.role.load
-    rig.now += PROBE_INTERVAL_S
+    rig.clock.now_s += PROBE_INTERVAL_S
     rig.loop.run_once(0)
     assert rig.answer() == Pong(epoch=EPOCH, load=NodeLoad(num_running=1, num_edges=1, num_own=1))
     assert not rig.role.cancelled
 
 
-def test_a_lost_device_ends_the_loop_and_fails_no_request(rig):
-    """Its edge workers find the process gone, and begin the requests elsewhere."""
+def test_lost_device_ends_the_loop_and_fails_no_request(rig):
+    """Edge workers detect that the process is gone, and retry the requests elsewhere."""
     rig.begin("a")
     rig.role.bug = DeviceLost("cuda:0: CUDA error")
     with pytest.raises(DeviceLost):
@@ -386,7 +383,7 @@ def test_a_lost_device_ends_the_loop_and_fails_no_request(rig):
     assert rig.role.failures == []
 
 
-def test_an_answer_that_is_too_large_for_a_message_ends_its_own_request_alone(rig):
+def test_answer_above_the_message_limit_fails_only_its_own_request(rig):
     rig.role.is_talking = False
     rig.begin("a", "b")
     large, small = rig.role.started
@@ -402,7 +399,7 @@ def test_an_answer_that_is_too_large_for_a_message_ends_its_own_request_alone(ri
     assert [delta.request_id for delta in told[TokenBatch].deltas] == ["b"]
 
 
-def test_a_bug_that_one_message_finds_is_answered_and_the_loop_goes_on(rig):
+def test_exception_in_a_message_is_answered_and_the_loop_continues(rig):
     rig.role.refusal = ZeroDivisionError()
     rig.send(start("a"))
     rig.pass_until(lambda: rig.link.socket.poll(0))
@@ -414,7 +411,7 @@ def test_a_bug_that_one_message_finds_is_answered_and_the_loop_goes_on(rig):
     rig.pass_until(lambda: [ticket.request_id for ticket in rig.role.started] == ["b"])
 
 
-def test_frames_that_are_no_message_show_in_the_load(rig):
+def test_invalid_frames_are_counted_in_the_load(rig):
     rig.send(Ping())
     rig.pass_until(lambda: rig.link.socket.poll(0))
     assert rig.answer().load.num_invalid == 0
@@ -431,9 +428,9 @@ def failure(rig) -> RequestFailed:
     raise AssertionError("no failure")
 
 
-def test_a_drain_refuses_what_comes_and_lets_what_is_in_finish(rig):
+def test_drain_rejects_new_requests_and_finishes_running_ones(rig):
     rig.begin("a")
-    rig.loop.order(Drain(number=1, timeout_s=30))
+    rig.loop.order(DrainOrder(number=1, timeout_s=30))
     rig.send(start("b"))
     refused = failure(rig)
     assert (refused.request_id, refused.error.code) == ("b", "node_draining")
@@ -450,26 +447,26 @@ def test_a_drain_refuses_what_comes_and_lets_what_is_in_finish(rig):
     assert rig.drained == [1]
 
 
-def test_an_edge_worker_that_fell_silent_is_waited_for_by_no_drain(rig):
+def test_drain_does_not_wait_for_a_silent_edge_worker(rig):
     rig.begin("a")
     rig.role.has_work = False
-    rig.loop.order(Drain(number=1, timeout_s=0))
+    rig.loop.order(DrainOrder(number=1, timeout_s=0))
     rig.fall_silent()
     rig.loop.run_once(0)
     assert rig.drained == [1]
 
 
-def test_what_is_not_finished_by_the_deadline_is_handed_over(rig):
+def test_requests_unfinished_at_the_deadline_are_handed_over(rig):
     rig.begin("a")
     rig.role.is_talking = False
-    rig.loop.order(Drain(number=1, timeout_s=30))
+    rig.loop.order(DrainOrder(number=1, timeout_s=30))
     rig.loop.run_once(0)
-    rig.send(Ping())  # else the edge worker is lost, which hands nothing over
+    rig.send(Ping())  # otherwise the edge worker would be lost, and nothing handed over
     wait([rig.inbox], PATIENCE_S)
-    rig.now += 29
+    rig.clock.now_s += 29
     rig.loop.run_once(0)
     assert rig.role.started
-    rig.now += 1.5
+    rig.clock.now_s += 1.5
     rig.loop.run_once(0)
     handed_over = failure(rig)
     assert (handed_over.request_id, handed_over.error.code) == ("a", "node_draining")
@@ -477,8 +474,8 @@ def test_what_is_not_finished_by_the_deadline_is_handed_over(rig):
     assert not rig.role.started
 
 
-def test_pages_that_are_still_written_keep_a_drain_from_being_over(rig):
-    rig.loop.order(Drain(number=1, timeout_s=0))
+def test_drain_waits_for_pages_that_are_still_written(rig):
+    rig.loop.order(DrainOrder(number=1, timeout_s=0))
     rig.loop.run_once(0)
     assert rig.drained == [], "the engine still computes"
     rig.role.has_work = False
@@ -490,13 +487,13 @@ def test_pages_that_are_still_written_keep_a_drain_from_being_over(rig):
     assert rig.drained == [1]
 
 
-def test_a_drain_that_was_ended_takes_requests_again(rig):
-    rig.loop.order(Drain(number=1, timeout_s=0))
+def test_resumed_node_accepts_requests_again(rig):
+    rig.loop.order(DrainOrder(number=1, timeout_s=0))
     rig.loop.order(Resume())
     rig.begin("a")
 
 
-def test_who_pings_for_measures_is_told_them_and_others_are_not(rig):
+def test_measurements_are_sent_only_on_request(rig):
     rig.send(Ping())
     rig.send(Ping(wants_measures=True))
     told = rig.answers(3)

@@ -1,4 +1,4 @@
-"""What `--device auto`, `--chunked-prefill-size 0` and `--dtype auto` become on one machine and another."""
+"""Resolution of `--device auto`, `--chunked-prefill-size 0` and `--dtype auto` on various machines."""
 
 import json
 import subprocess
@@ -6,18 +6,18 @@ import sys
 
 import pytest
 
-from tandem.engine.config import EngineConfig
+from tandem.engine.config import EngineConfig, EngineOptions
 from tandem.engine.profile import Simulation
 from tandem.node import machine
 from tandem.node.machine import (
-    Choice,
-    chosen_by,
+    DtypeChoice,
     cpu_choice,
     cpu_flags,
-    fitted,
+    dtype_from_flags,
     num_gpus,
     probe,
     with_dtype,
+    with_machine_defaults,
 )
 from tandem.wire.errors import ConfigInvalid
 
@@ -38,45 +38,63 @@ ARM = {"fp", "asimd", "fphp", "asimdhp", "sve"}
     ],
     ids=["AVX2", "AVX-512", "AVX-512 bfloat16", "AMX", "Arm", "Arm bfloat16"],
 )
-def test_the_instruction_sets_of_a_cpu_choose_the_type(tmp_path, flags, dtype, reason):
-    assert cpu_choice(tmp_path, frozenset(flags)) == Choice(dtype, reason)
+def test_cpu_flags_select_the_dtype(tmp_path, flags, dtype, reason):
+    assert cpu_choice(tmp_path, frozenset(flags)) == DtypeChoice(dtype, reason)
+
+
+@pytest.mark.parametrize(
+    ("limit", "has_bfloat16"),
+    [
+        ("", True),
+        ("AVX2", False),
+        ("AVX512_CORE", False),
+        ("AVX512_CORE_BF16", True),
+        ("ALL", True),
+    ],
+)
+def test_onednn_isa_limit_hides_bfloat16_flags(tmp_path, limit, has_bfloat16):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("flags\t\t: fpu avx2 avx512_bf16\n")
+    environment = {"ONEDNN_MAX_CPU_ISA": limit} if limit else {}
+    flags = {"fpu", "avx2"} | ({"avx512_bf16"} if has_bfloat16 else set())
+    assert cpu_flags(tmp_path, environment) == flags
 
 
 @pytest.mark.parametrize("measured", ["bfloat16", "float32"])
-def test_a_cpu_whose_flags_cannot_be_read_is_measured_once(tmp_path, monkeypatch, measured):
-    assert chosen_by(frozenset()) is None
+def test_cpu_with_unreadable_flags_is_measured_once(tmp_path, monkeypatch, measured):
+    assert dtype_from_flags(frozenset()) is None
     runs = []
-    monkeypatch.setattr(machine, "_probed", lambda: runs.append(1) or measured)
+    monkeypatch.setattr(machine, "_run_probe", lambda: runs.append(1) or measured)
     choices = [cpu_choice(tmp_path, frozenset()) for _ in range(2)]
     assert [choice.dtype for choice in choices] == [measured] * 2
     assert len(runs) == 1
 
 
-def test_a_kept_measurement_that_cannot_be_read_is_made_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_probed", lambda: "float32")
+def test_unreadable_cached_measurement_is_repeated(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_run_probe", lambda: "float32")
     cpu_choice(tmp_path, frozenset())
     [kept] = tmp_path.iterdir()
     kept.write_text("")
-    monkeypatch.setattr(machine, "_probed", lambda: "bfloat16")
+    monkeypatch.setattr(machine, "_run_probe", lambda: "bfloat16")
     assert cpu_choice(tmp_path, frozenset()).dtype == "bfloat16"
 
 
-def test_the_measurement_answers_with_a_type_and_its_failure_says_what_to_do(monkeypatch):
+def test_probe_returns_a_dtype_and_its_failure_has_a_remedy(monkeypatch):
     assert probe(rows=8, size=16, rounds=1) in ("bfloat16", "float32")
     monkeypatch.setattr(sys, "executable", "/nowhere")
-    with pytest.raises(ConfigInvalid, match="give --dtype float32 or bfloat16"):
-        machine._probed()
+    with pytest.raises(ConfigInvalid, match="set --dtype float32 or bfloat16"):
+        machine._run_probe()
 
 
 @pytest.mark.parametrize(
     ("line", "flags"),
     [("flags\t\t: fpu avx2\n", {"fpu", "avx2"}), ("Features\t: fp bf16\n", {"fp", "bf16"})],
 )
-def test_flags_are_read_from_the_kernel(tmp_path, line, flags):
-    assert cpu_flags(tmp_path) == frozenset()
+def test_cpu_flags_are_read_from_proc(tmp_path, line, flags):
+    assert cpu_flags(tmp_path, {}) == frozenset()
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\n{line}\nprocessor\t: 1\n{line}")
-    assert cpu_flags(tmp_path) == flags
+    assert cpu_flags(tmp_path, {}) == flags
 
 
 # ── which models it is chosen for ────────────────────────────────────────────────────────────────
@@ -96,9 +114,7 @@ def chosen(tmp_path, monkeypatch, facts, **settings) -> str:
         {"text_config": {"dtype": "bfloat16"}},
     ],
 )
-def test_a_checkpoint_of_half_precision_is_computed_in_the_faster_type(
-    tmp_path, monkeypatch, facts
-):
+def test_16_bit_checkpoint_is_computed_in_the_faster_dtype(tmp_path, monkeypatch, facts):
     assert chosen(tmp_path, monkeypatch, facts) == "float32"
 
 
@@ -112,11 +128,11 @@ def test_a_checkpoint_of_half_precision_is_computed_in_the_faster_type(
         ({"dtype": "bfloat16"}, {"simulation": Simulation()}),
     ],
 )
-def test_other_checkpoints_keep_their_own_type(tmp_path, monkeypatch, facts, settings):
+def test_other_checkpoints_keep_their_dtype(tmp_path, monkeypatch, facts, settings):
     assert chosen(tmp_path, monkeypatch, facts, **settings) == "auto"
 
 
-def test_a_flag_wins(tmp_path, monkeypatch):
+def test_dtype_flag_takes_precedence(tmp_path, monkeypatch):
     facts = {"dtype": "bfloat16"}
     assert chosen(tmp_path, monkeypatch, facts, dtype="bfloat16") == "bfloat16"
 
@@ -136,17 +152,19 @@ def test_a_flag_wins(tmp_path, monkeypatch):
         ({"device": "cuda:1", "chunked_prefill_size": 64}, 2, "cuda:1", 64),
     ],
 )
-def test_a_node_takes_a_gpu_where_there_is_one_and_flags_win(
+def test_node_uses_a_gpu_if_there_is_one_unless_flags_override(
     monkeypatch, settings, gpus, device, chunk
 ):
     monkeypatch.setattr(machine, "is_cpu_build", lambda: False)
-    config = fitted(EngineConfig(**{"device": "auto", "chunked_prefill_size": 0, **settings}), gpus)
+    config = with_machine_defaults(
+        EngineOptions(**{"device": "auto", "chunked_prefill_size": 0, **settings}), gpus
+    )
     assert (config.device, config.chunked_prefill_size) == (device, chunk)
 
 
-def test_a_build_of_torch_for_cpus_takes_no_gpu(monkeypatch):
+def test_cpu_build_of_torch_uses_no_gpu(monkeypatch):
     monkeypatch.setattr(machine, "is_cpu_build", lambda: True)
-    assert fitted(EngineConfig(device="auto"), 4).device == "cpu"
+    assert with_machine_defaults(EngineOptions(device="auto"), 4).device == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -159,13 +177,13 @@ def test_a_build_of_torch_for_cpus_takes_no_gpu(monkeypatch):
         ({"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2,MIG-3,MIG-4"}, 3),
     ],
 )
-def test_gpus_are_counted_by_their_files_and_what_is_visible(tmp_path, environment, count):
+def test_gpus_are_counted_by_device_files_and_visibility(tmp_path, environment, count):
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
     assert num_gpus(tmp_path, environment) == count
 
 
-def test_choosing_imports_no_torch():
+def test_machine_module_does_not_import_torch():
     code = "import sys, tandem.node.machine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""What an engine process counts for its own node."""
+"""Measurements of an engine process."""
 
 import time
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tandem.engine.step import Outcome, StepCounts
+from tandem.engine.scheduling.step import Outcome, StepCounts
 from tandem.node.metrics import Measures
 from tandem.wire.generation import Epoch
 
@@ -32,31 +32,39 @@ def spreads(measures):
     return measures.report(Epoch(3)).spreads
 
 
-def test_a_forward_counts_its_requests_its_tokens_and_the_devices_time(steps, measures):
-    steps.collected(*forward(0.25, chunks=(100, 28)))
+def test_forward_counts_requests_tokens_and_device_time(steps, measures):
+    steps.record(*forward(0.25, chunks=(100, 28)))
     told = spreads(measures)
     assert told["step_device_seconds"].total == 0.25
     assert told["step_requests"].total == 4
     assert told["step_tokens"].total == 130
 
 
-def test_cpu_time_of_a_launch_counts_with_the_forward_that_is_collected_next(
-    steps, measures, monkeypatch
-):
+def test_launch_cpu_time_counts_towards_the_next_collected_forward(steps, measures, monkeypatch):
     now = iter((10.0, 10.25, 20.0, 20.5))
     monkeypatch.setattr(time, "thread_time", lambda: next(now))
     with measures.step():
         pass  # a forward is launched
     assert sum(spreads(measures)["step_cpu_seconds"].counts) == 0
     with measures.step():
-        steps.collected(*forward(1.0))
+        steps.record(*forward(1.0))
     told = spreads(measures)["step_cpu_seconds"]
     assert (sum(told.counts), told.total) == (1, 0.75)
 
 
-def test_the_forward_of_a_cpu_is_the_devices_time_and_not_the_hosts(steps, measures, monkeypatch):
+def test_cpu_time_of_a_step_counts_towards_one_forward_only(steps, measures, monkeypatch):
+    now = iter((10.0, 10.25, 20.0, 20.5))
+    monkeypatch.setattr(time, "thread_time", lambda: next(now))
+    for _ in range(2):
+        with measures.step():
+            steps.record(*forward(1.0))
+    told = spreads(measures)["step_cpu_seconds"]
+    assert (sum(told.counts), told.total) == (2, 0.75)
+
+
+def test_cpu_forward_counts_as_device_time_not_host_time(steps, measures, monkeypatch):
     now = iter((10.0, 11.5))
     monkeypatch.setattr(time, "thread_time", lambda: next(now))
     with measures.step():
-        steps.collected(*forward(device_s=1.3, host_cpu_s=1.25))
+        steps.record(*forward(device_s=1.3, host_cpu_s=1.25))
     assert spreads(measures)["step_cpu_seconds"].total == 0.25

@@ -1,4 +1,4 @@
-"""Which checkpoint may replace the one in service, and how an order for it begins and ends."""
+"""Checks of new checkpoints, and the course of an update."""
 
 import asyncio
 import json
@@ -6,6 +6,7 @@ import shutil
 
 import msgspec
 import pytest
+import tokenizers
 import torch
 from aiohttp.test_utils import TestClient, TestServer
 from safetensors.torch import load_file, save_file
@@ -14,15 +15,15 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.profile import Profile, Simulation
 from tandem.frontend.app import create_app
 from tandem.frontend.backend import Health
-from tandem.frontend.body import validate
+from tandem.frontend.chat.body import validate
 from tandem.frontend.options import FrontendOptions
 from tandem.node.config import NodeConfig
-from tandem.node.life import Event, NotNow, State
+from tandem.node.life.life import LifeEvent, NodeState, StateConflict
 from tandem.node.local_backend import LocalBackend
-from tandem.node.new_weights import UpdateBody, updated
-from tandem.node.supervisor import Supervisor, add_routes
+from tandem.node.models.new_weights import UpdateBody, config_with_weights
+from tandem.node.process.supervisor import Supervisor, add_routes
 from tandem.wire.errors import InvalidRequest
-from tests.patience import PATIENCE_S
+from tests.patience import until_async
 
 ROUTE = "/update_weights_from_disk"
 
@@ -55,15 +56,13 @@ def edit_weights(path, edit) -> None:
 # ── the checkpoint ───────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_node_takes_the_weights_the_sampling_defaults_and_the_version_of_a_checkpoint(
-    config, new_dir
-):
+def test_update_sets_weights_sampling_defaults_and_version(config, new_dir):
     (new_dir / "generation_config.json").write_text('{"temperature": 0.5}')
     edit_config(new_dir, transformers_version="4.1", eos_token_id=3, a_new_key=1)
-    new = updated(config, body_of(new_dir))
+    new = config_with_weights(config, body_of(new_dir))
     assert new.engine == msgspec.structs.replace(config.engine, model_dir=str(new_dir))
     assert (new.default_sampling.temperature, new.weight_version) == (0.5, "step-7")
-    assert updated(config, body_of(new_dir, weight_version="7")).weight_version == "7"
+    assert config_with_weights(config, body_of(new_dir, weight_version="7")).weight_version == "7"
 
 
 def without_head(weights) -> None:
@@ -71,7 +70,7 @@ def without_head(weights) -> None:
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_only_a_head_that_is_tied_to_the_embeddings_may_be_left_out(config, new_dir, is_tied):
+def test_only_a_tied_head_may_be_missing(config, new_dir, is_tied):
     old_dir = shutil.copytree(new_dir, new_dir.parent / "step-6")
     engine = msgspec.structs.replace(config.engine, model_dir=str(old_dir))
     config = msgspec.structs.replace(config, engine=engine)
@@ -79,14 +78,18 @@ def test_only_a_head_that_is_tied_to_the_embeddings_may_be_left_out(config, new_
         edit_config(path, tie_word_embeddings=is_tied)
     edit_weights(new_dir, without_head)
     if is_tied:
-        assert updated(config, body_of(new_dir)).engine.model_dir == str(new_dir)
+        assert config_with_weights(config, body_of(new_dir)).engine.model_dir == str(new_dir)
     else:
-        with pytest.raises(InvalidRequest, match=r"lack tensors of the model: lm_head\.weight"):
-            updated(config, body_of(new_dir))
+        with pytest.raises(InvalidRequest, match=r"missing tensors: lm_head\.weight"):
+            config_with_weights(config, body_of(new_dir))
 
 
 def reshape(weights) -> None:
     weights["model.norm.weight"] = torch.ones(65)
+
+
+def add_tokenizer(path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).save(str(path / "tokenizer.json"))
 
 
 def rename(weights) -> None:
@@ -96,50 +99,55 @@ def rename(weights) -> None:
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (lambda path: edit_config(path, num_attention_heads=8), "has num_attention_heads 8"),
-        (lambda path: edit_config(path, dtype="bfloat16"), "has dtype bfloat16"),
-        (lambda path: edit_weights(path, reshape), r"model.norm.weight is \[65\]"),
-        (lambda path: edit_weights(path, rename), "lack tensors of the model: model.norm.weight"),
-        (lambda path: (path / "tokenizer.json").write_text("{}"), "another tokenizer"),
+        (
+            lambda path: edit_config(path, num_attention_heads=8),
+            "num_attention_heads in config.json is 8",
+        ),
+        (lambda path: edit_config(path, dtype="bfloat16"), "dtype in config.json is bfloat16"),
+        (lambda path: edit_weights(path, reshape), r"model.norm.weight has shape \[65\]"),
+        (lambda path: edit_weights(path, rename), "missing tensors: model.norm.weight"),
+        (add_tokenizer, "a different tokenizer"),
         (lambda path: (path / "adapter_config.json").write_text("{}"), "LoRA adapter"),
         (lambda path: (path / "model.safetensors").unlink(), "has no weights"),
         (shutil.rmtree, "has no config.json"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused(config, new_dir, spoil, sentence):
+def test_checkpoint_of_a_different_model_is_rejected(config, new_dir, spoil, sentence):
     spoil(new_dir)
-    with pytest.raises(InvalidRequest, match=rf"^model_path: .*{sentence}.*with the old weights$"):
-        updated(config, body_of(new_dir))
+    with pytest.raises(
+        InvalidRequest, match=rf"^model_path: .*{sentence}.*the node keeps the old weights$"
+    ):
+        config_with_weights(config, body_of(new_dir))
 
 
-def test_an_explicit_dtype_is_kept_whatever_the_checkpoint_names(config, new_dir):
+def test_explicit_dtype_overrides_the_checkpoint(config, new_dir):
     edit_config(new_dir, dtype="bfloat16")
     engine = msgspec.structs.replace(config.engine, dtype="float32")
     config = msgspec.structs.replace(config, engine=engine)
-    assert updated(config, body_of(new_dir)).engine.dtype == "float32"
+    assert config_with_weights(config, body_of(new_dir)).engine.dtype == "float32"
 
 
-def test_a_simulated_engine_has_no_weights(config, new_dir):
+def test_simulated_engine_rejects_new_weights(config, new_dir):
     simulation = Simulation(profile=Profile(), kv="none")
     engine = msgspec.structs.replace(config.engine, simulation=simulation)
     with pytest.raises(InvalidRequest, match="simulated"):
-        updated(msgspec.structs.replace(config, engine=engine), body_of(new_dir))
+        config_with_weights(msgspec.structs.replace(config, engine=engine), body_of(new_dir))
 
 
 @pytest.mark.parametrize(
     "field",
     [{"keep_pause": True}, {"flush_cache": False}, {"is_async": True}, {"load_format": "x"}],
 )
-def test_a_field_that_is_not_supported_is_refused_by_name(field):
+def test_unsupported_field_value_is_rejected_by_name(field):
     with pytest.raises(InvalidRequest, match=f"^{next(iter(field))}: must be"):
         body_of("/models/new", **field)
 
 
-# ── the order ────────────────────────────────────────────────────────────────────────────────────
+# ── the update ───────────────────────────────────────────────────────────────────────────────────
 
 
-class FakeEngine:
-    """Takes orders. `drains_in_s`: the time that the last drain gives running requests."""
+class DrainRecorder:
+    """An engine process that records orders. `drains_in_s`: timeout of the last drain, in seconds."""
 
     drains_in_s: float | None = None
 
@@ -151,29 +159,27 @@ class FakeEngine:
 
 
 class LinkedBackend(LocalBackend):
-    """Is linked to its engine at once."""
+    """A backend that is linked to its engine immediately."""
 
     def health(self) -> Health:
-        return Health(is_serving=self.life.state is State.SERVING, detail="")
+        return Health(is_serving=self.life.state is NodeState.SERVING, detail="")
 
 
 class Node:
-    """A supervisor that serves; its engine does nothing."""
+    """A serving supervisor whose engine does nothing."""
 
     def __init__(self, config: NodeConfig) -> None:
         self.backend = LinkedBackend(config, None, "")
         self.life = self.backend.life
-        modules = {"decode": "tandem.decode.engine"}
+        modules = {"decode": "tandem.decode.role"}
         self.supervisor = Supervisor(config, modules, None, self.backend, None, port=1)
-        self.engine = self.supervisor._engine = FakeEngine()
-        self.life.apply(Event.LOADED)
+        self.engine = self.supervisor._engine = DrainRecorder()
+        self.life.apply(LifeEvent.LOADED)
 
     async def begin(self, path, **fields) -> asyncio.Task[NodeConfig]:
-        """Order an update, and return once the engine drains."""
+        """Start an update, and return once the engine drains."""
         task = asyncio.create_task(self.supervisor.update(body_of(path, **fields)))
-        async with asyncio.timeout(PATIENCE_S):
-            while self.life.state is State.SERVING and not task.done():  # noqa: ASYNC110 - no event here
-                await asyncio.sleep(0.001)
+        await until_async(lambda: self.life.state is not NodeState.SERVING or task.done())
         return task
 
 
@@ -186,45 +192,43 @@ async def node(config):
     ("fields", "drains_in_s"),
     [({}, 30.0), ({"timeout_s": 5}, 5.0), ({"abort_all_requests": True, "timeout_s": 5}, 0.0)],
 )
-async def test_running_requests_have_the_time_of_a_drain_and_then_the_next_engine_loads(
+async def test_update_drains_the_node_before_the_new_engine_loads(
     node, new_dir, fields, drains_in_s
 ):
     task = await node.begin(new_dir, **fields)
-    assert (node.life.state, node.engine.drains_in_s) == (State.DRAINING, drains_in_s)
-    node.supervisor._drained()
-    assert node.life.state is State.LOADING
-    node.life.apply(Event.END)
+    assert (node.life.state, node.engine.drains_in_s) == (NodeState.DRAINING, drains_in_s)
+    node.supervisor._on_drained()
+    assert node.life.state is NodeState.LOADING
+    node.life.apply(LifeEvent.END)
     node.supervisor._end_update()
     assert (await task).engine.model_dir == str(new_dir)
 
 
-async def test_a_cancelled_drain_ends_the_update_with_the_old_weights(node, config, new_dir):
+async def test_cancelled_drain_keeps_the_old_weights(node, config, new_dir):
     task = await node.begin(new_dir)
-    with pytest.raises(NotNow, match="in progress"):
+    with pytest.raises(StateConflict, match="in progress"):
         await node.supervisor.update(body_of(new_dir))
     node.supervisor.resume()
-    with pytest.raises(NotNow, match="the drain was cancelled"):
+    with pytest.raises(StateConflict, match="the drain was cancelled"):
         await task
     node.supervisor.drain(None)
-    node.supervisor._drained()
-    assert (node.life.state, node.supervisor._config) == (State.DRAINED, config)
+    node.supervisor._on_drained()
+    assert (node.life.state, node.supervisor._config) == (NodeState.DRAINED, config)
 
 
-async def test_a_drained_node_loads_at_once_and_a_wrong_checkpoint_drains_nothing(node, new_dir):
+async def test_drained_node_loads_immediately_and_bad_checkpoint_drains_nothing(node, new_dir):
     with pytest.raises(InvalidRequest):
         await node.supervisor.update(body_of(new_dir / "absent"))
-    assert node.life.state is State.SERVING
+    assert node.life.state is NodeState.SERVING
     node.supervisor.drain(None)
-    node.supervisor._drained()
+    node.supervisor._on_drained()
     task = asyncio.create_task(node.supervisor.update(body_of(new_dir)))
-    async with asyncio.timeout(PATIENCE_S):
-        while node.life.state is State.DRAINED:  # noqa: ASYNC110 - as above
-            await asyncio.sleep(0.001)
-    assert node.life.state is State.LOADING
+    await until_async(lambda: node.life.state is not NodeState.DRAINED)
+    assert node.life.state is NodeState.LOADING
     task.cancel()
 
 
-async def test_only_operators_update_the_weights(node):
+async def test_weight_update_needs_the_operator_key(node):
     app = create_app(node.backend, FrontendOptions(operator_key="operator"))
     add_routes(app, node.supervisor)
     async with TestClient(TestServer(app)) as client:

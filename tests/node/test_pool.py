@@ -1,4 +1,4 @@
-"""The memory of a pool in the CPU's memory, and its pages between it and tiers; a GPU's are in tests/gpu."""
+"""Pool memory on a CPU, and page copies for tiers; GPUs are covered by tests/gpu."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.kvtransfer.region import DeviceRegion, MemoryRegion
-from tandem.node.pool import bytes_of, make_region, pinned, pool_pages
+from tandem.node.ranks.pool import bytes_of, make_region, pinned, pool_pages
 from tests.node.test_flags import read
 
 PAGE_BYTES = 64
@@ -14,13 +14,13 @@ PAGE_BYTES = 64
 
 @pytest.fixture(params=["private", "shared"])
 def region(request):
-    # One page more than is counted, and a rest that is no page.
+    # One page more than the plan counts, and a partial page.
     with getattr(MemoryRegion, request.param)(5 * PAGE_BYTES + 8) as made:
         made.array()[:] = [i // PAGE_BYTES for i in range(5 * PAGE_BYTES + 8)]
         yield made
 
 
-def test_pages_are_read_in_the_order_asked_for(region):
+def test_pages_are_read_in_the_requested_order(region):
     pages = pool_pages(region, PAGE_BYTES)
     memory = pages.host_memory(3 * PAGE_BYTES)
     views = [memory[i * PAGE_BYTES : (i + 1) * PAGE_BYTES] for i in range(3)]
@@ -28,7 +28,7 @@ def test_pages_are_read_in_the_order_asked_for(region):
     assert bytes(memory) == bytes([4] * PAGE_BYTES + [0] * PAGE_BYTES + [2] * PAGE_BYTES)
 
 
-def test_pages_are_written_where_they_belong_and_nowhere_else(region):
+def test_pages_are_written_to_their_places_only(region):
     pages = pool_pages(region, PAGE_BYTES)
     pages.write([3, 1], [memoryview(bytes([30] * PAGE_BYTES)), memoryview(bytearray(PAGE_BYTES))])
     expected = [0, 0, 2, 30, 4]
@@ -36,14 +36,14 @@ def test_pages_are_written_where_they_belong_and_nowhere_else(region):
     assert set(region.array()[5 * PAGE_BYTES :].tolist()) == {5}
 
 
-def test_a_page_of_another_length_is_not_written(region):
+def test_page_of_wrong_length_is_not_written(region):
     pages = pool_pages(region, PAGE_BYTES)
     with pytest.raises(ValueError, match="broadcast"):
         pages.write([1], [memoryview(bytes(PAGE_BYTES - 1))])
 
 
 def fake_cuda(held: dict[int, int], error: int = 0) -> SimpleNamespace:
-    """Return the part of CUDA's runtime that pins memory; it notes bytes by address."""
+    """Return a fake of the CUDA runtime that records pinned bytes by address."""
 
     def register(address, num_bytes, _flags):
         held[address] = num_bytes
@@ -52,7 +52,7 @@ def fake_cuda(held: dict[int, int], error: int = 0) -> SimpleNamespace:
     return SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=held.pop)
 
 
-def test_exactly_as_much_memory_is_pinned_as_was_asked_for_until_nobody_has_it():
+def test_exactly_the_requested_memory_is_pinned_until_released():
     held = {}
     memory = pinned(3 * PAGE_BYTES, fake_cuda(held))
     page = memory[PAGE_BYTES : 2 * PAGE_BYTES]
@@ -64,7 +64,7 @@ def test_exactly_as_much_memory_is_pinned_as_was_asked_for_until_nobody_has_it()
     assert not held
 
 
-def test_memory_that_cuda_does_not_pin_is_an_error():
+def test_failed_pinning_raises_memory_error():
     with pytest.raises(MemoryError, match="cannot pin 64 bytes: error 2"):
         pinned(PAGE_BYTES, fake_cuda({}, error=2))
 
@@ -79,13 +79,13 @@ def test_memory_that_cuda_does_not_pin_is_an_error():
         ("prefill", "auto", False),
     ],
 )
-def test_a_pool_is_in_shared_memory_where_a_prefill_may_map_it(role, backend, is_shared):
+def test_pool_is_shared_memory_if_prefill_can_map_it(role, backend, is_shared):
     config, _ = read("--transfer-backend", backend, role=role)
     with make_region(config, SimpleNamespace(memory_bytes=4096)) as region:
         assert (region.path is not None) == is_shared
 
 
-def test_a_node_that_serves_alone_makes_memory_only_for_tiers():
+def test_colocated_node_allocates_a_region_only_for_tiers():
     plan = SimpleNamespace(memory_bytes=4096)
     config, _ = read(role="colocated")
     assert make_region(config, plan) is None
@@ -94,7 +94,7 @@ def test_a_node_that_serves_alone_makes_memory_only_for_tiers():
         assert region.size_bytes == 4096
 
 
-def test_the_bytes_of_a_region_are_the_regions_own():
+def test_bytes_of_a_region_share_its_memory():
     region = MemoryRegion.private(4096)
     bytes_of(region)[5] = 7
     assert region.buffer[5] == 7

@@ -1,4 +1,4 @@
-"""How engine processes end, also those whose loop hangs, and import."""
+"""Exit, watchdog and imports of engine processes."""
 
 import faulthandler
 import gc
@@ -7,21 +7,21 @@ import sys
 
 import pytest
 
-from tandem.engine.step import StepCounts
-from tandem.node.process import FIRST_FORWARDS, StepWatch, uncollected
-from tests.patience import PATIENCE_S
+from tandem.engine.scheduling.step import StepCounts
+from tandem.node.life.ending import FIRST_FORWARDS, StepWatch, without_gc
+from tests.patience import PATIENCE_S, Clock
 
 HANGS = """
 import ctypes, threading
-from tandem.engine.step import StepCounts
-from tandem.node.process import FIRST_FORWARDS, StepWatch
+from tandem.engine.scheduling.step import StepCounts
+from tandem.node.life.ending import FIRST_FORWARDS, StepWatch
 
 def step():
     {hang}
 
 steps = StepCounts()
 steps.num_collected = FIRST_FORWARDS
-StepWatch(0.1, steps).turned()
+StepWatch(0.1, steps).on_pass()
 step()
 """
 
@@ -31,7 +31,7 @@ step()
     ["threading.Event().wait()", "ctypes.PyDLL(None).sleep(1000)"],
     ids=["waits", "keeps the interpreter's lock"],
 )
-def test_a_step_that_hangs_ends_the_process_and_tells_where(hang):
+def test_hanging_step_ends_the_process_with_its_stack(hang):
     done = subprocess.run(
         [sys.executable, "-c", HANGS.format(hang=hang)],
         capture_output=True,
@@ -46,7 +46,7 @@ def test_a_step_that_hangs_ends_the_process_and_tells_where(hang):
 
 @pytest.fixture
 def armed(monkeypatch):
-    """The limits that the watchdog was wound up with."""
+    """The timeouts with which the watchdog was started."""
     limits = []
     monkeypatch.setattr(
         faulthandler, "dump_traceback_later", lambda timeout, **_: limits.append(timeout)
@@ -54,40 +54,40 @@ def armed(monkeypatch):
     return limits
 
 
-def test_a_pass_has_its_whole_limit_though_the_watchdog_is_wound_up_once_a_second(armed):
-    now = 0.0
+def test_pass_has_its_full_limit_though_the_watchdog_restarts_once_a_second(armed):
+    clock = Clock()
     steps = StepCounts()
-    watch, ends = StepWatch(300.0, steps, lambda: now), 0.0
+    watch, ends = StepWatch(300.0, steps, clock), 0.0
     steps.num_collected = FIRST_FORWARDS - 1
-    watch.turned()
+    watch.on_pass()
     assert armed == [], "the first forwards may compile"
     steps.num_collected = FIRST_FORWARDS
     for _ in range(100):
         num_before = len(armed)
-        watch.turned()
+        watch.on_pass()
         if len(armed) > num_before:
-            ends = now + armed[-1]
-        assert ends - now >= 300
-        now += 0.15
+            ends = clock.now_s + armed[-1]
+        assert ends - clock.now_s >= 300
+        clock.now_s += 0.15
     assert len(armed) <= 16
 
 
 ENDS = """
 import atexit, sys
-from tandem.node.process import end_process
+from tandem.node.life.ending import end_process
 atexit.register(print, "taken apart")
 sys.stdout.write("said")
 end_process(3)
 """
 
 
-def test_a_process_that_ends_at_once_has_said_what_it_had_to_say():
+def test_end_process_flushes_output():
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr, done.returncode) == ("said", "", 3)
 
 
-def test_the_collector_rests_inside_and_goes_on_whatever_happens():
-    with pytest.raises(ImportError), uncollected():
+def test_without_gc_restores_the_collector_after_an_exception():
+    with pytest.raises(ImportError), without_gc():
         assert not gc.isenabled()
         raise ImportError
     assert gc.isenabled()

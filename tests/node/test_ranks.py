@@ -1,4 +1,4 @@
-"""What ranks of a node send each other arrives as it was."""
+"""Messages between the ranks of a node."""
 
 import os
 import socket
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from tandem.engine.config import EngineConfig
-from tandem.engine.forward import ForwardInputs
-from tandem.kvtransfer.events import Failed, Lost, Released
-from tandem.node import ranks
+from tandem.engine.scheduling.forward import ForwardInputs
+from tandem.kvtransfer.events import RoomFailed, RoomLost, RoomReleased
 from tandem.node.config import NodeConfig
-from tandem.node.ranks import RankProcess, received
-from tandem.node.transfer import RemoteAgent
+from tandem.node.ranks import ranks
+from tandem.node.ranks.ranks import RankProcess, messages_of
+from tandem.node.ranks.transfer import RemoteAgent
 from tandem.wire.errors import OutOfPages, PeerLost, error_from_info
 from tandem.wire.generation import Room
 from tests.engine.test_tensor_parallel import inputs_of
@@ -28,24 +28,24 @@ def over_the_pipe(*messages):
     for message in messages:
         one.send(message)
     one.close()
-    arrived = list(received(other))
+    arrived = list(messages_of(other))
     other.close()
     return arrived
 
 
-@pytest.mark.parametrize("kind", [Failed, Lost, Released])
+@pytest.mark.parametrize("kind", [RoomFailed, RoomLost, RoomReleased])
 @pytest.mark.parametrize("error", [PeerLost("x"), OutOfPages(5, 3)])
-def test_errors_keep_their_kind_and_words(kind, error):
+def test_errors_keep_type_and_message(kind, error):
     (arrived,) = over_the_pipe(kind(ROOM, error))
     assert type(arrived) is kind
     assert type(arrived.error) is type(error)
     assert arrived.error.info() == error.info()
-    # As does one that came from another node.
+    # Also an error that was received from a different node.
     (again,) = over_the_pipe(kind(ROOM, error_from_info(error.info())))
     assert again.error.info() == error.info()
 
 
-def test_a_forward_arrives_as_it_was():
+def test_forward_inputs_survive_the_pipe():
     inputs = inputs_of([5, 9, 7], [-1, 0, 1])
     (arrived,) = over_the_pipe(inputs)
     for name in ForwardInputs.__slots__:
@@ -62,7 +62,7 @@ class NotedRank:
         self.calls.append((*call, options))
 
 
-def test_a_command_of_the_group_is_a_call_at_the_rank():
+def test_group_command_is_a_call_on_the_rank():
     rank = NotedRank()
     agent = RemoteAgent(rank)
     agent.finish(ROOM, 5, 9, cached_tokens=8)
@@ -73,12 +73,14 @@ def test_a_command_of_the_group_is_a_call_at_the_rank():
     ]
 
 
-def test_a_rank_that_reads_nothing_does_not_hold_up_its_end(monkeypatch, tmp_path):
+def test_rank_that_reads_nothing_can_be_ended(monkeypatch, tmp_path):
     popen, command = subprocess.Popen, [sys.executable, "-c", "import time; time.sleep(1000)"]
     monkeypatch.setattr(subprocess, "Popen", lambda _command, **options: popen(command, **options))
     monkeypatch.setattr(ranks, "STOP_TIMEOUT_S", 0.1)
     ended = []
-    config = NodeConfig(role="decode", engine=EngineConfig(model_dir="", tp_size=2, tp_rank=1))
+    config = NodeConfig(
+        role="decode", engine=EngineConfig(model_dir="/model", tp_size=2, tp_rank=1)
+    )
     rank = RankProcess(config, tmp_path / "store", lambda: None, ended.append)
     with socket.socket(fileno=os.dup(rank._link.fileno())) as link, pytest.raises(BlockingIOError):
         while True:

@@ -1,4 +1,4 @@
-"""What is fetched for whom, and what is saved when: with a stack that answers in any order, late or never."""
+"""Fetches and saves of `Tiering`, with a stack that answers in any order, late or never."""
 
 import pytest
 from hypothesis import settings
@@ -9,8 +9,8 @@ from tandem.decode.role import DecodeRole
 from tandem.kvtier.guard import TierCost
 from tandem.kvtier.stack import Fetched
 from tandem.node.answers import Ticket
-from tandem.node.tiering import Tiering
-from tandem.node.tiers import LOOKING_SHARE
+from tandem.node.tiers.tiering import Tiering
+from tandem.node.tiers.tiers import SEARCH_SHARE
 from tandem.wire.channel import Peer
 from tandem.wire.errors import EngineFailed
 from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
@@ -53,11 +53,11 @@ class Node:
         return [ScriptedStack(runner.pages)]
 
     def tiers(self):
-        """What the engine's process has of the stacks."""
+        """The tier group of the engine process."""
         return self.stack
 
     def tiers_work(self):
-        """Have everything answered that was asked."""
+        """Answer all outstanding calls."""
         self.stack.answer_all()
 
     def ticket(self, name):
@@ -78,7 +78,7 @@ class Node:
             self.role.step()
 
     def run(self):
-        """Go on, tiers answering at once, until nothing is left to do."""
+        """Run until idle, with tiers that answer immediately."""
         for _ in range(400):
             self.turn()
             self.tiers_work()
@@ -93,12 +93,12 @@ class Node:
         return any(stack.saving or stack.placing for stack in self.stacks)
 
     def forget(self):
-        """Lose what is in the pool, not what tiers have."""
+        """Drop the pages in the pool, but not those in tiers."""
         self.role.flush_cache()
         assert self.engine.counts().cached == 0
 
     def compute(self, prompt, name="a"):
-        """Have a prompt computed and saved, and lost in the pool."""
+        """Compute and save a prompt, then drop it from the pool."""
         self.start(name, prompt)
         self.run()
         self.forget()
@@ -117,7 +117,7 @@ def answers(node, name, prompt, num_new=2):
     assert node.told.tokens[name] == toy_answer(prompt, num_new)
 
 
-def test_what_was_evicted_comes_back_from_a_tier_and_is_counted_as_cached(node):
+def test_evicted_pages_return_from_a_tier_and_count_as_cached(node):
     prompt = prompt_of(41)
     node.compute(prompt)
     node.start("b", prompt)
@@ -129,7 +129,7 @@ def test_what_was_evicted_comes_back_from_a_tier_and_is_counted_as_cached(node):
     assert node.tiering.seconds().keys() == {"none", "host"}
 
 
-def test_only_what_the_device_lacks_is_fetched(node):
+def test_only_pages_missing_on_the_device_are_fetched(node):
     prompt = prompt_of(41)
     node.compute(prompt)
     node.start("b", [*prompt[:20], 2])
@@ -141,7 +141,7 @@ def test_only_what_the_device_lacks_is_fetched(node):
     assert (node.told.cached["c"], node.told.by_tier["c"]) == (40, {"host": 20})
 
 
-def test_nothing_is_fetched_under_another_salt(node):
+def test_nothing_is_fetched_with_a_different_salt(node):
     prompt = prompt_of(41)
     node.start("a", prompt, salt="one")
     node.run()
@@ -157,7 +157,7 @@ def test_nothing_is_fetched_under_another_salt(node):
     assert [node.told.cached[name] for name in "bcd"] == [0, 40, 0]
 
 
-def test_a_prompt_too_short_to_gain_is_not_looked_for():
+def test_short_prompt_is_not_searched_in_tiers():
     node = Node(min_tokens=16)
     node.start("a", prompt_of(16))
     assert not node.stack.looking
@@ -165,7 +165,7 @@ def test_a_prompt_too_short_to_gain_is_not_looked_for():
     assert len(node.stack.looking) == 1
 
 
-def test_what_generation_added_is_found_by_the_next_turn(node):
+def test_generated_tokens_are_found_by_the_next_turn(node):
     prompt = prompt_of(20)
     node.start("a", prompt, num_new=21)
     node.run()
@@ -177,7 +177,7 @@ def test_what_generation_added_is_found_by_the_next_turn(node):
     assert node.told.cached["b"] == 40
 
 
-def test_a_request_waits_no_longer_than_its_limit_for_a_stack_that_never_answers(node):
+def test_request_waits_at_most_its_limit_for_a_silent_stack(node):
     prompt = prompt_of(41)
     node.start("a", prompt)
     assert node.tiering.wait_s(60) == pytest.approx(LIMIT_S)
@@ -190,7 +190,7 @@ def test_a_request_waits_no_longer_than_its_limit_for_a_stack_that_never_answers
     assert not node.stack.fetched
 
 
-def test_an_answer_seen_late_because_a_step_was_long_is_used(node):
+def test_answer_delayed_by_a_long_step_is_used(node):
     prompt = prompt_of(41)
     node.compute(prompt)
     node.start("b", prompt)
@@ -200,14 +200,14 @@ def test_an_answer_seen_late_because_a_step_was_long_is_used(node):
     assert node.told.cached["b"] == 40
 
 
-def test_a_copy_that_takes_too_long_is_not_waited_for_and_its_pages_stay_held(node):
+def test_slow_copy_is_not_waited_for_and_its_pages_stay_held(node):
     prompt = prompt_of(41)
     node.compute(prompt)
     node.start("b", prompt)
     node.stack.answer_all()
     node.turn()
     (number,) = node.stack.placing
-    node.clock.now_s += 2 * (1 - LOOKING_SHARE) * LIMIT_S + LIMIT_S
+    node.clock.now_s += 2 * (1 - SEARCH_SHARE) * LIMIT_S + LIMIT_S
     node.turn()
     assert node.role.has_work
     assert node.engine.counts().held >= 10
@@ -220,7 +220,7 @@ def test_a_copy_that_takes_too_long_is_not_waited_for_and_its_pages_stay_held(no
     assert node.engine.counts().held == 0
 
 
-def test_pages_of_a_request_cancelled_while_they_are_written_are_held_until_they_are(node):
+def test_pages_of_a_cancelled_request_are_held_until_written(node):
     prompt = prompt_of(41)
     node.compute(prompt)
     node.start("b", prompt)
@@ -235,7 +235,7 @@ def test_pages_of_a_request_cancelled_while_they_are_written_are_held_until_they
     assert (node.engine.counts().held, node.engine.counts().cached) == (0, 10)
 
 
-def test_requests_with_the_same_prefix_wait_for_one_fetch(node):
+def test_requests_with_the_same_prefix_share_one_fetch(node):
     prompt = prompt_of(41)
     node.compute(prompt)
     for name in "bcd":
@@ -247,7 +247,7 @@ def test_requests_with_the_same_prefix_wait_for_one_fetch(node):
         assert node.told.cached[name] == 40
 
 
-def test_what_others_computed_of_a_prefix_while_it_was_looked_for_is_shared():
+def test_pages_computed_during_the_search_are_shared():
     node = Node(min_tokens=24)
     prompt = prompt_of(41)
     node.compute(prompt)
@@ -261,7 +261,7 @@ def test_what_others_computed_of_a_prefix_while_it_was_looked_for_is_shared():
     assert (node.engine.counts().held, node.engine.counts().cached) == (0, 10)
 
 
-def test_a_request_that_lacks_the_pages_of_a_save_runs_when_it_is_over():
+def test_request_short_of_pages_runs_when_a_save_ends():
     node = Node(num_pages=16)
     node.start("a", prompt_of(41))
     while node.role.has_work or node.tiering.waiting:
@@ -282,7 +282,7 @@ def test_a_request_that_lacks_the_pages_of_a_save_runs_when_it_is_over():
     answers(node, "b", prompt)
 
 
-def test_a_pool_without_room_for_what_was_found_computes_when_there_is_some():
+def test_found_pages_without_room_are_recomputed_later():
     node = Node(num_pages=16)
     prompt = prompt_of(41)
     node.compute(prompt)
@@ -297,7 +297,7 @@ def test_a_pool_without_room_for_what_was_found_computes_when_there_is_some():
     answers(node, "b", prompt)
 
 
-def test_what_is_copied_in_takes_no_page_that_a_running_answer_grows_into():
+def test_fetched_pages_leave_a_page_per_running_request():
     node = Node(num_pages=20)
     prompt = prompt_of(41)
     node.compute(prompt)
@@ -315,7 +315,7 @@ def test_what_is_copied_in_takes_no_page_that_a_running_answer_grows_into():
     answers(node, "c", prompt)
 
 
-def test_a_tier_slower_than_computing_is_asked_only_now_and_then(node):
+def test_tier_slower_than_computing_is_only_probed(node):
     node.engine.steps.prompt_token_s = 0.001
     node.stack.cost = TierCost(latency_s=0.0, page_s=0.1, num_pages=9)
     node.start("a", prompt_of(41))
@@ -328,7 +328,7 @@ def test_a_tier_slower_than_computing_is_asked_only_now_and_then(node):
     assert load.token_cost == pytest.approx(0.1 / PAGE / 0.001)
 
 
-def test_what_a_prompt_token_takes_is_learned_from_prompts_and_not_from_short_ends_of_them():
+def test_prompt_token_time_ignores_short_final_chunks():
     node = Node(num_pages=128, chunked_prefill_size=256)
     node.start("short", prompt_of(20))
     node.run()
@@ -338,7 +338,7 @@ def test_what_a_prompt_token_takes_is_learned_from_prompts_and_not_from_short_en
     assert 0 < node.engine.steps.prompt_token_s < 1
 
 
-def test_what_eviction_takes_was_saved_before_and_is_found_again():
+def test_evicted_pages_were_saved_and_are_found():
     node = Node(num_pages=64, saves_at_once=False)
     prompts = [prompt_of(33, seed) for seed in range(20)]
     for i, prompt in enumerate(prompts):
@@ -351,7 +351,7 @@ def test_what_eviction_takes_was_saved_before_and_is_found_again():
         assert node.told.cached[f"again {i}"] == 32
 
 
-def test_a_stack_that_takes_nothing_now_is_asked_again_after_a_moment(node):
+def test_rejected_save_is_retried_after_a_delay(node):
     node.stack.is_full = True
     node.start("a", prompt_of(20))
     node.run()
@@ -364,7 +364,7 @@ def test_a_stack_that_takes_nothing_now_is_asked_again_after_a_moment(node):
     assert len(node.stack.content) == 5
 
 
-def test_a_loop_sleeps_while_saves_are_under_way(node):
+def test_loop_sleeps_while_saves_are_in_progress(node):
     node.start("a", prompt_of(80))
     while node.role.has_work or node.tiering.waiting:
         node.turn()
@@ -375,7 +375,7 @@ def test_a_loop_sleeps_while_saves_are_under_way(node):
     assert node.tiering.wait_s(60) == 60
 
 
-def test_those_who_wait_for_tiers_are_counted_and_failed_as_all_others_are(node):
+def test_requests_waiting_for_tiers_are_counted_and_failed(node):
     node.start("a", prompt_of(41))
     assert (node.role.load().num_waiting, node.role.load().queued_tokens) == (1, 41)
     node.role.fail_all(EngineFailed("of a forward, in which it has no part"))
@@ -390,7 +390,7 @@ PREFIXES = [prompt_of(16, 1), prompt_of(24, 2), [*prompt_of(16, 1), *prompt_of(8
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Requests come, are cancelled and run, while tiers answer whenever and however they like."""
+    """Requests arrive, are cancelled and run, while tiers answer in any order and way."""
 
     def __init__(self):
         super().__init__()
@@ -420,7 +420,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.node.turn()
         for active in self.node.tiering.waiting:
             waited_s = self.node.clock.now_s - self.began[active.request.request_id]
-            assert waited_s < (2 - LOOKING_SHARE) * LIMIT_S
+            assert waited_s < (2 - SEARCH_SHARE) * LIMIT_S
 
     @rule(seconds=st.sampled_from([0.1, 0.3, 2.0]))
     def time_passes(self, seconds):
@@ -450,13 +450,13 @@ class AnyOrder(RuleBasedStateMachine):
     def fill_up(self, data, is_full):
         data.draw(st.sampled_from(self.node.stacks)).is_full = is_full
 
-    @rule(data=st.data(), number=st.integers(0, 50))
-    def lie(self, data, number):
-        # Of a fetch that was given up, or never begun.
+    @rule(data=st.data())
+    def answer_an_abandoned_fetch(self, data):
         stack = data.draw(st.sampled_from(self.node.stacks))
-        if number not in (*self.node.stack.looking, *self.node.stack.fetched):
-            stack.reported.append(Fetched(number, 3, {"host": 3}))
-            self.node.role.poll()
+        never_begun = 1000
+        number = data.draw(st.sampled_from([never_begun, *sorted(stack.cancelled)]))
+        stack.reported.append(Fetched(number, 3, {"host": 3}))
+        self.node.role.poll()
 
     @rule()
     def flush(self):

@@ -1,4 +1,4 @@
-"""A node of two ranks, each with tiers of its own: it finds what both have, and its answers stay right."""
+"""A node of two ranks with separate tiers: it finds pages that both have, and its answers stay right."""
 
 import pytest
 from hypothesis import settings
@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from tandem.kvtier.stack import CLOSE_S
-from tandem.node import rank as rank_process
-from tandem.node.ranks import STOP_TIMEOUT_S
-from tandem.node.tiers import TierGroup, load_of_node
+from tandem.node.process import rank_host as rank_process
+from tandem.node.ranks.ranks import STOP_TIMEOUT_S
+from tandem.node.tiers.tiers import TierGroup, load_of_node
 from tandem.wire.messages import TierLoad
 from tests.engine.toy_runner import ShardedToyRunner
 from tests.node import test_tiering
@@ -17,7 +17,7 @@ from tests.node.tier_rig import FakeRank, ScriptedStack
 
 
 class TwoRanks(Node):
-    """A node whose every token is in the pages of two ranks, half of it in each."""
+    """A node whose tokens are split between the pages of two ranks."""
 
     def __init__(self, num_pages=64, **settings):
         super().__init__(num_pages, make_runner=ShardedToyRunner, **settings)
@@ -41,7 +41,7 @@ def node():
     return TwoRanks()
 
 
-def test_what_was_evicted_comes_back_with_the_pages_of_both_ranks(node):
+def test_evicted_pages_return_from_both_ranks(node):
     prompt = prompt_of(41)
     node.compute(prompt)
     node.start("b", prompt)
@@ -50,7 +50,7 @@ def test_what_was_evicted_comes_back_with_the_pages_of_both_ranks(node):
     assert (node.told.cached["b"], node.told.by_tier["b"]) == (40, {"host": 40})
 
 
-def test_only_what_both_ranks_have_is_found(node):
+def test_only_pages_that_both_ranks_have_are_found(node):
     prompt = prompt_of(41)
     node.compute(prompt)
     content = node.stacks[1].content
@@ -62,7 +62,7 @@ def test_only_what_both_ranks_have_is_found(node):
     assert node.told.cached["b"] == 24
 
 
-def test_a_rank_that_has_nothing_is_a_miss_that_waits_for_no_other(node):
+def test_miss_on_one_rank_ends_the_fetch_immediately(node):
     prompt = prompt_of(41)
     node.compute(prompt)
     node.stacks[1].content.clear()
@@ -71,7 +71,7 @@ def test_a_rank_that_has_nothing_is_a_miss_that_waits_for_no_other(node):
     (number,) = node.stacks[1].looking
     node.stacks[1].answer_fetch(number)
     node.rank.work()
-    node.turn()  # rank 0 looks still
+    node.turn()  # rank 0 is still searching
     assert not node.tiering.waiting
     assert not node.stacks[0].looking
     node.run()
@@ -79,7 +79,7 @@ def test_a_rank_that_has_nothing_is_a_miss_that_waits_for_no_other(node):
     assert node.told.cached["b"] == 0
 
 
-def test_a_rank_that_says_nothing_costs_a_request_no_more_than_its_limit(node):
+def test_silent_rank_delays_a_request_by_at_most_its_limit(node):
     prompt = prompt_of(41)
     node.compute(prompt)
     node.start("b", prompt)
@@ -89,7 +89,7 @@ def test_a_rank_that_says_nothing_costs_a_request_no_more_than_its_limit(node):
     node.clock.now_s += test_tiering.LIMIT_S
     node.turn()
     assert not node.tiering.waiting
-    # Its answer comes when nobody waits any more.
+    # The rank answers after the wait has ended.
     node.rank.work(1)
     node.stacks[1].answer_all()
     node.run()
@@ -98,7 +98,7 @@ def test_a_rank_that_says_nothing_costs_a_request_no_more_than_its_limit(node):
 
 
 @pytest.mark.parametrize("broken", [0, 1])
-def test_a_copy_that_fails_on_one_rank_is_a_miss(node, broken):
+def test_failed_copy_on_one_rank_is_a_miss(node, broken):
     prompt = prompt_of(41)
     node.compute(prompt)
     node.start("b", prompt)
@@ -137,7 +137,7 @@ def test_pages_are_held_until_both_ranks_have_copied_them(node):
     assert node.engine.counts().held == 0
 
 
-def test_what_a_rank_could_not_save_is_a_miss_and_is_not_held(node):
+def test_page_that_a_rank_could_not_save_is_a_miss_and_not_held(node):
     node.stacks[1].is_full = True
     prompt = prompt_of(20)
     node.start("a", prompt)
@@ -154,7 +154,7 @@ def test_what_a_rank_could_not_save_is_a_miss_and_is_not_held(node):
 
 
 @pytest.mark.parametrize(("limit", "num_parts"), [(500, 2), (0, 1)])
-def test_a_tier_holds_the_parts_of_all_ranks_unless_each_sees_the_whole(limit, num_parts):
+def test_tier_load_is_summed_unless_each_rank_sees_the_whole_store(limit, num_parts):
     load = TierLoad(name="t", num_pages=3, num_bytes=300, limit_bytes=limit, put_bytes=10)
     whole = load_of_node(load, num_ranks=2)
     assert (whole.num_pages, whole.num_bytes) == (3 * num_parts, 300 * num_parts)
@@ -162,13 +162,13 @@ def test_a_tier_holds_the_parts_of_all_ranks_unless_each_sees_the_whole(limit, n
     assert whole.limit_bytes == 2 * limit
 
 
-def test_a_rank_whose_tiers_hang_has_time_left_to_give_back_its_memory():
-    # A stack waits that long for calls, and then for tiers to close.
+def test_rank_with_hanging_tiers_has_time_to_release_memory():
+    # A stack waits `CLOSE_S` for calls, and again for tiers to close.
     assert 2 * CLOSE_S < rank_process.END_TIMEOUT_S < STOP_TIMEOUT_S
 
 
 class AnyOrder(test_tiering.AnyOrder):
-    """As with one rank, and the other hears and is heard late."""
+    """As with one rank, plus a second rank whose calls and events are delayed."""
 
     def make_node(self):
         return TwoRanks(num_pages=20, max_running_requests=4)
@@ -177,7 +177,7 @@ class AnyOrder(test_tiering.AnyOrder):
     def rank_works(self, num):
         self.node.rank.work(num)
 
-    # What takes many steps by chance: pages that both have, and copies of them under way.
+    # Reached only after many random steps: pages that both ranks have, and copies in progress.
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data())

@@ -1,4 +1,4 @@
-"""Stacks of tiers that do what a test says, over a toy engine whose KV is the tokens themselves."""
+"""Scripted tier stacks, over a toy engine whose KV is the tokens themselves."""
 
 import pickle  # noqa: TID251 - as the pipe between ranks does
 from collections import deque
@@ -7,18 +7,19 @@ from dataclasses import dataclass, field
 
 from tandem.kvtier.guard import TierCost
 from tandem.kvtier.stack import Fetched, Placed, Saved
-from tandem.node.tiers import RankTiers
+from tandem.node.tiers.tiers import RankTiers
 from tandem.wire.messages import TierLoad
 from tandem.wire.prefixes import PageKey, PrefixJournal
 
 
 @dataclass
 class ScriptedStack:
-    """Keeps what is saved by digest; answers only when told to, in any order.
+    """Stores saved pages by digest; answers only when a test lets it, in any order.
 
     Attributes:
         pool: The bytes of the pool, page by page: a row of an array each.
         looking, placing, saving: What was asked and is not answered.
+        cancelled: The fetches that were abandoned.
         is_full: Refuses saves.
     """
 
@@ -28,6 +29,7 @@ class ScriptedStack:
     fetched: dict[int, list[object]] = field(default_factory=dict)
     placing: dict[int, list[int]] = field(default_factory=dict)
     saving: dict[int, tuple[list[PageKey], list[int]]] = field(default_factory=dict)
+    cancelled: set[int] = field(default_factory=set)
     is_full: bool = False
     max_save_pages: int = 1000
     cost: TierCost = field(default_factory=lambda: TierCost(0.0, 0.0, 0))
@@ -41,17 +43,18 @@ class ScriptedStack:
         assert len(page_ids) <= len(self.fetched[number])
         self.placing[number] = list(page_ids)
 
-    def abandon(self, number: int) -> None:
+    def cancel(self, number: int) -> None:
         assert number not in self.placing, "abandoned while it is placed"
         self.looking.pop(number, None)
         self.fetched.pop(number, None)
+        self.cancelled.add(number)
 
     def save(self, number: int, keys: Sequence[PageKey], page_ids: Sequence[int], wait_s=0) -> bool:
         assert len(keys) == len(page_ids) <= self.max_save_pages
         if not self.is_full:
             self.saving[number] = (list(keys), list(page_ids))
         elif wait_s:
-            self.reported.append(Saved(number))  # it has waited in vain
+            self.reported.append(Saved(number))  # it waited and got no memory
         return not self.is_full
 
     def close(self) -> None:
@@ -70,10 +73,10 @@ class ScriptedStack:
     def journals(self):
         return {"host": PrefixJournal()}
 
-    # ── what a test says ─────────────────────────────────────────────────────────────────────────
+    # ── for tests ────────────────────────────────────────────────────────────────────────────────
 
     def answer_fetch(self, number: int, at_most: int = 1000) -> None:
-        """Bring what is there of a fetch, `at_most` pages."""
+        """Answer a fetch with the pages that exist, at most `at_most`."""
         pages: list[object] = []
         for key in self.looking.pop(number)[:at_most]:
             if key.digest not in self.content:
@@ -83,21 +86,21 @@ class ScriptedStack:
         self.reported.append(Fetched(number, len(pages), {"host": len(pages)} if pages else {}))
 
     def answer_place(self, number: int, *, is_whole: bool = True) -> None:
-        """Copy into the pool, or spoil its pages."""
+        """Copy pages to the pool, or corrupt them."""
         pages = self.fetched.pop(number)
         for page, bytes_ in zip(self.placing.pop(number), pages, strict=False):
             self.pool[page] = bytes_ if is_whole else 0
         self.reported.append(Placed(number, is_whole))
 
     def answer_save(self, number: int) -> None:
-        """Copy off the pool."""
+        """Copy pages from the pool."""
         keys, page_ids = self.saving.pop(number)
         for key, page in zip(keys, page_ids, strict=True):
             self.content[key.digest] = self.pool[page].copy()
         self.reported.append(Saved(number))
 
     def answer_all(self) -> None:
-        """Answer everything that was asked, in order."""
+        """Answer all outstanding calls, in order."""
         for asked, answer in (
             (self.looking, self.answer_fetch),
             (self.placing, self.answer_place),
@@ -125,7 +128,7 @@ class FakeRank:
             yield pickle.loads(self._events.popleft())
 
     def work(self, num_calls: int = 1000) -> None:
-        """Make passes of the rank's loop, over that many calls."""
+        """Run passes of the rank's loop for a number of calls."""
         for _ in range(min(num_calls, len(self._calls))):
             method, arguments = pickle.loads(self._calls.popleft())
             getattr(self._tiers, method)(*arguments)

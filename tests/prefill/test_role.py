@@ -1,10 +1,16 @@
-"""What a prefill does when its own clients, and not its peers, do the unexpected."""
+"""Unexpected requests of a prefill node's own clients."""
 
 import pytest
 
-from tandem.wire.errors import DeadlinePassed, EngineFailed, InvalidRequest
-from tandem.wire.generation import GenerateRequest, LogprobsWanted, RequestId, SamplingParams
-from tandem.wire.messages import StartColocated
+from tandem.wire.errors import DeadlinePassed, EngineFailed, InvalidRequest, Overloaded
+from tandem.wire.generation import (
+    GenerateRequest,
+    LogprobOptions,
+    RequestId,
+    SamplingParams,
+    new_room,
+)
+from tandem.wire.messages import StartColocated, StartPrefill
 from tests.hand_off_rig import Pair, prompt_of
 from tests.loopback import Fault, LoopbackTransport
 
@@ -16,7 +22,7 @@ def pair(tiny_model):
     made.close()
 
 
-def test_what_is_still_to_be_said_of_a_request_is_not_said_of_the_next_with_its_id(pair):
+def test_late_events_do_not_reach_a_new_request_with_the_same_id(pair):
     pair.start("a", prompt_of(30), max_new_tokens=1)
     pair.run_until(lambda: pair.prefill_answers.finishes["a"] == ["length"])
     assert pair.prefill.tickets() == []
@@ -30,7 +36,7 @@ def test_what_is_still_to_be_said_of_a_request_is_not_said_of_the_next_with_its_
     pair.run_until(pair.all_pages_are_back)
 
 
-def test_a_request_can_be_cancelled_when_an_earlier_one_with_its_id_ends_late(pair):
+def test_request_can_be_cancelled_while_an_earlier_one_with_its_id_is_ending(pair):
     pair.start("a", prompt_of(30), max_new_tokens=9)
     pair.prefill.cancel(pair.ticket("a"))
     pair.decode.cancel(pair.ticket("a"))
@@ -42,7 +48,7 @@ def test_a_request_can_be_cancelled_when_an_earlier_one_with_its_id_ends_late(pa
     pair.run_until(pair.all_pages_are_back)
 
 
-def test_requests_whose_pages_are_under_way_do_not_wait(tiny_model):
+def test_requests_with_pages_in_flight_do_not_count_as_waiting(tiny_model):
     transport = LoopbackTransport([Fault("hang")])
     made = Pair(tiny_model("llama"), transport)
     try:
@@ -58,7 +64,18 @@ def test_requests_whose_pages_are_under_way_do_not_wait(tiny_model):
         made.close()
 
 
-def test_the_pages_of_an_answer_of_one_token_stay_until_they_were_pushed(tiny_model):
+def test_requests_without_a_grant_count_as_waiting(pair):
+    pair.prefill._max_waiting = 1
+    sampling = SamplingParams(max_new_tokens=3)
+    request = GenerateRequest(request_id=RequestId("a"), prompt_ids=[5], sampling=sampling)
+    pair.prefill.start(pair.ticket("a"), StartPrefill(request=request, room=new_room()))
+    with pytest.raises(Overloaded):
+        pair.prefill.start(pair.ticket("b"), StartPrefill(request=request, room=new_room()))
+    pair.prefill.cancel(pair.ticket("a"))
+    pair.run_until(pair.all_pages_are_back)
+
+
+def test_pages_of_a_one_token_answer_are_held_until_pushed(tiny_model):
     transport = LoopbackTransport([Fault("hang")])
     made = Pair(tiny_model("llama"), transport)
     try:
@@ -71,7 +88,7 @@ def test_the_pages_of_an_answer_of_one_token_stay_until_they_were_pushed(tiny_mo
         made.close()
 
 
-def test_a_prompt_whose_deadline_passes_before_its_grant_is_rejected_at_both_nodes(pair):
+def test_deadline_before_grant_fails_the_request_on_both_nodes(pair):
     pair.start("a", prompt_of(30), max_new_tokens=3, deadline_s=0)
     pair.prefill.poll()
     assert isinstance(pair.prefill_answers.errors["a"], DeadlinePassed)
@@ -80,7 +97,7 @@ def test_a_prompt_whose_deadline_passes_before_its_grant_is_rejected_at_both_nod
     pair.run_until(pair.all_pages_are_back)
 
 
-def test_a_failure_is_told_once_however_often_the_engine_fails(pair):
+def test_failure_is_reported_once_even_if_the_engine_fails_repeatedly(pair):
     told = []
     pair.prefill_answers.fail = lambda ticket, error: told.append(ticket.request_id)
     pair.start("a", prompt_of(100), max_new_tokens=3)
@@ -102,7 +119,7 @@ def alone(name: str, num_new=1, **fields) -> StartColocated:
     )
 
 
-def test_a_whole_request_of_one_token_needs_no_decode_node(pair):
+def test_whole_request_of_one_token_needs_no_decode_node(pair):
     pair.prefill.start(pair.ticket("probe"), alone("probe"))
     pair.start("beside", prompt_of(50), max_new_tokens=4)
     pair.run_until(lambda: pair.prefill_answers.finishes["probe"] == ["length"])
@@ -114,7 +131,7 @@ def test_a_whole_request_of_one_token_needs_no_decode_node(pair):
 
 
 @pytest.mark.parametrize("end", ["cancel", "fail"])
-def test_a_whole_request_of_one_token_can_be_ended(pair, end):
+def test_whole_request_of_one_token_can_be_ended(pair, end):
     pair.prefill.start(pair.ticket("probe"), alone("probe"))
     assert pair.prefill.tickets() == [pair.ticket("probe")]
     if end == "cancel":
@@ -126,7 +143,7 @@ def test_a_whole_request_of_one_token_can_be_ended(pair, end):
     pair.run_until(pair.all_pages_are_back)
 
 
-@pytest.mark.parametrize("fields", [{"num_new": 2}, {"logprobs": LogprobsWanted(num_top=1)}])
-def test_no_other_whole_request_is_taken(pair, fields):
-    with pytest.raises(InvalidRequest, match="may have one token here"):
+@pytest.mark.parametrize("fields", [{"num_new": 2}, {"logprobs": LogprobOptions(num_top=1)}])
+def test_other_whole_requests_are_rejected(pair, fields):
+    with pytest.raises(InvalidRequest, match="only with max_new_tokens 1"):
         pair.prefill.start(pair.ticket("a"), alone("a", **fields))

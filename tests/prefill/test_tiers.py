@@ -1,4 +1,4 @@
-"""A prefill that waits for a grant and for its prefix from tiers, in any order, with whole hand-offs behind it."""
+"""A prefill node that waits for a grant and for its prefix from tiers, in any order."""
 
 import pytest
 
@@ -11,7 +11,7 @@ IN_WHOLE_PAGES = 96
 
 @pytest.fixture(scope="module")
 def shared_pair(tiny_model):
-    """A pair whose prefill has the KV of PROMPT in its tiers alone, and the answer to it."""
+    """A pair whose prefill node has the KV of PROMPT in its tiers only, and the expected answer."""
     made = Pair(tiny_model("llama"), "shm", has_tiers=True)
     made.start("before", PROMPT, max_new_tokens=9)
     made.run_with_tiers_until(lambda: made.decode_answers.finishes["before"])
@@ -37,7 +37,7 @@ def granted(pair) -> bool:
     return any(half.is_granted for half in pair.prefill._by_room.values())
 
 
-def test_a_granted_prompt_waits_for_its_prefix_and_is_then_computed_from_it(pair):
+def test_granted_prompt_waits_for_its_prefix_and_starts_from_it(pair):
     pair.start("a", PROMPT, max_new_tokens=9)
     pair.run_until(lambda: granted(pair))
     assert pair.prefill.load().num_running == 0
@@ -48,7 +48,7 @@ def test_a_granted_prompt_waits_for_its_prefix_and_is_then_computed_from_it(pair
     assert pair.prefill_answers.phases["a"][:3] == ["reserve", "kv_tier", "prefill_queue"]
 
 
-def test_a_prefix_that_comes_before_the_grant_is_not_waited_for(pair):
+def test_prefix_fetched_before_the_grant_causes_no_wait(pair):
     pair.prefill.start(*_prefill_half(pair, "a"))
     for _ in range(3):
         pair.prefill_tiers.answer_all()
@@ -62,7 +62,7 @@ def test_a_prefix_that_comes_before_the_grant_is_not_waited_for(pair):
 
 @pytest.mark.parametrize("is_placing", [False, True])
 @pytest.mark.parametrize("is_granted", [False, True])
-def test_a_request_cancelled_on_its_way_from_the_tiers_leaves_no_page(pair, is_placing, is_granted):
+def test_request_cancelled_during_fetch_leaves_no_pages(pair, is_placing, is_granted):
     pair.prefill.start(*_prefill_half(pair, "a"))
     if is_granted:
         pair.decode.start(*pair.waiting_decode)
@@ -78,7 +78,7 @@ def test_a_request_cancelled_on_its_way_from_the_tiers_leaves_no_page(pair, is_p
     assert pair.prefill_engine.counts().held == (IN_WHOLE_PAGES // 8 if is_placing else 0)
 
 
-def test_a_node_that_hands_over_its_requests_ends_those_that_wait_for_tiers(pair):
+def test_hand_over_ends_requests_that_wait_for_tiers(pair):
     pair.start("a", PROMPT, max_new_tokens=9)
     pair.run_until(lambda: granted(pair))
     pair.prefill.hand_over(EngineFailed("as a drain does"))
@@ -87,7 +87,7 @@ def test_a_node_that_hands_over_its_requests_ends_those_that_wait_for_tiers(pair
 
 
 def _prefill_half(pair, name):
-    """Return what starts prefill's half; decode's is `pair.waiting_decode`."""
+    """Return the message that starts prefill's half; that of decode is `pair.waiting_decode`."""
     started = {}
     real = pair.prefill.start, pair.decode.start
     pair.prefill.start = lambda *args: started.update(prefill=args)

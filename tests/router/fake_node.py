@@ -66,13 +66,6 @@ def logprobs(first: int, end: int) -> list[TokenLogprobs]:
     ]
 
 
-async def until(condition) -> None:
-    """Wait for what the loop will make true."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - conditions of every kind, none with an event
-            await asyncio.sleep(0.002)
-
-
 class FakeEngine:
     """An engine's inbox. Pings are answered; everything else is handed to the test in order."""
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.router.admission import Admission, Queue, Waiting
-from tandem.router.config import AdmissionConfig, Limits
+from tandem.router.config import AdmissionConfig, QueueLimits
 from tandem.router.key_limits import KeyLimit
 from tandem.router.metrics import RouterMetrics
-from tandem.router.policy import ClusterSnapshot, NodeSnapshot
+from tandem.router.nodes.snapshot import ClusterSnapshot, NodeSnapshot
 from tandem.wire.errors import DeadlinePassed, Overloaded, RateLimited
 from tandem.wire.messages import NodeLoad
 from tests.router.fake_node import request
@@ -30,7 +30,7 @@ def waiting(client="a", priority=0, num_tokens=1, expires=math.inf, *, arrived=0
 
 
 def queue_of(clients="", **limits) -> Queue:
-    return joined(Queue(Limits(**limits)), *(waiting(client) for client in clients))
+    return joined(Queue(QueueLimits(**limits)), *(waiting(client) for client in clients))
 
 
 def joined(queue, *several) -> Queue:
@@ -43,7 +43,7 @@ def clients_in_order(queue) -> str:
     return "".join(taken.client for taken in iter(queue.take, None))
 
 
-def test_clients_take_turns_however_many_requests_one_has():
+def test_queue_serves_clients_in_rotation():
     assert clients_in_order(queue_of("aaaabbc")) == "abcabaa"
     queue = queue_of("aaaa")
     assert queue.take().client == "a"
@@ -56,7 +56,7 @@ def test_clients_take_turns_however_many_requests_one_has():
 
 
 @given(STEPS)
-def test_the_highest_priority_goes_first_and_a_clients_own_keep_their_order(steps):
+def test_queue_takes_the_highest_priority_and_keeps_the_order_of_each_client(steps):
     queue, inside = queue_of(), []
     for step in steps:
         if isinstance(step, tuple):
@@ -79,7 +79,7 @@ def test_the_highest_priority_goes_first_and_a_clients_own_keep_their_order(step
 
 
 @given(st.lists(KINDS, min_size=1, max_size=30), KINDS)
-def test_no_request_is_rejected_for_an_equal(there, newcomer):
+def test_full_queue_evicts_only_the_lowest_priority(there, newcomer):
     queue = queue_of(max_requests=len(there))
     for kind in there:
         queue.join(waiting(*kind), 0.0)
@@ -92,7 +92,7 @@ def test_no_request_is_rejected_for_an_equal(there, newcomer):
             assert queue.join(rejected, 0.0) is not one_more
 
 
-def test_a_client_that_fills_the_queue_does_not_keep_others_out():
+def test_client_that_fills_the_queue_does_not_block_others():
     queue = queue_of("g" * 10, max_requests=10)
     for _ in range(5):
         assert queue.join(waiting("modest"), 0.0).client == "g"
@@ -100,7 +100,7 @@ def test_a_client_that_fills_the_queue_does_not_keep_others_out():
         queue.join(waiting("modest"), 0.0)
 
 
-def test_the_queue_is_bounded_in_tokens_but_for_one_alone():
+def test_queue_is_bounded_in_tokens_except_for_a_single_request():
     queue = queue_of(max_tokens=100)
     queue.join(waiting(num_tokens=1000), 0.0)
     with pytest.raises(Overloaded):
@@ -112,7 +112,7 @@ def test_the_queue_is_bounded_in_tokens_but_for_one_alone():
         queue.join(waiting(num_tokens=50, priority=1), 0.0)
 
 
-def test_a_full_queue_names_how_long_its_next_request_has_waited():
+def test_full_queue_sets_retry_after_to_the_wait_of_its_next_request():
     queue = queue_of(max_requests=2)
     assert queue.retry_after_s(0.0) == 1
     for _ in range(2):
@@ -123,7 +123,7 @@ def test_a_full_queue_names_how_long_its_next_request_has_waited():
         assert refused.value.retry_after_s == after_s
 
 
-def test_a_wait_that_is_over_is_the_clients_error_or_the_queues():
+def test_queue_expiry_is_the_earlier_of_deadline_and_queue_limit():
     queue = queue_of(max_wait_s=5.0)
     with pytest.raises(DeadlinePassed):
         queue.join(waiting(expires=1.0, deadline=True), 1.0)
@@ -196,7 +196,7 @@ async def requests():
 
 
 @in_virtual_time
-async def test_requests_start_while_there_is_room_and_the_rest_as_it_becomes_free():
+async def test_request_queues_until_a_place_becomes_free():
     rig = Rig(num_places=2)
     async with requests() as send:
         for name in "abcd":
@@ -214,7 +214,7 @@ async def test_requests_start_while_there_is_room_and_the_rest_as_it_becomes_fre
 
 @pytest.mark.parametrize(("role", "other"), [("prefill", "decode"), ("decode", "prefill")])
 @in_virtual_time
-async def test_a_node_put_aside_gives_places_only_while_no_other_of_its_role_is_up(role, other):
+async def test_node_put_aside_has_places_only_while_it_is_the_last_of_its_role(role, other):
     def node(url, role, *, is_up=True, is_aside=False):
         load = NodeLoad(max_running=2 if url == "d" else 1000)
         return NodeSnapshot(url, role, is_up, is_aside, fingerprint="m", load=load)
@@ -231,24 +231,24 @@ async def test_a_node_put_aside_gives_places_only_while_no_other_of_its_role_is_
 
 
 @in_virtual_time
-async def test_a_request_between_two_attempts_keeps_its_place_and_takes_no_second_one():
+async def test_request_between_two_attempts_keeps_exactly_one_place():
     rig = Rig()
     async with requests() as send:
         await send(rig, "a")
         await send(rig, "b")
         rig.inside.remove("a")  # its node died, and it waits for another
-        rig.admission.look()
+        rig.admission.schedule_start()
         await settled()
         assert rig.inside == []
         rig.inside.append("a")
         rig.num_places = 2
-        rig.admission.look()
+        rig.admission.schedule_start()
         await settled()
         assert rig.inside == ["a", "b"]
 
 
 @in_virtual_time
-async def test_room_that_a_load_reports_is_used_within_a_millisecond_and_nothing_looks_before():
+async def test_reported_room_starts_a_waiting_request_within_a_millisecond():
     rig = Rig()
     async with requests() as send:
         await send(rig, "a")
@@ -256,13 +256,13 @@ async def test_room_that_a_load_reports_is_used_within_a_millisecond_and_nothing
         rig.num_places = 2
         await asyncio.sleep(5.0)
         assert rig.inside == ["a"]
-        rig.admission.look()  # as at every change of a node
+        rig.admission.schedule_start()  # as at every change of a node
         await settled()
         assert rig.inside == ["a", "b"]
 
 
 @in_virtual_time
-async def test_a_client_that_goes_away_leaves_the_queue_at_once():
+async def test_client_disconnect_removes_its_queued_request():
     rig = Rig()
     async with requests() as send:
         await send(rig, "a")
@@ -278,7 +278,7 @@ async def test_a_client_that_goes_away_leaves_the_queue_at_once():
 
 @pytest.mark.parametrize("num_turns", range(6))
 @in_virtual_time
-async def test_a_place_is_never_lost_to_a_client_that_goes_away_as_it_becomes_free(num_turns):
+async def test_place_is_not_lost_if_its_client_disconnects_as_it_becomes_free(num_turns):
     rig = Rig()
     async with requests() as send:
         await send(rig, "a")
@@ -293,8 +293,8 @@ async def test_a_place_is_never_lost_to_a_client_that_goes_away_as_it_becomes_fr
 
 
 @in_virtual_time
-async def test_a_full_queue_rejects_with_when_to_come_back_and_a_higher_priority_takes_a_place():
-    rig = Rig(limits=Limits(max_requests=1))
+async def test_full_queue_rejects_with_retry_after_and_yields_to_higher_priority():
+    rig = Rig(limits=QueueLimits(max_requests=1))
     async with requests() as send:
         await send(rig, "a")
         low = asyncio.ensure_future(rig.serve("low"))
@@ -311,7 +311,7 @@ async def test_a_full_queue_rejects_with_when_to_come_back_and_a_higher_priority
 
 
 @in_virtual_time
-async def test_a_deadline_that_passed_on_arrival_is_not_started_though_there_is_room():
+async def test_request_with_an_expired_deadline_is_rejected_on_arrival():
     with pytest.raises(DeadlinePassed):
         await Rig().serve("a", deadline_s=0.0)
 
@@ -325,8 +325,8 @@ async def test_a_deadline_that_passed_on_arrival_is_not_started_though_there_is_
     ],
 )
 @in_virtual_time
-async def test_a_wait_ends_with_the_clients_deadline_or_the_queues_limit(limits, fields, error):
-    rig = Rig(limits=Limits(**limits))
+async def test_queue_wait_ends_at_the_deadline_or_the_queue_limit(limits, fields, error):
+    rig = Rig(limits=QueueLimits(**limits))
     async with requests() as send:
         await send(rig, "a")
         began = asyncio.get_running_loop().time()
@@ -342,7 +342,7 @@ async def test_a_wait_ends_with_the_clients_deadline_or_the_queues_limit(limits,
 
 
 @in_virtual_time
-async def test_a_queued_request_is_aborted_by_its_id():
+async def test_queued_request_is_aborted_by_its_id():
     rig = Rig()
     async with requests() as send:
         await send(rig, "a")
@@ -357,7 +357,7 @@ async def test_a_queued_request_is_aborted_by_its_id():
 
 
 @in_virtual_time
-async def test_nodes_are_told_the_time_left_and_not_the_client():
+async def test_nodes_get_the_remaining_deadline_without_the_client():
     rig = Rig()
     async with requests() as send:
         await send(rig, "a")
@@ -369,7 +369,7 @@ async def test_nodes_are_told_the_time_left_and_not_the_client():
 
 
 @in_virtual_time
-async def test_while_no_pair_can_serve_newcomers_start_but_overtake_no_queued_request():
+async def test_requests_bypass_admission_without_nodes_but_overtake_no_queued_one():
     rig = Rig()
     async with requests() as send:
         await send(rig, "a")
@@ -389,7 +389,7 @@ async def test_while_no_pair_can_serve_newcomers_start_but_overtake_no_queued_re
 
 
 @in_virtual_time
-async def test_room_is_that_of_the_model_served_before_all_nodes_were_away():
+async def test_room_counts_nodes_of_the_last_served_model():
     up = {"a"}
 
     def nodes():
@@ -403,7 +403,7 @@ async def test_room_is_that_of_the_model_served_before_all_nodes_were_away():
             ),
         )
 
-    limits = Limits(max_requests=0)
+    limits = QueueLimits(max_requests=0)
     admission = Admission(nodes, AdmissionConfig(limits=limits), RouterMetrics())
     for up in ({"a"}, set(), {"a", "b"}):
         await settled()
@@ -414,7 +414,7 @@ async def test_room_is_that_of_the_model_served_before_all_nodes_were_away():
 
 
 @in_virtual_time
-async def test_without_admission_all_start_at_once():
+async def test_disabled_admission_starts_all_requests_immediately():
     rig = Rig(is_on=False)
     async with requests() as send:
         for name in "abc":
@@ -423,10 +423,10 @@ async def test_without_admission_all_start_at_once():
 
 
 @in_virtual_time
-async def test_a_keys_tokens_are_those_of_prompt_and_answer():
+async def test_key_token_budget_counts_prompt_and_output():
     rig = Rig(num_places=9, key_limits={"default": KeyLimit(tokens_per_minute=60)})
     async with rig.admission.admitted(request(prompt_ids=range(1, 31), client="k")) as admitted:
-        admitted.answered(60)
+        admitted.count_output(60)
     with pytest.raises(RateLimited) as refused:
         await rig.serve("b", client="k")
     # 90 of 60 are used, and three more are asked for, at one a second.

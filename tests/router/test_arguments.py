@@ -2,18 +2,16 @@ import pytest
 
 from tandem.frontend.options import HttpOptions
 from tandem.router.arguments import parse
-from tandem.router.command import in_pod
 from tandem.router.config import (
     AdmissionConfig,
     DnsTarget,
-    KubernetesTarget,
-    Limits,
     PrefillTarget,
+    QueueLimits,
     RouterConfig,
     host_of,
 )
-from tandem.router.discovery import sources_of
-from tandem.wire.errors import ConfigInvalid
+from tandem.router.membership.sources import sources_of
+from tandem.settings.flags import SettingInvalid
 
 P, Q, D, E = "http://p:7000", "http://q:7000", "http://d:7001", "http://e:7001"
 
@@ -61,6 +59,7 @@ def test_both_launch_forms_name_the_same_nodes(line, prefills, decodes):
     [
         ("--host 0.0.0.0 --port 8123", "port", 8123),
         ("--host [::1]", "host", "::1"),
+        ("--workers 4", "num_workers", 4),
         ("--detokenizers 4", "num_workers", 4),
         ("--detokenizer-worker-num 3", "num_workers", 3),
         ("--tokenizer-worker-num 2", "num_workers", 2),
@@ -82,7 +81,7 @@ def test_both_launch_forms_name_the_same_nodes(line, prefills, decodes):
         ),
     ],
 )
-def test_familiar_flags_are_taken(flags, field, value):
+def test_flags_of_other_routers_are_accepted(flags, field, value):
     config = parse([*f"--prefill {P} --decode {D}".split(), *flags.split()])
     assert getattr(config, field) == value
 
@@ -90,40 +89,59 @@ def test_familiar_flags_are_taken(flags, field, value):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        (f"--prefill {P}", "at least one --prefill URL and one --decode URL, or say where nodes"),
+        (f"--prefill {P}", "at least one --prefill URL and one --decode URL, or a source of nodes"),
         (f"--prefill {P} --decode http://u:p@d:1", "not a node's URL"),
         (f"--prefill {P} --decode http://d:1?x=1", "not a node's URL"),
-        (f"--prefill {P} --decode http://p:7000 HTTP://P:7000/", "each node is given once"),
-        (f"--prefill {P} --decode 127.0.0.1:7001", "not a node's URL: give http://HOST:PORT"),
+        (f"--prefill {P} --decode http://p:7000 HTTP://P:7000/", "pass each node once"),
+        (f"--prefill {P} --decode 127.0.0.1:7001", "not a node's URL: use http://HOST:PORT"),
         (f"--prefill {P} --decode http://d", "not a node's URL"),
         (f"--prefill {P} --decode http://d:x", "not a node's URL"),
         (f"--prefill {P} --decode http://a..b:1", "not a node's URL"),
-        (f"--prefill {P} --decode {D} --host a..b", "--host a..b: give an address, or a name"),
-        (f"--prefill 8998 {P} --decode {D}", "follows the URL it is of"),
-        (f"--prefill {P} 8998 8999 --decode {D}", "follows the URL it is of"),
-        (f"--prefill {P} 99999 --decode {D}", "neither 1 to 65535"),
+        (
+            f"--prefill {P} --decode {D} --host a..b",
+            "--host a..b is not a host: use an address, or a name",
+        ),
+        (f"--prefill 8998 {P} --decode {D}", "put a bootstrap port after its URL"),
+        (f"--prefill {P} 8998 8999 --decode {D}", "put a bootstrap port after its URL"),
+        (f"--prefill {P} 99999 --decode {D}", "use 1 to 65535"),
         (f"--prefill {P} {Q} --prefill-bootstrap-ports 1 --decode {D}", "1 ports for 2 prefill"),
-        (f"--prefill {P} --decode {D} {D}", "each node is given once"),
-        (f"--prefill {P} --decode {D} --detokenizers 0", "at least 1"),
+        (f"--prefill {P} --decode {D} {D}", "pass each node once"),
+        (f"--prefill {P} --decode {D} --workers 0", "at least 1"),
         (f"--prefill {P} --decode {D} --port 70000", "--port is 70000"),
-        (f"--prefill {P} --decode ftp://d:1", "give http://HOST:PORT or https://HOST:PORT"),
+        (f"--prefill {P} --decode ftp://d:1", "use http://HOST:PORT or https://HOST:PORT"),
         (
             f"--prefill {P} --decode {D} --tool-call-parser x",
-            "--tool-call-parser: 'x' is not known",
+            "--tool-call-parser: unknown parser 'x'",
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_what_to_do(line, sentence):
-    with pytest.raises(ConfigInvalid, match=sentence):
+def test_invalid_setting_is_rejected_with_a_remedy(line, sentence):
+    with pytest.raises(SettingInvalid, match=sentence):
         parse(line.split())
 
 
-def test_an_unknown_flag_is_answered_with_the_nearest(capsys):
+def test_unknown_flag_error_suggests_the_nearest_flag(capsys):
     with pytest.raises(SystemExit) as ended:
         parse(f"--prefill {P} --decode {D} --polcy random".split())
     assert ended.value.code == 2
     answer = "tandem lb: error: there is no flag --polcy: did you mean --policy?\n"
     assert capsys.readouterr().err == answer
+
+
+def test_timeout_flag_of_other_routers_is_rejected_with_ours(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(f"--prefill {P} --decode {D} --timeout 300".split())
+    assert ended.value.code == 2
+    answer = (
+        "tandem lb: error: there is no flag --timeout: use --request-timeout-s for the longest time "
+        "that a request may take\n"
+    )
+    assert capsys.readouterr().err == answer
+
+
+def test_old_name_of_the_workers_flag_works_as_a_variable(monkeypatch):
+    monkeypatch.setenv("TANDEM_DETOKENIZERS", "3")
+    assert parse(f"--prefill {P} --decode {D}".split()).num_workers == 3
 
 
 def test_help_shows_both_forms(capsys):
@@ -135,7 +153,7 @@ def test_help_shows_both_forms(capsys):
     assert "--pd-disaggregation" in shown
 
 
-def test_a_secret_is_not_shown_with_the_configuration():
+def test_configuration_repr_hides_secrets():
     config = RouterConfig(
         prefills=(PrefillTarget(P),),
         decodes=(D,),
@@ -146,31 +164,28 @@ def test_a_secret_is_not_shown_with_the_configuration():
     assert "s3cret" not in repr(config)
 
 
-def test_the_host_of_an_ipv6_url_has_no_brackets():
+def test_host_of_an_ipv6_url_has_no_brackets():
     assert host_of("http://[fe80::1]:7000") == "fe80::1"
 
 
 NODES = ["--prefill", P, "--decode", D]
 
 
-def test_flags_say_how_many_start_and_who_waits():
+def test_admission_flags_set_the_limits():
     argv = ["--max-in-flight", "7", "--max-queued-requests", "0", "--max-queued-tokens", "5"]
     config = parse([*NODES, *argv, "--max-queue-wait-s", "2.5", "--no-admission"])
-    limits = Limits(max_requests=0, max_tokens=5, max_wait_s=2.5)
+    limits = QueueLimits(max_requests=0, max_tokens=5, max_wait_s=2.5)
     assert config.admission == AdmissionConfig(is_on=False, max_in_flight=7, limits=limits)
     assert parse(NODES).admission == AdmissionConfig()
 
 
 @pytest.mark.parametrize("argv", [["--max-in-flight", "-1"], ["--max-queue-wait-s", "nan"]])
-def test_a_limit_that_is_none_is_refused(argv):
-    with pytest.raises(ConfigInvalid, match=argv[0]):
+def test_limit_out_of_range_is_rejected(argv):
+    with pytest.raises(SettingInvalid, match=argv[0]):
         parse([*NODES, *argv])
 
 
-PODS = "--discover-kubernetes --kubernetes-prefill-selector app=t,role=prefill"
-
-
-def test_names_are_taken_with_a_role_or_without_one():
+def test_dns_names_take_an_optional_role():
     line = "--discover-dns prefill=p.x:7000 decode=d.x:7001 --discover-dns any.x:1"
     config = parse(line.split())
     assert config.dns == (
@@ -181,50 +196,39 @@ def test_names_are_taken_with_a_role_or_without_one():
     assert sources_of(config)[0].name == "dns prefill=p.x:7000"
 
 
-def test_pods_are_found_by_the_labels_of_each_role(tmp_path):
-    line = f"{PODS} --kubernetes-decode-selector role=decode --kubernetes-namespace inference"
-    config = parse([*line.split(), "--kubernetes-api", "http://127.0.0.1:8001"])
-    assert config.kubernetes == KubernetesTarget(
-        is_on=True,
-        api_url="http://127.0.0.1:8001",
-        namespace="inference",
-        prefill_selector="app=t,role=prefill",
-        decode_selector="role=decode",
-    )
-    assert [source.name for source in sources_of(config)] == [
-        "kubernetes prefill app=t,role=prefill in inference",
-        "kubernetes decode role=decode in inference",
-    ]
-
-
 @pytest.mark.parametrize(
-    "line", ["--discover-announced", "--discover-dns d.x:1", PODS, f"--decode http://d:1 {PODS}"]
+    "line",
+    ["--discover-announced", "--discover-dns d.x:1", "--decode http://d:1 --discover-dns p:1"],
 )
-def test_with_a_source_no_node_need_be_listed(line):
+def test_discovery_source_replaces_listed_nodes(line):
     assert isinstance(parse(line.split()), RouterConfig)
 
 
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("--discover-dns d.x", "--discover-dns d.x: give prefill=HOST:PORT"),
-        ("--discover-dns router=d.x:1", "give prefill=HOST:PORT"),
-        ("--discover-dns prefill=d.x:99999", "give prefill=HOST:PORT"),
-        ("--discover-kubernetes", "give the labels of the pods"),
-        ("--kubernetes-decode-selector a=b", "--discover-kubernetes goes with"),
+        ("--discover-dns d.x", "--discover-dns d.x is invalid: use prefill=HOST:PORT"),
+        ("--discover-dns router=d.x:1", "use prefill=HOST:PORT"),
+        ("--discover-dns prefill=d.x:99999", "use prefill=HOST:PORT"),
     ],
 )
-def test_a_source_that_cannot_work_is_refused_with_what_to_do(line, sentence):
-    with pytest.raises(ConfigInvalid, match=sentence):
+def test_invalid_discovery_source_is_rejected_with_a_remedy(line, sentence):
+    with pytest.raises(SettingInvalid, match=sentence):
         parse(line.split())
 
 
-def test_in_a_pod_the_api_is_that_of_its_environment():
-    target = KubernetesTarget(decode_selector="a=b")
-    environment = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}
-    assert in_pod(target, environment).api_url == "https://[fd00::1]:6443"
-    given = KubernetesTarget(api_url="http://127.0.0.1:8001")
-    assert in_pod(given, environment) is given
-    assert in_pod(None, environment) is None
-    with pytest.raises(ConfigInvalid, match="this is no pod"):
-        in_pod(target, {})
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--discover-kubernetes --kubernetes-port http", "--discover-kubernetes was removed"),
+        ("--kubernetes-decode-selector role=decode", "--kubernetes-decode-selector was removed"),
+        ("--service-discovery", "there is no flag --service-discovery"),
+        ("--prefill-selector app=p", "there is no flag --prefill-selector"),
+    ],
+)
+def test_removed_pod_listing_flags_are_rejected_in_favor_of_dns(line, sentence, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(line.split())
+    assert ended.value.code == 2
+    instead = "use --discover-dns ROLE=HOST:PORT with the name of a headless Service"
+    assert capsys.readouterr().err == f"tandem lb: error: {sentence}: {instead}\n"

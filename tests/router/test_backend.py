@@ -6,11 +6,11 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
 
-from tandem.router.backend import ClusterBackend
-from tandem.router.cluster import Cluster
 from tandem.router.config import PrefillTarget, RouterConfig
-from tandem.router.membership import Announcement, Membership
-from tandem.router.policy import POLICIES
+from tandem.router.membership.membership import Announcement, Membership
+from tandem.router.nodes.cluster import Cluster
+from tandem.router.pairing.policy import POLICIES
+from tandem.router.serving.backend import ClusterBackend
 from tandem.wire.errors import (
     Aborted,
     AttemptsUsedUp,
@@ -24,7 +24,7 @@ from tandem.wire.errors import (
     PeerLost,
     TandemError,
 )
-from tandem.wire.generation import LogprobsWanted, Phase
+from tandem.wire.generation import LogprobOptions, Phase
 from tandem.wire.messages import (
     Cancel,
     FlushCache,
@@ -35,8 +35,8 @@ from tandem.wire.messages import (
     TokenBatch,
 )
 from tandem.wire.prefixes import block_names
-from tests.patience import PATIENCE_S
-from tests.router.fake_node import FakeNode, logprobs, request, until
+from tests.patience import PATIENCE_S, until_async
+from tests.router.fake_node import FakeNode, logprobs, request
 
 
 @asynccontextmanager
@@ -78,7 +78,7 @@ class Setup:
     async def pair_of(self, attempt=0):
         """Return the nodes that one attempt was started on, with the messages they got."""
         engines = self.prefills + self.decodes
-        await until(lambda: sum(not n.engine.is_idle() for n in engines) == 2)
+        await until_async(lambda: sum(not n.engine.is_idle() for n in engines) == 2)
         prefill, decode = [n for n in engines if not n.engine.is_idle()]
         start_prefill = await prefill.engine.next(StartPrefill)
         start_decode = await decode.engine.next(StartDecode)
@@ -95,7 +95,7 @@ async def cluster(num_prefills=1, num_decodes=1, prefills=None, decodes=None, **
             await stack.enter_async_context(node.serving())
         backend = await stack.enter_async_context(watched(prefills, decodes, **settings))
         nodes = backend._cluster.prefills + backend._cluster.decodes
-        await until(lambda: all(node.is_up for node in nodes))
+        await until_async(lambda: all(node.is_up for node in nodes))
         yield Setup(prefills, decodes, backend)
 
 
@@ -133,7 +133,7 @@ async def begun(setup, reader, reason=None):
     pair = await setup.pair_of()
     prefill, start_prefill, _, _ = pair
     prefill.engine.say(start_prefill, 0, [10], reason)
-    await until(lambda: reader.token_ids == [10])
+    await until_async(lambda: reader.token_ids == [10])
     return pair
 
 
@@ -152,23 +152,23 @@ def in_flight(setup) -> list[tuple[int, int]]:
     return [(node.in_flight_requests, node.in_flight_tokens) for node in cluster_nodes]
 
 
-async def test_the_first_token_comes_from_prefill_and_the_rest_from_decode():
+async def test_first_token_comes_from_prefill_and_the_rest_from_decode():
     async with cluster() as setup, reading(setup) as reader:
         prefill, start_prefill, decode, start_decode = await setup.pair_of()
         assert start_prefill.room == start_decode.room
         assert (start_decode.bootstrap_host, start_decode.bootstrap_port) == ("127.0.0.1", 8998)
         prefill.engine.say(start_prefill, 0, [10])
-        await until(lambda: reader.token_ids == [10])
+        await until_async(lambda: reader.token_ids == [10])
         assert in_flight(setup) == [(1, 3), (1, 3)]
         decode.engine.say(start_decode, 0, [10, 11])
-        await until(lambda: reader.token_ids == [10, 11])
+        await until_async(lambda: reader.token_ids == [10, 11])
         assert in_flight(setup) == [(0, 0), (1, 3)]
         decode.engine.say(start_decode, 2, [12], "length")
         assert await reader.result() == ([10, 11, 12], "length")
         assert in_flight(setup) == [(0, 0), (0, 0)]
 
 
-async def test_a_finished_request_cancels_nothing():
+async def test_finished_request_sends_no_cancel():
     async with cluster() as setup, reading(setup) as reader:
         prefill, start_prefill, decode, start_decode = await setup.pair_of()
         prefill.engine.say(start_prefill, 0, [10], "handed_off")
@@ -179,7 +179,7 @@ async def test_a_finished_request_cancels_nothing():
         await decode.engine.next(FlushCache)
 
 
-async def test_a_reader_that_leaves_at_the_finish_is_not_counted_as_gone():
+async def test_reader_that_closes_at_the_finish_counts_as_finished():
     async with cluster() as setup:
         tokens = setup.backend.generate(request())
         async with aclosing(tokens), asyncio.TaskGroup() as tasks:
@@ -190,7 +190,7 @@ async def test_a_reader_that_leaves_at_the_finish_is_not_counted_as_gone():
         assert 'requests_total{outcome="finished"} 1.0' in setup.backend.metrics()
 
 
-async def test_a_finish_at_the_first_token_ends_there_and_cancels_decode():
+async def test_finish_at_the_first_token_cancels_decode():
     async with cluster() as setup, reading(setup) as reader:
         prefill, start_prefill, decode, _ = await setup.pair_of()
         prefill.engine.say(start_prefill, 0, [2], "stop")
@@ -198,7 +198,7 @@ async def test_a_finish_at_the_first_token_ends_there_and_cancels_decode():
         await decode.engine.next(Cancel)
 
 
-async def test_a_prefill_that_fails_is_replayed_on_another():
+async def test_failed_prefill_is_replayed_on_a_different_node():
     async with cluster(num_prefills=2) as setup, reading(setup) as reader:
         prefill, start_prefill, decode, _ = await setup.pair_of()
         prefill.engine.fail(start_prefill, EngineFailed("bad luck"))
@@ -212,6 +212,20 @@ async def test_a_prefill_that_fails_is_replayed_on_another():
         assert 'replays_total{error="engine_failed"} 1.0' in setup.backend.metrics()
 
 
+async def test_decode_is_released_if_the_attempt_cannot_begin_on_prefill(monkeypatch):
+    async with cluster(max_attempts=1) as setup:
+        (prefill,) = setup.backend._cluster.prefills
+
+        def broken(_start, _wake):
+            raise PeerLost("the link broke")
+
+        monkeypatch.setattr(prefill.client, "generate", broken)
+        assert "the link broke" in (await raised(setup.backend)).message
+        assert in_flight(setup) == [(0, 0), (0, 0)]
+        await setup.decodes[0].engine.next(StartDecode)
+        await setup.decodes[0].engine.next(Cancel)
+
+
 async def serve(setup, reader, attempt=0):
     prefill, start_prefill, decode, start_decode = await setup.pair_of(attempt)
     prefill.engine.say(start_prefill, 0, [10], "handed_off")
@@ -220,14 +234,14 @@ async def serve(setup, reader, attempt=0):
     return prefill
 
 
-async def test_a_node_that_fails_requests_in_a_row_is_chosen_no_more_while_another_serves():
+async def test_node_with_consecutive_failures_is_avoided_while_a_different_one_serves():
     """It fails them at once, and so has less to do than any other."""
     async with cluster(num_prefills=2) as setup:
         broken, served_by = setup.prefills[0], []
         failing = next(node for node in setup.backend._cluster.prefills if node.url == broken.url)
         while not failing.is_aside:
             async with reading(setup) as reader:
-                await until(lambda: any(not n.engine.is_idle() for n in setup.prefills))
+                await until_async(lambda: any(not n.engine.is_idle() for n in setup.prefills))
                 if broken.engine.is_idle():
                     await serve(setup, reader)
                     continue
@@ -235,18 +249,18 @@ async def test_a_node_that_fails_requests_in_a_row_is_chosen_no_more_while_anoth
                 broken.engine.fail(start_prefill, EngineFailed("bad luck"))
                 await decode.engine.next(Cancel)
                 await serve(setup, reader, attempt=1)
-        assert failing.standing.num_failed == 3
+        assert failing.failures.num_failed == 3
         for _ in range(6):
             async with reading(setup) as reader:
                 served_by.append(await serve(setup, reader))
         assert broken not in served_by
         assert f"prefill {broken.url} is put aside" in setup.backend.health().detail
-        failing.standing._aside_until_s = 0.0
+        failing.failures._aside_until_s = 0.0
         # Though it has nothing to do, and reports nothing new.
-        await until(lambda: not setup.backend._cluster.view(broken.url).is_aside)
+        await until_async(lambda: not setup.backend._cluster.view(broken.url).is_aside)
 
 
-async def test_the_last_node_that_fails_is_still_asked_and_its_error_is_told():
+async def test_last_node_is_used_despite_failures_and_its_error_is_returned():
     async with cluster(max_attempts=1) as setup:
         for _ in range(5):
             async with asyncio.TaskGroup() as tasks:
@@ -265,7 +279,7 @@ class BrokenTap:
         raise KeyError(index)
 
 
-async def test_a_bug_of_the_router_with_the_tokens_of_a_node_puts_no_node_aside():
+async def test_router_bug_in_token_handling_puts_no_node_aside():
     async with cluster() as setup:
         nodes = setup.backend._cluster.prefills + setup.backend._cluster.decodes
         for _ in range(4):
@@ -287,7 +301,7 @@ async def test_a_bug_of_the_router_with_the_tokens_of_a_node_puts_no_node_aside(
                 await prefill.engine.next(Cancel)
                 await decode.engine.next(Cancel)
             assert asked.result().code == "internal_error"
-        assert [node.standing.num_failed for node in nodes] == [0, 0]
+        assert [node.failures.num_failed for node in nodes] == [0, 0]
 
 
 async def raised(backend) -> TandemError:
@@ -297,7 +311,7 @@ async def raised(backend) -> TandemError:
 
 
 @pytest.mark.parametrize("num_decodes", [1, 2])
-async def test_pages_that_arrived_corrupted_are_computed_again_and_the_client_sees_nothing(
+async def test_corrupted_pages_are_recomputed_without_the_client_noticing(
     num_decodes,
 ):
     async with cluster(num_decodes=num_decodes) as setup, reading(setup) as reader:
@@ -313,7 +327,7 @@ async def test_pages_that_arrived_corrupted_are_computed_again_and_the_client_se
         assert replays in setup.backend.metrics()
 
 
-async def test_a_half_that_ended_because_the_other_node_gave_it_up_is_replayed():
+async def test_attempt_aborted_by_the_peer_node_is_replayed():
     async with cluster(num_decodes=2) as setup, reading(setup) as reader:
         prefill, _, decode, start_decode = await setup.pair_of()
         # Prefill took this router for lost, and its own word of it is still on its way.
@@ -325,12 +339,12 @@ async def test_a_half_that_ended_because_the_other_node_gave_it_up_is_replayed()
         assert await reader.result() == ([10, 11], "stop")
 
 
-async def test_a_decode_that_dies_mid_stream_costs_and_repeats_no_token():
+async def test_decode_loss_mid_stream_neither_loses_nor_repeats_tokens():
     async with cluster(num_decodes=2) as setup, reading(setup) as reader:
         prefill, start_prefill, decode, start_decode = await setup.pair_of()
         prefill.engine.say(start_prefill, 0, [10])
         decode.engine.say(start_decode, 0, [10, 11, 12])
-        await until(lambda: reader.token_ids == [10, 11, 12])
+        await until_async(lambda: reader.token_ids == [10, 11, 12])
         decode.engine.close()
         prefill, start_prefill, second, start_decode = await setup.pair_of(attempt=1)
         assert second == setup.others(decode)
@@ -342,17 +356,17 @@ async def test_a_decode_that_dies_mid_stream_costs_and_repeats_no_token():
 
 
 def wanting_prompt(start=0):
-    return request(logprobs=LogprobsWanted(num_top=1, prompt_start=start))
+    return request(logprobs=LogprobOptions(num_top=1, prompt_start=start))
 
 
-async def test_decodes_tokens_wait_for_what_prefill_owes_of_the_prompt():
+async def test_decode_tokens_wait_for_prompt_logprobs_of_prefill():
     async with cluster() as setup, reading(setup, wanting_prompt()) as reader:
         prefill, start_prefill, decode, start_decode = await setup.pair_of()
         prefill.engine.say(start_prefill, 0, [], prompt_logprobs=logprobs(0, 1))
-        await until(lambda: reader.prompt_logprobs)
+        await until_async(lambda: reader.prompt_logprobs)
         (work,) = decode_streams(setup)
         decode.engine.say(start_decode, 0, [10, 11], logprobs=logprobs(3, 5))
-        await until(lambda: not work.is_empty)
+        await until_async(lambda: not work.is_empty)
         assert reader.token_ids == []
         rest = {"prompt_index": 1, "prompt_logprobs": logprobs(1, 3)}
         prefill.engine.say(start_prefill, 0, [10], "handed_off", logprobs=logprobs(3, 4), **rest)
@@ -361,11 +375,11 @@ async def test_decodes_tokens_wait_for_what_prefill_owes_of_the_prompt():
         assert reader.prompt_logprobs + reader.logprobs == logprobs(0, 6)
 
 
-async def test_decodes_failure_does_not_wait_for_the_prompt():
+async def test_decode_failure_does_not_wait_for_prompt_logprobs():
     async with cluster(num_decodes=2) as setup, reading(setup, wanting_prompt()) as reader:
         prefill, start_prefill, decode, _ = await setup.pair_of()
         prefill.engine.say(start_prefill, 0, [], prompt_logprobs=logprobs(0, 1))
-        await until(lambda: reader.prompt_logprobs)
+        await until_async(lambda: reader.prompt_logprobs)
         decode.engine.close()
         await prefill.engine.next(Cancel)
         prefill, start_prefill, decode, _ = await setup.pair_of(attempt=1)
@@ -376,7 +390,7 @@ async def test_decodes_failure_does_not_wait_for_the_prompt():
         assert reader.prompt_logprobs + reader.logprobs == logprobs(0, 4)
 
 
-async def test_a_prefill_that_tells_nothing_of_the_prompt_holds_nothing_up():
+async def test_prefill_without_prompt_logprobs_does_not_block_tokens():
     async with cluster() as setup, reading(setup, wanting_prompt()) as reader:
         prefill, start_prefill, decode, start_decode = await setup.pair_of()
         decode.engine.say(start_decode, 0, [10, 11], "stop")
@@ -384,26 +398,26 @@ async def test_a_prefill_that_tells_nothing_of_the_prompt_holds_nothing_up():
         assert await reader.result() == ([10, 11], "stop")
 
 
-async def test_a_prefill_that_dies_after_the_hand_off_is_not_noticed():
+async def test_prefill_loss_after_the_hand_off_does_not_affect_the_request():
     async with cluster() as setup, reading(setup) as reader:
         prefill, _, decode, start_decode = await begun(setup, reader, "handed_off")
         prefill.engine.close()
-        await until(lambda: not setup.backend.health().is_serving)
+        await until_async(lambda: not setup.backend.health().is_serving)
         decode.engine.say(start_decode, 0, [10, 11], "stop")
         assert await reader.result() == ([10, 11], "stop")
 
 
-async def test_what_nodes_tell_of_the_time_is_passed_on_also_when_prefill_tells_it_late():
+async def test_phases_reported_by_nodes_are_forwarded_even_if_prefill_is_late():
     async with cluster() as setup, reading(setup) as reader:
         prefill, start_prefill, decode, start_decode = await setup.pair_of()
         reserve, push = Phase("reserve", 0.0, 0.5), Phase("push", 0.5, 1.0)
         prefill.engine.say(start_prefill, 0, [10], phases=[reserve])
-        await until(lambda: reader.token_ids == [10])
+        await until_async(lambda: reader.token_ids == [10])
         decode.engine.say(start_decode, 0, [10, 11])
-        await until(lambda: reader.token_ids == [10, 11])
+        await until_async(lambda: reader.token_ids == [10, 11])
         prefill.engine.say(start_prefill, 1, [], "handed_off", phases=[push])
         (client,) = [node.client for node in setup.backend._cluster.prefills]
-        await until(lambda: not client.num_streams)
+        await until_async(lambda: not client.num_streams)
         decode.engine.say(start_decode, 2, [12], "stop", phases=[Phase("landed", 0.1, 0.2)])
         assert await reader.result() == ([10, 11, 12], "stop")
     assert [phase.name for phase in reader.phases] == ["queue", "pair", "reserve", "push", "landed"]
@@ -413,7 +427,7 @@ async def test_what_nodes_tell_of_the_time_is_passed_on_also_when_prefill_tells_
     assert [phase.start_s - sent_s for phase in reader.phases[2:]] == pytest.approx([0.0, 0.5, 0.1])
 
 
-async def test_of_an_attempt_that_failed_the_client_is_told_how_long_it_took():
+async def test_failed_attempt_is_reported_as_one_phase():
     async with cluster(num_prefills=2) as setup, reading(setup) as reader:
         prefill, start_prefill, decode, _ = await setup.pair_of()
         prefill.engine.fail(start_prefill, EngineFailed("bad luck"))
@@ -426,19 +440,19 @@ async def test_of_an_attempt_that_failed_the_client_is_told_how_long_it_took():
     assert told[-1] == ("reserve", second.url)
 
 
-async def test_a_prefill_that_fails_after_decode_spoke_fails_nothing():
+async def test_prefill_failure_after_the_first_decode_token_is_ignored():
     async with cluster() as setup, reading(setup) as reader:
         prefill, start_prefill, decode, start_decode = await setup.pair_of()
         decode.engine.say(start_decode, 0, [10, 11])
-        await until(lambda: reader.token_ids == [10, 11])
+        await until_async(lambda: reader.token_ids == [10, 11])
         prefill.engine.fail(start_prefill, EngineFailed("too late to matter"))
         (client,) = [node.client for node in setup.backend._cluster.prefills]
-        await until(lambda: not client.num_streams)
+        await until_async(lambda: not client.num_streams)
         decode.engine.say(start_decode, 2, [12], "stop")
         assert await reader.result() == ([10, 11, 12], "stop")
 
 
-async def test_an_error_that_no_retry_helps_is_raised_at_once():
+async def test_error_that_is_not_retryable_is_raised_immediately():
     async with cluster() as setup:
         with pytest.raises(ExceptionGroup) as raised:
             async with reading(setup):
@@ -448,7 +462,7 @@ async def test_an_error_that_no_retry_helps_is_raised_at_once():
         assert raised.group_contains(InvalidRequest, match="too long")
 
 
-async def test_a_full_node_is_told_to_the_client_when_a_second_is_full_as_well():
+async def test_client_gets_429_after_two_full_nodes():
     async with cluster(num_decodes=2, max_attempts=5) as setup:
         with pytest.raises(ExceptionGroup) as raised:
             async with reading(setup):
@@ -465,7 +479,7 @@ async def test_a_full_node_is_told_to_the_client_when_a_second_is_full_as_well()
     ("max_attempts", "kind", "sentence"),
     [
         (1, EngineFailed, "^failure 0$"),
-        (2, AttemptsUsedUp, r"after 2 attempts, .* ended with: failure 1$"),
+        (2, AttemptsUsedUp, r"after 2 attempts; the last error was: failure 1$"),
     ],
 )
 async def test_attempts_are_bounded_and_end_in_one_typed_error(max_attempts, kind, sentence):
@@ -479,7 +493,7 @@ async def test_attempts_are_bounded_and_end_in_one_typed_error(max_attempts, kin
         assert raised.group_contains(kind, match=sentence)
 
 
-async def test_a_request_that_failed_tells_where_its_time_went():
+async def test_failed_request_reports_its_phases():
     async with cluster(max_attempts=2) as setup:
         with pytest.raises(ExceptionGroup):
             async with reading(setup) as reader:
@@ -492,7 +506,7 @@ async def test_a_request_that_failed_tells_where_its_time_went():
         assert reader.phases[-1].node == setup.decodes[0].url
 
 
-async def test_with_no_pair_left_the_error_says_what_failed():
+async def test_error_without_a_pair_includes_the_last_failure():
     async with cluster(node_wait_s=0.05) as setup:
         with pytest.raises(ExceptionGroup) as raised:
             async with reading(setup):
@@ -501,12 +515,12 @@ async def test_with_no_pair_left_the_error_says_what_failed():
         assert raised.group_contains(NoNodeAvailable, match=r"connection broke; no pair of nodes")
 
 
-async def test_the_only_node_of_a_role_is_waited_for_and_the_stream_goes_on():
+async def test_stream_continues_after_the_only_decode_node_restarts():
     async with cluster(node_wait_s=60) as setup, reading(setup) as reader:
         prefill, start_prefill, decode, start_decode = await setup.pair_of()
         prefill.engine.say(start_prefill, 0, [10], "handed_off")
         decode.engine.say(start_decode, 0, [10, 11])
-        await until(lambda: reader.token_ids == [10, 11])
+        await until_async(lambda: reader.token_ids == [10, 11])
         decode.restart_engine()
         prefill, start_prefill, decode, start_decode = await setup.pair_of(attempt=1)
         assert start_decode.request.prompt_ids == [1, 2, 3, 10, 11]
@@ -514,10 +528,10 @@ async def test_the_only_node_of_a_role_is_waited_for_and_the_stream_goes_on():
         assert await reader.result() == ([10, 11, 12], "stop")
 
 
-async def test_a_new_request_waits_for_a_node_of_a_cluster_that_has_served():
+async def test_new_request_waits_for_a_node_if_the_cluster_has_served():
     async with cluster(node_wait_s=60) as setup:
         setup.decodes[0].engine.close()  # before anybody asked what is served
-        await until(lambda: not setup.backend.health().is_serving)
+        await until_async(lambda: not setup.backend.health().is_serving)
         assert setup.backend.model().name == "m"
         async with reading(setup) as reader:
             setup.decodes[0].restart_engine()
@@ -526,18 +540,18 @@ async def test_a_new_request_waits_for_a_node_of_a_cluster_that_has_served():
             assert await reader.result() == ([2], "stop")
 
 
-async def test_a_request_is_aborted_while_it_waits_for_a_node():
+async def test_request_is_aborted_while_it_waits_for_a_node():
     async with cluster(node_wait_s=60) as setup, reading(setup) as reader:
         _, _, decode, _ = await begun(setup, reader)
         decode.engine.close()
         waits = setup.backend._node_wait
-        await until(lambda: len(waits) == 1)
+        await until_async(lambda: len(waits) == 1)
         assert await setup.backend.abort("r1")
         assert await reader.result() == ([10], "abort")
         assert len(waits) == 0
 
 
-async def test_an_abort_that_comes_as_an_attempt_fails_is_not_lost():
+async def test_abort_during_an_attempt_failure_is_not_lost():
     async with cluster(num_prefills=2, num_decodes=2) as setup, reading(setup) as reader:
         await begun(setup, reader)
         for node in setup.backend._cluster.prefills:
@@ -557,10 +571,10 @@ async def silence(setup) -> None:
     for fake in setup.prefills + setup.decodes:
         await fake.engine.next(FlushCache)
         fake.engine.send(Pong(epoch=fake.engine.epoch, load=last_words))
-    await until(lambda: all(node.client.load == last_words for node in nodes))
+    await until_async(lambda: all(node.client.load == last_words for node in nodes))
 
 
-async def test_a_request_is_aborted_while_it_is_not_known_whether_its_next_pair_lives():
+async def test_request_is_aborted_while_its_next_pair_is_being_probed():
     # So rare that a silent node is not known to live before the test says so.
     fields = {"num_prefills": 2, "num_decodes": 2, "heartbeat_interval_ms": 60_000}
     async with cluster(**fields) as setup, reading(setup) as reader:
@@ -568,18 +582,18 @@ async def test_a_request_is_aborted_while_it_is_not_known_whether_its_next_pair_
         await silence(setup)
         nodes = setup.backend._cluster.prefills + setup.backend._cluster.decodes
         for node in nodes:
-            node.client._heard_at = -math.inf
+            node.client._received_at_s = -math.inf
         for stream in decode_streams(setup):
             stream.fail(EngineFailed("broke"))
-        await until(lambda: not any(number for number, _ in in_flight(setup)))
+        await until_async(lambda: not any(number for number, _ in in_flight(setup)))
         assert await setup.backend.abort("r1")
         for node in nodes:
-            node.client._heard_at = math.inf
+            node.client._received_at_s = math.inf
         assert await reader.result() == ([10], "abort")
         assert not await setup.backend.abort("r1")
 
 
-async def test_a_node_that_hands_over_is_passed_over_at_once_and_its_partner_is_not():
+async def test_draining_node_is_avoided_immediately_and_its_peer_is_not():
     async with cluster(num_decodes=2, max_attempts=1) as setup, reading(setup) as reader:
         prefill, start_prefill, decode, start_decode = await begun(setup, reader)
         decode.now_says(is_draining=True)
@@ -597,12 +611,12 @@ async def test_a_node_that_hands_over_is_passed_over_at_once_and_its_partner_is_
         assert await reader.result() == ([10, 2], "stop")
 
 
-async def test_a_client_that_goes_away_cancels_both_halves():
+async def test_client_disconnect_cancels_both_halves():
     async with cluster() as setup:
         async with reading(setup) as reader:
             prefill, start_prefill, decode, _ = await setup.pair_of()
             prefill.engine.say(start_prefill, 0, [10])
-            await until(lambda: reader.token_ids == [10])
+            await until_async(lambda: reader.token_ids == [10])
             reader.task.cancel()
         await prefill.engine.next(Cancel)
         await decode.engine.next(Cancel)
@@ -610,36 +624,36 @@ async def test_a_client_that_goes_away_cancels_both_halves():
         assert 'requests_total{outcome="cancelled"} 1.0' in setup.backend.metrics()
 
 
-async def test_tokens_are_told_by_engine_and_only_of_those_that_answered():
+async def test_processed_tokens_are_reported_per_connected_engine():
     async with cluster(num_prefills=2) as setup:
         first, second = setup.prefills
         nodes = {node.url: node for node in setup.backend._cluster.prefills}
         load = NodeLoad(prompt_tokens=40, generated_tokens=2)
         for fake in (first, second):
             fake.engine.load = load
-        await until(lambda: all(node.client.load == load for node in nodes.values()))
+        await until_async(lambda: all(node.client.load == load for node in nodes.values()))
         before = nodes[first.url].client
-        told = setup.backend.tokens_told()
+        told = setup.backend.token_counts()
         assert (told[before], told[nodes[second.url].client]) == (42, 42)
         before.stop()
-        told = setup.backend.tokens_told()
+        told = setup.backend.token_counts()
         assert before not in told
         assert told[nodes[second.url].client] == 42
 
 
-async def test_an_aborted_request_ends_with_that_reason():
+async def test_aborted_request_finishes_with_reason_abort():
     async with cluster() as setup, reading(setup) as reader:
         prefill, start_prefill, decode, start_decode = await setup.pair_of()
         prefill.engine.say(start_prefill, 0, [10])
         decode.engine.say(start_decode, 0, [10, 11])
-        await until(lambda: reader.token_ids == [10, 11])
+        await until_async(lambda: reader.token_ids == [10, 11])
         assert await setup.backend.abort("r1")
         assert await reader.result() == ([10, 11], "abort")
         await decode.engine.next(Cancel)
         assert not await setup.backend.abort("r1")
 
 
-async def test_a_request_is_aborted_between_the_hand_off_and_decodes_first_word():
+async def test_request_is_aborted_between_hand_off_and_first_decode_token():
     async with cluster() as setup, reading(setup) as reader:
         _, _, decode, _ = await begun(setup, reader, "handed_off")
         assert await setup.backend.abort("r1")
@@ -663,7 +677,7 @@ async def test_requests_of_one_group_go_to_one_pair():
         assert setup.backend.leftovers["groups"] == 0
 
 
-async def test_a_group_whose_pair_fails_moves_as_one():
+async def test_group_moves_to_one_new_pair_when_its_pair_fails():
     async with cluster(num_prefills=3) as setup, asyncio.TaskGroup() as tasks:
         readers = [Reader(tasks, setup.backend, grouped(index)) for index in range(2)]
         prefill, first, decode, _ = await setup.pair_of()
@@ -671,21 +685,21 @@ async def test_a_group_whose_pair_fails_moves_as_one():
         for start in (first, await prefill.engine.next(StartPrefill)):
             prefill.engine.fail(start, EngineFailed("bad luck"))
         others = [node for node in setup.prefills if node != prefill]
-        await until(lambda: any(not node.engine.is_idle() for node in others))
+        await until_async(lambda: any(not node.engine.is_idle() for node in others))
         (second,) = [node for node in others if not node.engine.is_idle()]
         for _ in readers:
             second.engine.say(await second.engine.next(StartPrefill), 0, [2], "stop")
         assert [await reader.result() for reader in readers] == [([2], "stop")] * 2
 
 
-async def test_a_group_does_not_send_to_a_pair_that_is_gone():
+async def test_group_does_not_use_a_lost_pair():
     async with cluster(num_prefills=2) as setup, asyncio.TaskGroup() as tasks:
         first = Reader(tasks, setup.backend, grouped(0))
         prefill, start_prefill, decode, start_decode = await setup.pair_of()
         prefill.engine.say(start_prefill, 0, [10], "handed_off")
-        await until(lambda: first.token_ids == [10])
+        await until_async(lambda: first.token_ids == [10])
         prefill.engine.close()
-        await until(lambda: not all(node.is_up for node in setup.backend._cluster.prefills))
+        await until_async(lambda: not all(node.is_up for node in setup.backend._cluster.prefills))
         second = Reader(tasks, setup.backend, grouped(1))
         other = setup.others(prefill)
         other.engine.say(await other.engine.next(StartPrefill), 0, [2], "stop")
@@ -694,14 +708,14 @@ async def test_a_group_does_not_send_to_a_pair_that_is_gone():
         assert await first.result() == ([10, 11], "stop")
 
 
-async def test_without_a_node_nothing_is_served_and_health_says_why():
+async def test_without_a_node_health_names_the_missing_role():
     prefill = FakeNode("prefill")
     async with prefill.serving():
         nobody = FakeNode("decode")
         async with nobody.serving():
             pass
         async with watched([prefill], [nobody]) as backend:
-            await until(lambda: "refused" in backend.health().detail)
+            await until_async(lambda: "refused" in backend.health().detail)
             health = backend.health()
             assert not health.is_serving
             assert f"no decode node reachable: {nobody.url} Connection refused" in health.detail
@@ -711,7 +725,7 @@ async def test_without_a_node_nothing_is_served_and_health_says_why():
                 backend.model()
 
 
-async def test_nodes_of_different_models_are_refused_with_both_fingerprints():
+async def test_health_names_both_fingerprints_of_nodes_with_different_models():
     decodes = [FakeNode("decode", fingerprint="model-b")]
     async with cluster(decodes=decodes) as setup:
         health = setup.backend.health()
@@ -720,7 +734,7 @@ async def test_nodes_of_different_models_are_refused_with_both_fingerprints():
         assert "model-b" in health.detail
 
 
-async def test_the_model_is_what_the_nodes_say():
+async def test_served_model_comes_from_the_nodes():
     prefills = [FakeNode("prefill", max_prompt_tokens=60)]
     async with cluster(prefills=prefills) as setup:
         model = setup.backend.model()
@@ -728,7 +742,7 @@ async def test_the_model_is_what_the_nodes_say():
         assert model.tokenizer is None
 
 
-async def test_every_node_is_shown_with_its_load():
+async def test_server_info_shows_every_node_with_its_load():
     async with cluster() as setup:
         info = setup.backend.server_info()
         assert [node["role"] for node in info["nodes"]] == ["prefill", "decode"]
@@ -739,7 +753,7 @@ async def test_every_node_is_shown_with_its_load():
         assert [load.num_pages for load in setup.backend.loads()] == shown
 
 
-async def test_a_node_hears_how_long_a_client_still_waits_and_not_who_it_is():
+async def test_node_gets_the_remaining_deadline_and_not_the_client():
     async with cluster() as setup, asyncio.TaskGroup() as tasks:
         asked = request(client="0a1b2c3d", deadline_s=600.0)
         reader = Reader(tasks, setup.backend, asked)
@@ -756,7 +770,7 @@ async def test_a_node_hears_how_long_a_client_still_waits_and_not_who_it_is():
         await reader.task
 
 
-async def test_requests_go_where_nodes_told_that_their_prompt_is_cached_until_they_restart():
+async def test_requests_go_to_nodes_that_report_their_prefix_until_a_restart():
     prompt = list(range(300))
     async with (
         cluster(3, 3, policy="cache_aware") as setup,
@@ -766,7 +780,7 @@ async def test_requests_go_where_nodes_told_that_their_prompt_is_cached_until_th
         for node in warm:
             node.engine.tell_cached(block_names(prompt))
         known = [setup.backend._cluster.node(node.url).prefixes.cached for node in warm]
-        await until(lambda: [prefixes.num_blocks for prefixes in known] == [2, 2])
+        await until_async(lambda: [prefixes.num_blocks for prefixes in known] == [2, 2])
         for number in range(3):
             asked = request(prompt, f"r{number}", session="of the router's own")
             reader = Reader(tasks, setup.backend, asked)
@@ -774,8 +788,8 @@ async def test_requests_go_where_nodes_told_that_their_prompt_is_cached_until_th
             assert [prefill, decode] == warm
             assert start.request.session == ""
             reader.task.cancel()
-            await until(lambda: not setup.backend._cluster.num_streams)
+            await until_async(lambda: not setup.backend._cluster.num_streams)
             for node in warm:
                 await node.engine.next(Cancel)
         warm[0].restart_engine()
-        await until(lambda: known[0].num_blocks == 0)
+        await until_async(lambda: known[0].num_blocks == 0)

@@ -5,10 +5,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from tandem.router.canary import PROMPT_TOKENS
+from tandem.router.nodes.canary import PROMPT_TOKENS
 from tandem.wire.errors import EngineFailed
 from tandem.wire.messages import StartColocated, StartDecode, StartPrefill
-from tests.router.fake_node import FakeNode, until
+from tests.patience import until_async
+from tests.router.fake_node import FakeNode
 from tests.router.test_backend import watched
 
 RIGHT, WRONG = [5, 6, 7], [5, 9, 9]
@@ -78,18 +79,18 @@ async def cluster(ports=(1,), num_decodes=1, writers=(), **info):
             task.cancel()
 
 
-async def test_a_pair_that_answers_as_decode_alone_is_used():
+async def test_pair_whose_canary_matches_decode_alone_is_used():
     async with cluster() as setup:
-        await until(lambda: setup.is_up)
+        await until_async(lambda: setup.is_up)
         assert setup.tried == [1] * len(PROMPT_TOKENS)
         assert all(setup.node(node.url).is_proven for node in (*setup.prefills, *setup.decodes))
         assert not any(setup.backend.leftovers.values())
 
 
-async def test_a_pair_that_does_not_understand_each_others_kv_is_not_used_and_told_why():
+async def test_pair_with_incompatible_kv_is_not_used_and_the_reason_is_shown():
     async with cluster(writers=[1]) as setup:
         nodes = [setup.node(node.url) for node in (*setup.prefills, *setup.decodes)]
-        await until(lambda: any("its KV does not fit" in node.reason for node in nodes))
+        await until_async(lambda: any("its KV is incompatible" in node.reason for node in nodes))
         assert [node.is_up for node in nodes].count(True) == 1
         assert "3 of 3 known prompts" in setup.backend.health().detail
         num_tried = len(setup.tried)
@@ -97,43 +98,43 @@ async def test_a_pair_that_does_not_understand_each_others_kv_is_not_used_and_to
         # It is not asked the same again and again.
         refused = next(node for node in nodes if not node.is_up)
         refused.trouble.set()
-        await until(lambda: not refused.trouble.is_set())
+        await until_async(lambda: not refused.trouble.is_set())
         assert len(setup.tried) == num_tried
 
 
-async def test_the_node_whose_kv_nobody_understands_is_left_out_whichever_came_first():
+async def test_prefill_with_incompatible_kv_is_excluded_whatever_the_start_order():
     async with cluster(ports=(1, 2), num_decodes=2, writers=[1]) as setup:
         bad, good = [setup.node(node.url) for node in setup.prefills]
         decodes = [setup.node(node.url) for node in setup.decodes]
-        await until(lambda: good.is_proven and all(node.is_up for node in decodes))
-        await until(lambda: "does not fit" in bad.reason)
+        await until_async(lambda: good.is_proven and all(node.is_up for node in decodes))
+        await until_async(lambda: "is incompatible" in bad.reason)
         assert not bad.is_up
         assert setup.backend.health().is_serving
 
 
 @pytest.mark.parametrize("num_failing", [1, 4])
-async def test_a_trial_that_fails_is_made_again(num_failing):
+async def test_failed_canary_is_retried(num_failing):
     async with cluster() as setup:
         setup.num_failing = num_failing
-        await until(lambda: setup.is_up)
+        await until_async(lambda: setup.is_up)
         assert setup.num_failing == 0
 
 
-async def test_nodes_of_our_own_engine_are_not_tried():
+async def test_nodes_with_the_tandem_engine_get_no_canary():
     async with cluster(engine="tandem") as setup:
-        await until(lambda: setup.is_up)
+        await until_async(lambda: setup.is_up)
         assert setup.tried == []
 
 
-async def test_a_new_life_of_a_node_is_tried_again():
+async def test_restarted_node_gets_a_new_canary():
     async with cluster() as setup:
-        await until(lambda: setup.is_up)
+        await until_async(lambda: setup.is_up)
         num_tried = len(setup.tried)
         setup.decodes[0].restart_engine()
         node = setup.node(setup.decodes[0].url)
-        await until(lambda: not node.is_proven)
+        await until_async(lambda: not node.is_proven)
         async with asyncio.TaskGroup() as tasks:
             playing = tasks.create_task(setup.play(setup.decodes[0]))
-            await until(lambda: node.is_proven and node.is_up)
+            await until_async(lambda: node.is_proven and node.is_up)
             playing.cancel()
         assert len(setup.tried) == num_tried + len(PROMPT_TOKENS)

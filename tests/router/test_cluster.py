@@ -9,19 +9,20 @@ import structlog
 import tokenizers
 
 from tandem.frontend.options import HttpOptions, TlsFiles, server_context
-from tandem.frontend.tokenizer import tokenizer_hash
-from tandem.router.cluster import Cluster
+from tandem.frontend.text.tokenizer import tokenizer_hash
 from tandem.router.config import PrefillTarget, RouterConfig
-from tandem.router.membership import Member, Members
-from tandem.router.node import Node
-from tandem.router.node_watch import FIRST_ANSWER_TIMEOUT_S, INFO_TIMEOUT_S, LAST_RETRY_S
-from tandem.router.prefixes import NodePrefixes
+from tandem.router.membership.membership import Member, Members
+from tandem.router.nodes.cluster import Cluster
+from tandem.router.nodes.node import Node
+from tandem.router.nodes.prefixes import NodePrefixes
+from tandem.router.nodes.watch import FIRST_ANSWER_TIMEOUT_S, INFO_TIMEOUT_S, LAST_RETRY_S
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import SamplingDefaults
 from tandem.wire.keys import operator_key, reader_key
 from tandem.wire.messages import ModelInfo
 from tests.certificates import make_certificates
-from tests.router.fake_node import FakeNode, request, until
+from tests.patience import until_async
+from tests.router.fake_node import FakeNode, request
 from tests.router.test_backend import cluster, reading, watched
 
 
@@ -36,7 +37,7 @@ def model_info(**fields) -> ModelInfo:
     return ModelInfo(**known | {"eos_token_ids": []} | fields)
 
 
-async def test_an_engine_that_restarts_is_used_again_under_its_new_life():
+async def test_restarted_engine_is_used_with_its_new_epoch():
     async with cluster() as setup:
         node = setup.backend._cluster.decodes[0]
         before, told, seen = node.client, node.client._on_change, []
@@ -47,82 +48,86 @@ async def test_an_engine_that_restarts_is_used_again_under_its_new_life():
 
         before._on_change = look  # the next life may be up before a test looks again
         setup.decodes[0].restart_engine()
-        await until(before.lost.is_set)
+        await until_async(before.lost.is_set)
         assert (True, False) in seen
-        await until(lambda: node.is_up and node.client is not before)
+        await until_async(lambda: node.is_up and node.client is not before)
         assert setup.backend.health().is_serving
 
 
-async def test_a_report_that_breaks_its_reader_ends_one_link_which_is_opened_anew(monkeypatch):
+async def test_load_report_that_raises_reconnects_only_its_own_link(monkeypatch):
     async with cluster() as setup:
         node = setup.backend._cluster.decodes[0]
-        before, hears, failures = node.client, NodePrefixes.heard, iter([ValueError("unreadable")])
+        before, set_tiers, failures = (
+            node.client,
+            NodePrefixes.set_tiers,
+            iter([ValueError("unreadable")]),
+        )
 
         def breaking(prefixes, load) -> None:
             if prefixes is node.prefixes:
                 for failure in failures:
                     raise failure
-            hears(prefixes, load)
+            set_tiers(prefixes, load)
 
-        monkeypatch.setattr(NodePrefixes, "heard", breaking)
+        monkeypatch.setattr(NodePrefixes, "set_tiers", breaking)
         with structlog.testing.capture_logs() as logs:
-            await until(lambda: node.client is not before and node.is_up)
+            await until_async(lambda: node.client is not before and node.is_up)
         assert [one["url"] for one in logs if one["event"] == "node.link_failed"] == [node.url]
         assert setup.backend.health().is_serving
 
 
-async def test_an_answer_that_breaks_its_reader_is_asked_for_again_and_ends_no_other_node(
+async def test_invalid_response_is_polled_again_and_affects_no_other_node(
     monkeypatch,
 ):
-    checks, failures = Node.check, iter([ValueError("unreadable")])
+    checks, failures = Node.validate, iter([ValueError("unreadable")])
 
     def breaking(node, info) -> None:
         for failure in failures:
             raise failure
         checks(node, info)
 
-    monkeypatch.setattr(Node, "check", breaking)
+    monkeypatch.setattr(Node, "validate", breaking)
     with structlog.testing.capture_logs() as logs:
         async with cluster() as setup:
             assert setup.backend.health().is_serving
     assert [one["event"] for one in logs].count("node.watch_failed") == 1
 
 
-async def test_a_node_that_is_not_there_yet_is_awaited_and_one_that_goes_is_down():
+async def test_node_not_started_yet_is_awaited_and_a_stopped_one_is_down():
     prefill, place, decode = FakeNode("prefill"), FakeNode("decode"), FakeNode("decode")
     with structlog.testing.capture_logs() as logs:
         async with prefill.serving(), AsyncExitStack() as stack:
             async with place.serving():
                 pass
             backend = await stack.enter_async_context(watched([prefill], [place]))
-            await until(lambda: any(one["event"] == "node.awaited" for one in logs))
+            await until_async(lambda: any(one["event"] == "node.awaited" for one in logs))
             assert not [one for one in logs if one["log_level"] == "warning"]
             async with decode.serving(port=int(place.url.rpartition(":")[2])):
-                await until(lambda: backend.health().is_serving)
-            await until(lambda: any(one["event"] == "node.down" for one in logs))
+                await until_async(lambda: backend.health().is_serving)
+            await until_async(lambda: any(one["event"] == "node.down" for one in logs))
 
 
-async def test_a_node_that_restarts_under_its_address_serves_within_five_seconds():
+async def test_node_restarted_at_its_address_serves_within_five_seconds():
     # What one visit may take at worst, a pause behind it, and the first answer of the new engine.
     assert INFO_TIMEOUT_S + LAST_RETRY_S + FIRST_ANSWER_TIMEOUT_S <= 5
     prefill, first_life, second_life = FakeNode("prefill"), FakeNode("decode"), FakeNode("decode")
     async with prefill.serving(), AsyncExitStack() as stack:
         async with first_life.serving():
             backend = await stack.enter_async_context(watched([prefill], [first_life]))
-            await until(lambda: backend.health().is_serving)
-        await until(lambda: not backend.health().is_serving)
+            await until_async(lambda: backend.health().is_serving)
+        await until_async(lambda: not backend.health().is_serving)
         async with second_life.serving(port=int(first_life.url.rpartition(":")[2])):
-            await until(lambda: backend.health().is_serving)  # which waits for 5 s
+            await until_async(lambda: backend.health().is_serving)  # which waits for 5 s
             (node,) = backend._cluster.decodes
             assert node.info.epoch == second_life.engine.epoch
 
 
-async def test_a_node_that_drains_gets_nothing_new_and_its_streams_go_on():
+async def test_draining_node_gets_no_new_requests_and_keeps_its_streams():
     async with cluster(num_decodes=2) as setup, reading(setup) as running:
         _, _, decode, start_decode = await setup.pair_of()
         decode.now_says(is_draining=True)
         node = setup.backend._cluster.node(decode.url)
-        await until(lambda: not node.is_up)
+        await until_async(lambda: not node.is_up)
         assert f"{decode.url} is draining" in setup.backend.health().detail
         async with reading(setup, request(request_id="r2")) as later:
             _, _, other, start_other = await setup.pair_of()
@@ -132,24 +137,24 @@ async def test_a_node_that_drains_gets_nothing_new_and_its_streams_go_on():
         decode.engine.say(start_decode, 0, [7, 8], "stop")
         assert await running.result() == ([7, 8], "stop")
         decode.now_says(is_draining=False)
-        await until(lambda: node.is_up)
+        await until_async(lambda: node.is_up)
 
 
-async def test_a_node_that_changes_its_role_is_used_in_the_new_one():
+async def test_node_that_switches_its_role_is_used_in_the_new_role():
     prefills, decodes = [FakeNode("prefill") for _ in range(2)], [FakeNode("decode")]
     async with cluster(prefills=prefills, decodes=decodes) as setup:
         turned = prefills[1]
         turned.role = "decode"
         turned.restart_engine()
-        await until(lambda: len(setup.backend._cluster.snapshot().decodes) == 2)
+        await until_async(lambda: len(setup.backend._cluster.snapshot().decodes) == 2)
         assert [n.url for n in setup.backend._cluster.snapshot().prefills] == [prefills[0].url]
-        await until(lambda: all(n.is_up for n in setup.backend._cluster.snapshot().decodes))
+        await until_async(lambda: all(n.is_up for n in setup.backend._cluster.snapshot().decodes))
         turned.role = "prefill"
         turned.restart_engine()
-        await until(lambda: len(setup.backend._cluster.snapshot().prefills) == 2)
+        await until_async(lambda: len(setup.backend._cluster.snapshot().prefills) == 2)
 
 
-async def test_a_removed_node_ends_its_streams_and_is_forgotten_with_the_last():
+async def test_removed_node_finishes_its_streams_and_is_then_forgotten():
     prefills, decodes = [FakeNode("prefill")], [FakeNode("decode") for _ in range(2)]
     async with cluster(prefills=prefills, decodes=decodes) as setup:
         async with reading(setup) as running:
@@ -161,36 +166,36 @@ async def test_a_removed_node_ends_its_streams_and_is_forgotten_with_the_last():
             assert [n.is_up for n in watched_cluster.snapshot().decodes].count(True) == 1
             decode.engine.say(start, 0, [7], "stop")
             assert await running.result() == ([7], "stop")
-        await until(lambda: watched_cluster.roster.find(decode.url) is None)
+        await until_async(lambda: watched_cluster.roster.find(decode.url) is None)
         assert not watched_cluster.node(decode.url).is_up
         setup.announce(decode.url)
-        await until(lambda: watched_cluster.node(decode.url).is_up)
+        await until_async(lambda: watched_cluster.node(decode.url).is_up)
 
 
-async def test_a_node_removed_at_once_hands_its_streams_to_another_and_uses_up_no_attempt():
+async def test_node_removed_with_hand_over_moves_streams_without_using_an_attempt():
     async with cluster(num_decodes=2, max_attempts=1) as setup, reading(setup) as running:
         _, _, decode, start = await setup.pair_of()
         decode.engine.say(start, 0, [7])
-        await until(lambda: running.token_ids == [7])
+        await until_async(lambda: running.token_ids == [7])
         setup.announce(decode.url, is_removed=True, hands_over=True)
         _, _, other, start = await setup.pair_of(attempt=1)
         assert other is setup.others(decode)
         assert start.request.prompt_ids == [1, 2, 3, 7]
         other.engine.say(start, 1, [8], "stop")
         assert await running.result() == ([7, 8], "stop")
-        await until(lambda: setup.backend._cluster.roster.find(decode.url) is None)
+        await until_async(lambda: setup.backend._cluster.roster.find(decode.url) is None)
 
 
-async def test_a_node_without_a_role_is_asked_for_it():
+async def test_node_announced_without_a_role_gets_it_from_server_info():
     prefills, decodes, third = [FakeNode("prefill")], [FakeNode("decode")], FakeNode("decode")
     async with third.serving(), cluster(prefills=prefills, decodes=decodes) as setup:
         setup.announce(third.url)
         assert setup.backend._cluster.node(third.url).role == ""
-        await until(lambda: setup.backend._cluster.node(third.url).is_up)
+        await until_async(lambda: setup.backend._cluster.node(third.url).is_up)
         assert third.url in [node.url for node in setup.backend._cluster.snapshot().decodes]
 
 
-async def test_tokenizers_of_models_that_no_node_has_any_more_are_let_go():
+async def test_tokenizer_is_freed_when_no_node_serves_its_model():
     files = [tokenizer_files("a", "b"), tokenizer_files("b", "a")]
     models = [
         model_info(fingerprint=f"model-{number}", tokenizer_hash=tokenizer_hash(each))
@@ -200,17 +205,19 @@ async def test_tokenizers_of_models_that_no_node_has_any_more_are_let_go():
         FakeNode(role, tokenizer_files=files[0], model=models[0]) for role in ("prefill", "decode")
     )
     async with prefill.serving(), decode.serving(), watched([prefill], [decode]) as backend:
-        await until(lambda: backend.health().is_serving)
+        await until_async(lambda: backend.health().is_serving)
         held = weakref.ref(backend.model().tokenizer)
         for each in (prefill, decode):
             each.now_has(files[1], models[1])
-        await until(lambda: backend.health().is_serving and backend.model().tokenizer is not held())
+        await until_async(
+            lambda: backend.health().is_serving and backend.model().tokenizer is not held()
+        )
         assert backend.model().tokenizer.encode("b") == [0]
         gc.collect()
         assert held() is None
 
 
-async def test_a_tokenizer_is_fetched_once_for_all_nodes_that_have_it():
+async def test_tokenizer_is_fetched_once_for_all_nodes():
     files = tokenizer_files()
     model = model_info(tokenizer_hash=tokenizer_hash(files))
     prefills = [FakeNode("prefill", tokenizer_files=files, model=model) for _ in range(2)]
@@ -220,7 +227,7 @@ async def test_a_tokenizer_is_fetched_once_for_all_nodes_that_have_it():
         assert sum(node.num_tokenizer_fetches for node in prefills + decodes) == 1
 
 
-async def test_the_routers_chat_template_replaces_that_of_the_nodes():
+async def test_chat_template_of_the_router_overrides_that_of_the_nodes():
     files = {**tokenizer_files(), "chat_template.jinja": "of the node"}
     model = model_info(tokenizer_hash=tokenizer_hash(files))
     nodes = [FakeNode(role, tokenizer_files=files, model=model) for role in ("prefill", "decode")]
@@ -229,14 +236,14 @@ async def test_the_routers_chat_template_replaces_that_of_the_nodes():
         assert setup.backend.model().tokenizer.render_chat([{}, {}]) == "2"
 
 
-async def test_clients_may_name_the_adapters_that_the_nodes_have():
+async def test_served_model_lists_the_adapters_of_the_nodes():
     nodes = [FakeNode(role, model=model_info(adapters=["sql"])) for role in ("prefill", "decode")]
     async with cluster(prefills=nodes[:1], decodes=nodes[1:]) as setup:
         assert setup.backend.model().adapters == ("sql",)
 
 
 @pytest.mark.parametrize("taken", ["auto", "none"])
-async def test_sampling_defaults_are_those_of_the_nodes_unless_the_router_takes_none(taken):
+async def test_sampling_defaults_come_from_nodes_unless_generation_config_disables_them(taken):
     told = SamplingDefaults(temperature=0.25, top_k=7)
     nodes = [
         FakeNode(role, model=model_info(default_sampling=told)) for role in ("prefill", "decode")
@@ -249,35 +256,35 @@ async def test_sampling_defaults_are_those_of_the_nodes_unless_the_router_takes_
 @pytest.mark.parametrize(
     ("node", "sentence"),
     [
-        (lambda: FakeNode("colocated"), "is a colocated node, not a prefill or a decode"),
+        (lambda: FakeNode("colocated"), "is a colocated node, not a prefill or decode node"),
         (lambda: FakeNode("prefill", is_healthy=False), "reports that it is not healthy"),
         (lambda: FakeNode("prefill", bootstrap_port=None), "reports no bootstrap port"),
         (
             lambda: FakeNode("prefill", model=model_info(tokenizer_hash="other")),
-            "other files than the node announced",
+            "do not match the hash in its /server_info",
         ),
         (lambda: FakeNode("prefill", engine_port=1), "does not answer"),
-        (lambda: FakeNode("prefill", engine_port="x"), "is not that of a node"),
-        (lambda: FakeNode("prefill", engine_port=70000), "is not that of a node"),
+        (lambda: FakeNode("prefill", engine_port="x"), "its /server_info is invalid"),
+        (lambda: FakeNode("prefill", engine_port=70000), "its /server_info is invalid"),
         (lambda: FakeNode("prefill", refusal="it loads the model"), "it loads the model"),
     ],
 )
-async def test_a_node_that_cannot_be_used_is_named_with_the_reason(node, sentence):
+async def test_health_names_an_unusable_node_with_the_reason(node, sentence):
     prefill, decode = node(), FakeNode("decode")
     async with prefill.serving(), decode.serving(), watched([prefill], [decode]) as backend:
-        await until(lambda: sentence in backend.health().detail)
+        await until_async(lambda: sentence in backend.health().detail)
         assert not backend.health().is_serving
 
 
-async def test_an_answer_nested_without_end_costs_its_node_and_not_the_router():
+async def test_deeply_nested_node_info_makes_only_the_node_unusable():
     node, decode = FakeNode("prefill"), FakeNode("decode")
     node.raw_info = b'{"a":' + b"[" * 100_000
     async with node.serving(), decode.serving(), watched([node], [decode]) as backend:
-        await until(lambda: "is not that of a node" in backend.health().detail)
+        await until_async(lambda: "/server_info is invalid" in backend.health().detail)
 
 
 @pytest.mark.parametrize("is_trusted", [True, False])
-async def test_nodes_over_https_are_used_if_their_authority_is_given(tmp_path: Path, is_trusted):
+async def test_https_nodes_need_their_certificate_authority(tmp_path: Path, is_trusted):
     files = make_certificates(tmp_path)
     tls = server_context(TlsFiles(files.cert, files.key))
     prefill, decode = FakeNode("prefill"), FakeNode("decode")
@@ -288,14 +295,14 @@ async def test_nodes_over_https_are_used_if_their_authority_is_given(tmp_path: P
         watched([prefill], [decode], **given) as backend,
     ):
         if is_trusted:
-            await until(lambda: backend.health().is_serving)
+            await until_async(lambda: backend.health().is_serving)
         else:
-            await until(
-                lambda: "give its authority with --node-ca-certs" in backend.health().detail
+            await until_async(
+                lambda: "set --node-ca-certs to its authority" in backend.health().detail
             )
 
 
-def test_an_authority_that_cannot_be_read_is_refused_at_the_start(tmp_path: Path):
+def test_unreadable_certificate_authority_is_rejected_at_startup(tmp_path: Path):
     with pytest.raises(ConfigInvalid, match=r"--node-ca-certs .*: No such file"):
         RouterConfig(
             prefills=(PrefillTarget("https://p:1"),),
@@ -304,7 +311,7 @@ def test_an_authority_that_cannot_be_read_is_refused_at_the_start(tmp_path: Path
         )
 
 
-async def test_a_node_of_another_rhythm_is_named_and_used():
+async def test_node_with_a_different_heartbeat_interval_is_logged_and_used():
     with structlog.testing.capture_logs() as logs:
         decodes = [FakeNode("decode", heartbeat_interval_ms=told) for told in (500.0, 5000.0)]
         async with cluster(decodes=decodes):
@@ -315,11 +322,11 @@ async def test_a_node_of_another_rhythm_is_named_and_used():
 
 
 @pytest.mark.parametrize("secret", ["", "of the cluster"])
-async def test_a_node_is_shown_no_key_of_a_client_and_not_the_operators(secret):
+async def test_node_receives_neither_client_keys_nor_the_operator_key(secret):
     config = RouterConfig(
         prefills=(),
         decodes=(),
-        takes_announced=True,
+        discovers_announced=True,
         http=HttpOptions(api_keys=("client",)),
         cluster_secret=secret,
     )
@@ -327,7 +334,7 @@ async def test_a_node_is_shown_no_key_of_a_client_and_not_the_operators(secret):
     async with FakeNode("decode").serving() as node, asyncio.TaskGroup() as tasks:
         running = tasks.create_task(made.run())
         made.apply(Members(members=[Member(node.url, "decode")]))
-        await until(lambda: node.keys_shown)
+        await until_async(lambda: node.keys_shown)
         running.cancel()
     operator = operator_key(secret)
     assert node.keys_shown == {f"Bearer {reader_key(operator)}" if secret else ""}

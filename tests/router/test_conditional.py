@@ -9,18 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.pairing import choose, stays_on_decode
-from tandem.router.policy import (
-    POLICIES,
-    ClusterSnapshot,
-    tokens_to_compute,
-    usable_fingerprint,
-    with_stand_ins,
-)
+from tandem.router.nodes.snapshot import ClusterSnapshot, usable_fingerprint, with_stand_ins
+from tandem.router.pairing.pairing import choose, stays_on_decode
+from tandem.router.pairing.policy import POLICIES, tokens_to_compute
 from tandem.wire.errors import NoNodeAvailable, PeerLost
-from tandem.wire.generation import LogprobsWanted
+from tandem.wire.generation import LogprobOptions
 from tandem.wire.messages import NodeLoad, Pong, StartColocated, StartDecode, StartPrefill
-from tests.router.fake_node import FakeNode, request, until
+from tests.patience import until_async
+from tests.router.fake_node import FakeNode, request
 from tests.router.test_backend import Setup, in_flight, read, reading, watched
 from tests.router.test_policy import node, snapshots
 
@@ -36,32 +32,32 @@ def able(name="d", backlog=0, **fields):
 
 
 @pytest.mark.parametrize(("num_tokens", "stays"), [(1, True), (8, True), (9, False)])
-def test_a_prompt_stays_up_to_the_threshold(num_tokens, stays):
+def test_prompt_up_to_the_threshold_stays_on_decode(num_tokens, stays):
     assert stays_on_decode(request([1] * num_tokens), able(), THRESHOLD) is stays
 
 
 @pytest.mark.parametrize(("num_cached", "stays"), [(991, False), (992, True), (1000, True)])
-def test_what_decode_has_cached_does_not_count(num_cached, stays):
+def test_tokens_cached_at_decode_do_not_count_towards_the_threshold(num_cached, stays):
     assert stays_on_decode(request([1] * 1000), able(), THRESHOLD, num_cached) is stays
 
 
-def test_a_prompt_of_which_all_is_cached_still_costs_a_token():
+def test_fully_cached_prompt_still_computes_one_token():
     assert tokens_to_compute(request([1] * 16), 16) == 1
 
 
 @pytest.mark.parametrize(("start", "num_new"), [(-1, 16), (0, 100), (1, 100), (50, 51), (99, 16)])
-def test_where_log_probabilities_of_the_prompt_begin_nothing_comes_from_the_cache(start, num_new):
-    asked = request([1] * 100, logprobs=LogprobsWanted(prompt_start=start))
+def test_cached_tokens_are_not_used_from_the_first_prompt_logprob(start, num_new):
+    asked = request([1] * 100, logprobs=LogprobOptions(prompt_start=start))
     assert tokens_to_compute(asked, 84) == num_new
 
 
-def test_nothing_stays_with_a_threshold_of_zero_or_on_a_node_of_the_release_before():
+def test_no_prompt_stays_with_threshold_zero_or_on_an_older_node():
     assert not stays_on_decode(request([1]), able(), 0)
     assert not stays_on_decode(request([1]), node(), THRESHOLD)
 
 
 @given(snapshots, st.integers(0, 3), st.booleans())
-def test_decode_nodes_stand_in_exactly_where_no_prefill_is_up(snapshot, threshold, is_able):
+def test_decode_nodes_replace_prefill_only_while_no_prefill_is_up(snapshot, threshold, is_able):
     decodes = tuple(replace(n, takes_prompts=is_able) for n in snapshot.decodes)
     snapshot = replace(snapshot, decodes=decodes)
     seen = with_stand_ins(snapshot, threshold)
@@ -72,7 +68,7 @@ def test_decode_nodes_stand_in_exactly_where_no_prefill_is_up(snapshot, threshol
         assert seen == snapshot
 
 
-def test_what_runs_on_nodes_that_do_not_stand_in_is_counted_still():
+def test_requests_on_nodes_that_cannot_replace_prefill_still_count():
     """Else the gate takes it for requests that are on no node yet, and lets nobody in for them."""
     draining = able("draining", is_up=False, in_flight_requests=2)
     decodes = (node("old", in_flight_requests=1), draining, able("idle"))
@@ -84,7 +80,7 @@ def test_what_runs_on_nodes_that_do_not_stand_in_is_counted_still():
     ]
 
 
-def test_whom_a_policy_takes_of_stand_ins_is_up_and_takes_prompts():
+def test_policy_chooses_only_decode_nodes_that_are_up_and_take_prompts():
     prefill = node("p", role="prefill", is_up=False)
     decodes = (node("old"), able("down", is_up=False), able("new"))
     seen = with_stand_ins(ClusterSnapshot((prefill,), decodes), THRESHOLD)
@@ -94,7 +90,7 @@ def test_whom_a_policy_takes_of_stand_ins_is_up_and_takes_prompts():
         assert pair.decode == "new"
 
 
-def test_a_prefill_of_another_model_is_not_covered_up():
+def test_decode_does_not_replace_a_prefill_of_a_different_model():
     seen = ClusterSnapshot((node("p", role="prefill", fingerprint="b"),), (able(),))
     assert with_stand_ins(seen, THRESHOLD) == seen
     assert usable_fingerprint(seen) is None
@@ -114,7 +110,7 @@ async def cluster(num_decodes=1, is_able=True, prefill=None, threshold=THRESHOLD
             watched(prefills, decodes, local_prefill_threshold=threshold)
         )
         prefill_nodes = [] if prefill else backend._cluster.prefills
-        await until(lambda: all(n.is_up for n in prefill_nodes + backend._cluster.decodes))
+        await until_async(lambda: all(n.is_up for n in prefill_nodes + backend._cluster.decodes))
         yield Setup(prefills, decodes, backend)
 
 
@@ -126,14 +122,14 @@ def no_prefill():
     return FakeNode("prefill", refusal="still loading")
 
 
-async def test_a_short_prompt_is_answered_by_decode_alone():
+async def test_short_prompt_is_served_by_decode_alone():
     async with cluster() as setup, reading(setup) as reader:
         decode = setup.decodes[0].engine
         start = await decode.next(StartColocated)
         assert start.request.prompt_ids == [1, 2, 3]
         assert backlog(setup) == [3]
         decode.say(start, 0, [10], cached_tokens=2)
-        await until(lambda: reader.token_ids == [10])
+        await until_async(lambda: reader.token_ids == [10])
         assert (backlog(setup), in_flight(setup)) == ([0], [(0, 0), (1, 3)])
         decode.say(start, 1, [11])
         decode.say(start, 2, [12], "length")
@@ -144,7 +140,7 @@ async def test_a_short_prompt_is_answered_by_decode_alone():
         assert 'tandem_router_local_prompts_total{reason="little_to_compute"} 1.0' in metrics
 
 
-async def test_long_prompts_and_those_for_older_nodes_are_handed_off():
+async def test_long_prompts_and_prompts_for_older_nodes_are_handed_off():
     async with cluster() as setup, reading(setup, request(LONG)):
         await setup.prefills[0].engine.next(StartPrefill)
         start = await setup.decodes[0].engine.next(StartDecode)
@@ -154,7 +150,7 @@ async def test_long_prompts_and_those_for_older_nodes_are_handed_off():
         setup.decodes[0].engine.say(start, 0, [1], "stop")
 
 
-async def test_a_prompt_that_finds_others_waiting_at_decode_goes_to_prefill():
+async def test_prompt_goes_to_prefill_while_prompts_wait_at_decode():
     async with cluster() as setup, reading(setup, request(range(6))) as first:
         decode = setup.decodes[0].engine
         start = await decode.next(StartColocated)
@@ -167,7 +163,7 @@ async def test_a_prompt_that_finds_others_waiting_at_decode_goes_to_prefill():
         assert backlog(setup) == [0]
 
 
-async def test_what_other_routers_left_there_counts_beside_our_own_and_each_token_once():
+async def test_decode_backlog_counts_tokens_of_all_routers_once():
     async with cluster() as setup:
         (decode,), engine = setup.backend._cluster.decodes, setup.decodes[0].engine
         async with reading(setup, request(range(5))) as reader:
@@ -176,15 +172,15 @@ async def test_what_other_routers_left_there_counts_beside_our_own_and_each_toke
             for load, num_waiting in zip(told, (5, 7, 5), strict=True):
                 engine.load = load
                 engine.send(Pong(epoch=engine.epoch, load=load))
-                await until(lambda load=load: decode.client.load == load)
+                await until_async(lambda load=load: decode.client.load == load)
                 assert backlog(setup) == [num_waiting]
             engine.say(start, 0, [1])
-            await until(lambda: reader.token_ids == [1])
+            await until_async(lambda: reader.token_ids == [1])
             assert backlog(setup) == [0]
             engine.say(start, 1, [1], "stop")
 
 
-async def test_requests_of_one_group_stay_together():
+async def test_group_on_decode_stays_together_above_the_backlog_limit():
     async with cluster() as setup:
         asked = [
             request(request_id=name, group="g") for name in "abcd"
@@ -197,14 +193,14 @@ async def test_requests_of_one_group_stay_together():
                 setup.decodes[0].engine.say(start, 0, [1], "stop")
 
 
-async def test_a_node_that_is_lost_in_the_middle_costs_no_token():
+async def test_node_loss_mid_stream_loses_no_token():
     async with cluster(num_decodes=2) as setup, reading(setup) as reader:
-        await until(lambda: any(not n.engine.is_idle() for n in setup.decodes))
+        await until_async(lambda: any(not n.engine.is_idle() for n in setup.decodes))
         (node_,) = [n for n in setup.decodes if not n.engine.is_idle()]
         start = await node_.engine.next(StartColocated)
         node_.engine.say(start, 0, [10])
         node_.engine.say(start, 1, [11])
-        await until(lambda: reader.token_ids == [10, 11])
+        await until_async(lambda: reader.token_ids == [10, 11])
         node_.engine.fail(start, PeerLost("gone"))
         engine = setup.others(node_).engine
         again = await engine.next(StartColocated)
@@ -216,7 +212,7 @@ async def test_a_node_that_is_lost_in_the_middle_costs_no_token():
         assert backlog(setup) == [0, 0]
 
 
-async def test_without_a_prefill_node_decode_serves_prompts_of_any_length():
+async def test_decode_serves_prompts_of_any_length_without_a_prefill_node():
     async with cluster(prefill=no_prefill()) as setup, reading(setup, request(LONG)) as reader:
         start = await setup.decodes[0].engine.next(StartColocated)
         setup.decodes[0].engine.say(start, 0, [10], "stop")
@@ -228,7 +224,7 @@ async def test_without_a_prefill_node_decode_serves_prompts_of_any_length():
         assert 'local_prompts_total{reason="no_prefill"} 1.0' in setup.backend.metrics()
 
 
-async def test_without_a_prefill_node_a_threshold_of_zero_serves_nobody():
+async def test_threshold_zero_without_a_prefill_node_serves_no_request():
     async with cluster(prefill=no_prefill(), threshold=0) as setup:
         with pytest.raises(NoNodeAvailable, match="still loading"):
             await read(setup.backend)

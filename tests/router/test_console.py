@@ -1,40 +1,35 @@
 """What an edge worker sees of nodes that speak the real wire, what is merged of several, and what clients get."""
 
 import asyncio
+import hashlib
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from tandem.frontend.app import create_app
-from tandem.frontend.edge import EDGE
+from tandem.frontend.http.edge import EDGE
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.router.config import node_id
-from tandem.router.console import Observer, OverviewApi, PageFiles
-from tandem.router.overview import (
+from tandem.router.console.console import OverviewApi, PageFiles, RequestObserver
+from tandem.router.console.overview import (
     Latencies,
     NodeView,
     Overview,
     PairView,
     Quantiles,
     Rates,
-    Totals,
-    after,
     latencies,
     merged,
+    restricted,
 )
+from tandem.router.metrics import Totals
 from tandem.wire.messages import NodeLoad, StartPrefill
-from tests.router.fake_node import FakeNode, request, until
+from tests.patience import Clock, until_async
+from tests.router.fake_node import FakeNode, request
 from tests.router.test_backend import cluster, watched
 
-KEY = {"Authorization": "Bearer k"}
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+KEY, K_NAME = {"Authorization": "Bearer k"}, hashlib.sha256(b"k").hexdigest()[:8]
 
 
 class Watched:
@@ -46,12 +41,12 @@ class Watched:
         http = HttpOptions(api_keys=("k",))
         page = PageFiles()
         self.app = create_app(self.backend, FrontendOptions(http=http, open_paths=page.paths))
-        self.observer = Observer(self.cluster, self.backend, self.app[EDGE].live, self.clock)
+        self.observer = RequestObserver(self.cluster, self.backend, self.app[EDGE].live, self.clock)
         self.app.add_routes([*OverviewApi(self.observer).routes(), *page.routes()])
 
     def look(self, at: float):
-        self.clock.now = at
-        self.observer.look()
+        self.clock.now_s = at
+        self.observer.sample()
         return self.observer.overview()
 
     def node(self, fake, overview):
@@ -62,7 +57,7 @@ class Watched:
         """Have a node tell this load."""
         fake.engine.load = load
         node = self.cluster.node(fake.url)
-        await until(lambda: node.client.load == load)
+        await until_async(lambda: node.client.load == load)
 
 
 @asynccontextmanager
@@ -71,7 +66,7 @@ async def watching():
         yield Watched(setup)
 
 
-async def test_a_request_shows_as_a_running_pair_with_what_is_pushed_and_is_gone_when_it_ended():
+async def test_running_request_shows_its_pair_and_push_rate_until_it_ends():
     async with (
         watching() as watched,
         aclosing(watched.backend.generate(request(prompt_ids=range(40)))) as deltas,
@@ -96,31 +91,31 @@ async def test_a_request_shows_as_a_running_pair_with_what_is_pushed_and_is_gone
         assert overview.rates.requests > 0
 
 
-async def test_what_a_node_counted_before_it_was_known_is_the_work_of_no_second():
+async def test_counters_from_before_the_first_sample_do_not_raise_rates():
     node, clock = FakeNode("decode"), Clock()
     node.engine.load = NodeLoad(generated_tokens=9_000_000)
-    async with node.serving(), watched([], [node], takes_announced=True) as backend:
-        observer = Observer(backend._cluster, backend, list, clock)
-        observer.look()  # as a worker begins, before any node has answered
-        await until(lambda: backend._cluster.node(node.url).is_up)
-        for clock.now in (1.0, 2.0):
-            observer.look()
+    async with node.serving(), watched([], [node], discovers_announced=True) as backend:
+        observer = RequestObserver(backend._cluster, backend, list, clock)
+        observer.sample()  # as a worker begins, before any node has answered
+        await until_async(lambda: backend._cluster.node(node.url).is_up)
+        for clock.now_s in (1.0, 2.0):
+            observer.sample()
         assert observer.overview().rates.generated_tokens == 0
 
 
-async def test_a_document_is_made_four_times_a_second_however_many_look():
+async def test_overview_is_made_at_most_four_times_per_second():
     async with watching() as watched:
         watched.look(0)
         made = watched.observer.overview()
-        watched.clock.now = 0.24
+        watched.clock.now_s = 0.24
         assert watched.observer.overview() is made
-        watched.clock.now = 0.25
+        watched.clock.now_s = 0.25
         assert watched.observer.overview() is not made
 
 
-async def test_clients_get_it_with_their_key_and_the_page_without():
+async def test_overview_needs_the_api_key_and_the_page_does_not():
     async with watching() as watched, TestClient(TestServer(watched.app)) as client:
-        watched.observer.request_ended({"request_id": "r", "phases": []})
+        watched.observer.request_ended({"request_id": "r", "client": K_NAME, "phases": []})
         watched.look(0)
         async with client.get("/overview") as response:
             assert response.status == 401
@@ -170,11 +165,11 @@ def pair(prefill, decode, running, tokens=0.0) -> PairView:
 
 
 def ended(request_id, at) -> dict:
-    return {"request_id": request_id, "ended_unix_s": at}
+    return {"request_id": request_id, "client": "", "ended_unix_s": at}
 
 
 def begun(request_id, at) -> dict:
-    return {"request_id": request_id, "started_unix_s": at}
+    return {"request_id": request_id, "client": "", "started_unix_s": at}
 
 
 def overview(**changes) -> Overview:
@@ -183,7 +178,7 @@ def overview(**changes) -> Overview:
     )
 
 
-def test_what_workers_count_is_added_up_and_what_they_watch_is_the_asked_ones():
+def test_merged_overview_adds_counts_and_keeps_the_nodes_of_one_worker():
     own = overview(
         num_in_flight=1,
         num_queued=2,
@@ -216,7 +211,7 @@ def test_what_workers_count_is_added_up_and_what_they_watch_is_the_asked_ones():
     assert [each["request_id"] for each in both.recent] == ["x", "y", "z"]
 
 
-def test_pairs_of_several_workers_are_one():
+def test_merged_overview_adds_the_same_pair_of_several_workers():
     own = overview(pairs=[pair(P, D, 1, tokens=100.0)])
     other = overview(pairs=[pair(P, E, 2, tokens=300.0), pair(P, D, 3, tokens=500.0)])
     to_d, to_e = merged(own, [other], []).pairs
@@ -229,7 +224,7 @@ def timed(ttft_s, e2e_s, num_output_tokens=11, outcome="finished") -> dict:
     return {**fields, "outcome": outcome, "ended_unix_s": 1.0}
 
 
-def test_latencies_are_those_of_all_workers_requests_that_finished():
+def test_latencies_cover_finished_requests_of_all_workers():
     own = overview(recent=[timed(number / 100, 1 + number / 100) for number in range(1, 100)])
     unfinished = [timed(None, 9.0, outcome="failed"), timed(7.0, 9.0, outcome="cancelled")]
     both = merged(own, [overview(recent=[timed(1.0, 3.0), *unfinished])], []).latencies
@@ -238,13 +233,32 @@ def test_latencies_are_those_of_all_workers_requests_that_finished():
     assert both.itl.p50_s == pytest.approx(0.1)
 
 
-def test_one_token_has_no_time_between_tokens_and_no_request_no_latency():
+def test_single_token_has_no_itl_and_no_requests_have_no_latencies():
     assert latencies([timed(0.2, 0.2, num_output_tokens=1)]).itl == Quantiles()
     assert latencies([]) == Latencies()
 
 
-def test_a_client_gets_what_is_younger_than_what_it_has():
+def test_overview_after_a_time_has_only_newer_requests():
     shown = overview(recent=[ended("x", 4), ended("y", 5)])
-    newer = after(shown, 4)
+    newer = restricted(shown, None, 4)
     assert [each["request_id"] for each in newer.recent] == ["y"]
-    assert after(shown, 0) == shown
+    assert restricted(shown, None, 0) == shown
+
+
+@pytest.mark.parametrize(("name", "shown_ids"), [("one", ["a", "c"]), ("operator", list("abcd"))])
+async def test_overview_shows_a_client_only_its_own_requests(name, shown_ids):
+    async with cluster(num_decodes=1) as setup:
+        http = HttpOptions(api_keys=("one", "two"))
+        app = create_app(setup.backend, FrontendOptions(http=http, operator_key="operator"))
+        one, two = (hashlib.sha256(key.encode()).hexdigest()[:8] for key in http.api_keys)
+        live = [{"request_id": "a", "client": one}, {"request_id": "b", "client": two}]
+        observer = RequestObserver(setup.backend._cluster, setup.backend, lambda: live)
+        observer.request_ended({"request_id": "c", "client": one})
+        observer.request_ended({"request_id": "d", "client": two})
+        app.add_routes(OverviewApi(observer).routes())
+        async with (
+            TestClient(TestServer(app)) as client,
+            client.get("/overview", headers={"Authorization": f"Bearer {name}"}) as response,
+        ):
+            shown = await response.json()
+    assert [each["request_id"] for each in (*shown["live"], *shown["recent"])] == shown_ids

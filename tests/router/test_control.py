@@ -9,29 +9,27 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from tandem.frontend.app import create_app
-from tandem.frontend.edge import EDGE
-from tandem.frontend.options import FrontendOptions
-from tandem.frontend.response_store import Stored, Wanted
+from tandem.frontend.http.edge import EDGE
+from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.router import control
-from tandem.router.cluster import Cluster
-from tandem.router.combined import Combined, WorkerStatus, with_others
 from tandem.router.config import RouterConfig
-from tandem.router.control import Link
-from tandem.router.launcher import Launcher
-from tandem.router.membership import Announcement, Members
-from tandem.router.nodes_api import NodesApi
+from tandem.router.control import WorkerLink
+from tandem.router.membership.membership import Announcement, Members
+from tandem.router.nodes.api import NodesApi
+from tandem.router.nodes.cluster import Cluster
+from tandem.router.workers.combined import Combined, WorkerStatus, with_others
+from tandem.router.workers.launcher import EdgeLauncher
 from tests.frontend.fakes import FakeBackend
-from tests.patience import PATIENCE_S
-from tests.router.fake_node import until
+from tests.patience import PATIENCE_S, until_async
 
-CONFIG = RouterConfig(prefills=(), decodes=(), takes_announced=True, num_workers=4)
+CONFIG = RouterConfig(prefills=(), decodes=(), discovers_announced=True, num_workers=4)
 
 
 def node(url: str, requests: int, tokens: int) -> dict:
     return {"url": url, "in_flight_requests": requests, "in_flight_tokens": tokens}
 
 
-def test_what_all_workers_run_on_a_node_is_added_up_and_an_unknown_node_is_passed_over():
+def test_in_flight_requests_of_all_workers_are_added_per_known_node():
     own = {"role": "router", "nodes": [node("a", 1, 10)]}
     in_flight = {"a": (3, 5), "new": (1, 1)}
     other = WorkerStatus(index=1, pid=9, is_serving=True, num_streams=3, in_flight=in_flight)
@@ -39,13 +37,20 @@ def test_what_all_workers_run_on_a_node_is_added_up_and_an_unknown_node_is_passe
     assert merged == {"role": "router", "nodes": [node("a", 4, 15)], "silent_workers": [2]}
 
 
+OPTIONS = FrontendOptions(http=HttpOptions(api_keys=("one", "two")), operator_key="operator")
+
+
+def key(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}"}
+
+
 class Worker:
     """What of an edge worker answers clients and other workers."""
 
-    def __init__(self, index: int, link: Link, directory) -> None:
+    def __init__(self, index: int, link: WorkerLink, directory) -> None:
         self.link, self.backend = link, FakeBackend(None)
         self.cluster = Cluster(CONFIG)
-        self.app = create_app(self.backend, FrontendOptions())
+        self.app = create_app(self.backend, OPTIONS)
         nodes = NodesApi(self.cluster, link)
         self.app.add_routes(nodes.routes())
         combined = Combined(
@@ -57,9 +62,8 @@ class Worker:
             metrics_directory=str(directory),
         )
         self.has_left = False
-        link.on_asked = combined.replies()
-        self.app[EDGE].responses.ask_others = combined.response_elsewhere
-        link.on_told = {
+        link.question_handlers = combined.question_handlers()
+        link.message_handlers = {
             "members": lambda body: self.cluster.apply(msgspec.json.decode(body, type=Members)),
             "leave": lambda _body: setattr(self, "has_left", True),
         }
@@ -73,13 +77,13 @@ async def router(monkeypatch, tmp_path):
     # A worker that is there replies before it is taken for silent, however busy the machine.
     monkeypatch.setattr(control, "TIMEOUT_S", PATIENCE_S)
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        parent = Launcher(CONFIG, sock, [], "")
+        parent = EdgeLauncher(CONFIG, sock, [], "")
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
             workers, running = [], []
             for known in parent._workers[:2]:
                 ours, theirs = socket.socketpair()
-                running.append(tasks.create_task((await parent.linked(known, ours, 0)).run()))
-                link = await Link.over(theirs)
+                running.append(tasks.create_task((await parent.open_link(known, ours, 0)).run()))
+                link = await WorkerLink.over(theirs)
                 await link._reader.readline()  # the start
                 worker = Worker(known.index, link, tmp_path)
                 worker.running = tasks.create_task(link.run())
@@ -96,17 +100,17 @@ async def generating(worker, name: str):
     """Have a request run on a worker, and yield its response once that is there."""
     body = {"input_ids": [1, 2], "rid": name, "sampling_params": {"max_new_tokens": 100}}
     worker.backend.script = lambda _: [[7], asyncio.Event()]
-    posting = asyncio.ensure_future(worker.client.post("/generate", json=body))
-    await until(lambda: "1 running" in repr(worker.app[EDGE]))
+    posting = asyncio.ensure_future(worker.client.post("/generate", json=body, headers=key("one")))
+    await until_async(lambda: "1 running" in repr(worker.app[EDGE]))
     yield posting
 
 
-async def post(worker, path: str, **body) -> dict:
-    async with worker.client.post(path, json=body) as response:
+async def post(worker, path: str, name: str = "operator", **body) -> dict:
+    async with worker.client.post(path, json=body, headers=key(name)) as response:
         return await response.json()
 
 
-async def test_an_operator_ends_all_requests_whichever_worker_is_asked(router):
+async def test_operator_aborts_all_requests_through_any_worker(router):
     _, asked, running = router
     async with generating(running, "mine") as posting:
         answer = await post(asked, "/abort_request", abort_all=True)
@@ -115,59 +119,51 @@ async def test_an_operator_ends_all_requests_whichever_worker_is_asked(router):
             assert (await response.json())["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-async def test_a_stored_response_is_found_and_deleted_whichever_worker_is_asked(router):
-    _, asked, keeping = router
-    keeping.app[EDGE].responses.put("", "r", Stored(msgspec.Raw(b'{"id":"r"}'), []))
-    async with asked.client.get("/v1/responses/r") as response:
-        assert await response.json() == {"id": "r"}
-    async with asked.client.delete("/v1/responses/r") as response:
-        assert (await response.json())["deleted"]
-    assert keeping.app[EDGE].responses.own(Wanted("", "r")) is None
-    # Two workers of this router do not run: they might keep it.
-    async with asked.client.get("/v1/responses/r") as response:
-        assert response.status == 503
-        assert "retry" in (await response.json())["error"]["message"]
+async def test_key_aborts_only_its_own_requests_through_any_worker(router):
+    _, asked, running = router
+    async with generating(running, "mine") as posting:
+        assert not (await post(asked, "/abort_request", "two", rid="mine"))["aborted"]
+        assert (await post(asked, "/abort_request", "one", rid="mine"))["aborted"]
+        assert (await posting).status == 200
 
 
-async def test_a_worker_that_does_not_reply_is_named_and_holds_nothing_up(router, monkeypatch):
+async def test_unresponsive_worker_is_listed_and_delays_no_answer(router, monkeypatch):
     _, asked, stopped = router
-    monkeypatch.setattr(Link.ask, "__defaults__", (None, 0.1))
-    stopped.link.on_asked = {"abort": lambda _body: asyncio.sleep(10 * PATIENCE_S)}
+    monkeypatch.setattr(WorkerLink.ask, "__defaults__", (None, 0.1))
+    stopped.link.question_handlers = {"abort": lambda _body: asyncio.sleep(10 * PATIENCE_S)}
     async with asyncio.timeout(PATIENCE_S):
         answer = await post(asked, "/abort_request", rid="x")
     assert answer == {"aborted": False, "silent_workers": [1, 2, 3]}
 
 
-async def test_a_node_announced_to_one_worker_is_known_to_all_and_too_many_are_refused(
-    router, monkeypatch
-):
-    monkeypatch.setattr("tandem.router.membership.MAX_ANNOUNCED", 1)
+async def test_announcement_reaches_all_workers_and_their_number_is_limited(router, monkeypatch):
+    monkeypatch.setattr("tandem.router.membership.membership.MAX_ANNOUNCED", 1)
     _, asked, other = router
     assert (await post(asked, "/nodes", url="http://a:1"))["source"] == "announced"
-    await until(lambda: [node.url for node in other.cluster.roster] == ["http://a:1"])
+    await until_async(lambda: [node.url for node in other.cluster.roster] == ["http://a:1"])
     refused = await post(other, "/nodes", url="http://b:1")
-    assert "1 nodes were announced already" in refused["error"]["message"]
+    assert "1 nodes are announced already" in refused["error"]["message"]
 
 
-async def test_a_node_that_is_up_at_any_worker_counts_as_up(router):
+async def test_node_is_up_while_it_is_up_at_any_worker(router):
     parent, _, worker = router
-    worker.link.tell("up", ["http://a:1"])
-    await until(lambda: parent._is_up("http://a:1"))
-    worker.link.tell("up", [])
-    await until(lambda: not parent._is_up("http://a:1"))
+    worker.link.send("up", ["http://a:1"])
+    await until_async(lambda: parent._is_up("http://a:1"))
+    worker.link.send("up", [])
+    await until_async(lambda: not parent._is_up("http://a:1"))
 
 
 @pytest.mark.parametrize("sent", ["{}", "[[[", '{"type":"Call","kind":"up","body":7}', "\\ud800"])
-async def test_a_line_that_cannot_be_read_ends_the_link_of_its_worker_alone(router, sent):
+async def test_malformed_line_closes_only_the_link_of_its_worker(router, sent):
     parent, worker, other = router
     worker.link._writer.write(f"{sent}\n".encode())
     await asyncio.wait_for(worker.running, PATIENCE_S)  # its input ends: it stops
     assert await parent._workers[1].link.ask("status", timeout_s=PATIENCE_S)
-    other.link.tell("up", ["http://a:1"])
-    await until(lambda: parent._is_up("http://a:1"))
+    other.link.send("up", ["http://a:1"])
+    await until_async(lambda: parent._is_up("http://a:1"))
 
 
-async def test_metrics_have_a_line_for_each_worker(router):
+async def test_metrics_have_one_line_per_worker(router):
     _, asked, _ = router
     async with asked.client.get("/metrics") as response:
         lines = (await response.text()).splitlines()
@@ -175,10 +171,10 @@ async def test_metrics_have_a_line_for_each_worker(router):
     assert 'tandem_edge_worker_streams{worker="1"} 0.0' in lines
 
 
-async def test_a_worker_leaves_and_stops_when_its_parent_has_it(router):
+async def test_worker_drains_and_stops_when_its_parent_stops(router):
     parent, worker, _ = router
-    parent._signalled(delay_s=0.0, drain_s=1.0)
-    await until(lambda: worker.has_left)
+    parent._on_signal(delay_s=0.0, drain_s=1.0)
+    await until_async(lambda: worker.has_left)
     await asyncio.wait_for(worker.running, PATIENCE_S)
     # What changes while it drains reaches it no more, and breaks nothing.
     await parent._announce(msgspec.json.encode(Announcement(url="http://a:1")))

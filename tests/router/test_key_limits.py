@@ -13,7 +13,7 @@ def written(tmp_path, text) -> str:
     return str(path)
 
 
-def test_a_file_says_what_keys_may_use(tmp_path):
+def test_limits_are_read_from_a_file(tmp_path):
     path = written(
         tmp_path, "[default]\nrequests_per_minute = 60\n[0a1b2c3d]\ntokens_per_minute = 9"
     )
@@ -35,18 +35,18 @@ def test_a_file_says_what_keys_may_use(tmp_path):
         ("[default", "--key-limits"),
     ],
 )
-def test_a_file_that_cannot_be_is_refused_with_what_to_write(tmp_path, text, said):
+def test_invalid_limits_file_is_rejected_with_a_remedy(tmp_path, text, said):
     with pytest.raises(ConfigInvalid, match=said):
         read_limits(written(tmp_path, text))
 
 
-def test_limits_without_keys_are_refused(tmp_path):
+def test_key_limits_without_api_keys_are_rejected(tmp_path):
     path = written(tmp_path, "[default]\nrequests_in_flight = 1")
     with pytest.raises(ConfigInvalid, match="--api-key"):
         parse([*NODES, "--key-limits", path])
 
 
-def test_a_key_may_use_its_minute_at_once_and_then_as_it_comes_back():
+def test_key_may_burst_a_minute_of_requests_and_then_refills():
     usage = KeyUsage({"default": KeyLimit(requests_per_minute=30)}).of("k", 0.0)
     for _ in range(30):
         usage.begin(1, 0.0)
@@ -56,7 +56,7 @@ def test_a_key_may_use_its_minute_at_once_and_then_as_it_comes_back():
     usage.begin(1, 2.0)
 
 
-def test_a_prompt_longer_than_a_minutes_tokens_waits_for_all_of_them():
+def test_prompt_over_the_token_budget_delays_the_next_request_until_refilled():
     usage = KeyUsage({"default": KeyLimit(tokens_per_minute=60)}).of("k", 0.0)
     usage.begin(1000, 0.0)
     with pytest.raises(RateLimited) as refused:
@@ -64,7 +64,7 @@ def test_a_prompt_longer_than_a_minutes_tokens_waits_for_all_of_them():
     assert refused.value.retry_after_s == 941
 
 
-def test_a_refused_request_uses_nothing():
+def test_rejected_request_uses_no_budget():
     usage = KeyUsage({"default": KeyLimit(requests_per_minute=1, tokens_per_minute=60)}).of(
         "k", 0.0
     )
@@ -76,22 +76,22 @@ def test_a_refused_request_uses_nothing():
     assert usage.num_in_flight == 2
 
 
-def test_requests_of_a_key_at_once_are_bounded():
+def test_concurrent_requests_of_a_key_are_bounded():
     usage = KeyUsage({"default": KeyLimit(requests_in_flight=1)}).of("k", 0.0)
     usage.begin(1, 0.0)
     with pytest.raises(RateLimited):
         usage.begin(1, 0.0)
-    usage.end()
+    usage.finish()
     usage.begin(1, 0.0)
 
 
-def test_keys_that_nothing_limits_are_not_counted():
+def test_keys_without_limits_are_not_tracked():
     keys = KeyUsage({"0a1b2c3d": KeyLimit(requests_in_flight=1)})
     assert keys.of("ffffffff", 0.0) is None
     assert keys.of("", 0.0) is None
     assert keys.of("0a1b2c3d", 0.0) is keys.of("0a1b2c3d", 9.0) is not None
 
 
-def test_each_edge_worker_has_its_share_and_at_least_one():
+def test_limit_is_divided_over_edge_workers_with_a_minimum_of_one():
     limit = KeyLimit(requests_in_flight=2, requests_per_minute=90)
     assert limit.divided(4) == KeyLimit(requests_in_flight=1, requests_per_minute=23)

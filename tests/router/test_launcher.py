@@ -7,19 +7,19 @@ import socket
 import ssl
 import sys
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from functools import partial
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from tandem.router.config import RouterConfig
-from tandem.router.launcher import Launcher
+from tandem.router.workers.launcher import EdgeLauncher
 from tandem.wire.messages import Cancel, StartDecode, StartPrefill
 from tests.certificates import make_certificates
 from tests.fork_server import AsyncForked
-from tests.patience import PATIENCE_S
-from tests.router.fake_node import FakeNode, until
+from tests.patience import PATIENCE_S, until_async
+from tests.processes import children, is_alive
+from tests.router.fake_node import FakeNode
 
 ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = ("--prefill", "http://127.0.0.1:1", "8998", "--decode", "http://127.0.0.1:2")
@@ -50,19 +50,18 @@ async def next_event(process, event: str) -> dict:
 async def cluster_of_two_workers():
     """Yield a prefill, a decode, and process and URL of a router whose workers both serve."""
     async with FakeNode("prefill").serving() as prefill, FakeNode("decode").serving() as decode:
-        flags = ("--prefill", prefill.url, "--decode", decode.url, "--detokenizers", "2")
+        flags = ("--prefill", prefill.url, "--decode", decode.url, "--workers", "2")
         async with router(*flags) as (process, url):
             await both_serving(url)
             yield prefill, decode, process, url
 
 
 async def both_serving(url: str) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            _, info = await get_json(f"{url}/server_info")
-            if [worker["is_serving"] for worker in info["workers"]] == [True, True]:
-                return
-            await asyncio.sleep(0.02)
+    async def are_serving() -> bool:
+        _, info = await get_json(f"{url}/server_info")
+        return [worker["is_serving"] for worker in info["workers"]] == [True, True]
+
+    await until_async(are_serving)
 
 
 @asynccontextmanager
@@ -80,8 +79,7 @@ async def router(*flags: str, env=None):
 
 
 def workers_of(process) -> list[int]:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-    return [int(pid) for pid in children.split()]
+    return children(process.pid)
 
 
 @contextmanager
@@ -95,7 +93,7 @@ def only(process, index: int):
         os.kill(other, signal.SIGCONT)
 
 
-async def test_a_router_that_may_open_too_few_files_warns_at_its_start():
+async def test_router_with_a_low_file_limit_warns_at_startup():
     process = await asyncio.create_subprocess_exec(
         *(
             "prlimit",
@@ -119,13 +117,6 @@ async def test_a_router_that_may_open_too_few_files_warns_at_its_start():
     await process.communicate()
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        return " Z " in Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 async def exit_status(process) -> int:
     async with asyncio.timeout(PATIENCE_S):
         return await process.wait()
@@ -141,16 +132,18 @@ async def get_health(url: str) -> tuple[int, dict]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_ends_router_and_workers_with_status_0(number):
-    async with router(*NOWHERE, "--detokenizers", "2") as (process, _):
-        await until(lambda: len(workers_of(process)) == 2)  # only the first says that it is ready
+async def test_signal_ends_router_and_workers_with_status_0(number):
+    async with router(*NOWHERE, "--workers", "2") as (process, _):
+        await until_async(
+            lambda: len(workers_of(process)) == 2
+        )  # only the first says that it is ready
         workers = workers_of(process)
         process.send_signal(number)
         assert await exit_status(process) == 0
-        assert all(is_gone(pid) for pid in workers)
+        assert not any(map(is_alive, workers))
 
 
-async def test_a_worker_that_crashes_is_replaced():
+async def test_crashed_worker_is_replaced():
     async with router(*NOWHERE) as (process, url):
         (worker,) = workers_of(process)
         os.kill(worker, signal.SIGKILL)
@@ -161,8 +154,8 @@ async def test_a_worker_that_crashes_is_replaced():
         assert (await get_health(url))[0] == 503
 
 
-async def test_a_worker_that_cannot_be_started_again_ends_no_other_and_is_started_later():
-    async with router(*NOWHERE, "--detokenizers", "2") as (process, url):
+async def test_worker_that_fails_to_restart_is_retried_and_ends_no_other():
+    async with router(*NOWHERE, "--workers", "2") as (process, url):
         first, _ = workers_of(process)
         _, hard = limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, hard))
@@ -170,10 +163,10 @@ async def test_a_worker_that_cannot_be_started_again_ends_no_other_and_is_starte
         await next_event(process, "edge_worker.not_started")
         assert (await get_health(url))[0] == 503
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
-        await until(lambda: len(workers_of(process)) == 2)
+        await until_async(lambda: len(workers_of(process)) == 2)
 
 
-async def test_a_signal_between_two_lives_of_a_worker_ends_the_router():
+async def test_signal_while_a_worker_restarts_ends_the_router():
     async with router(*NOWHERE) as (process, _):
         (worker,) = workers_of(process)
         os.kill(worker, signal.SIGKILL)
@@ -182,52 +175,52 @@ async def test_a_signal_between_two_lives_of_a_worker_ends_the_router():
         assert await exit_status(process) == 0
 
 
-async def test_a_second_signal_kills_a_worker_that_is_just_being_spawned(monkeypatch):
-    config = RouterConfig(takes_announced=True)
+async def test_second_signal_kills_a_worker_that_is_being_spawned(monkeypatch):
+    config = RouterConfig(discovers_announced=True)
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        launcher = Launcher(config, sock, [], "")
+        launcher = EdgeLauncher(config, sock, [], "")
         spawned = []
 
         async def signalled_twice(*_fds):
             process = await asyncio.create_subprocess_exec("sleep", "600")
             spawned.append(process)
-            launcher._signalled(delay_s=600.0, drain_s=600.0)
-            launcher._signalled(delay_s=600.0, drain_s=600.0)
+            launcher._on_signal(delay_s=600.0, drain_s=600.0)
+            launcher._on_signal(delay_s=600.0, drain_s=600.0)
             return process
 
-        monkeypatch.setattr(launcher, "_spawned", signalled_twice)
+        monkeypatch.setattr(launcher, "_spawn", signalled_twice)
         async with asyncio.timeout(PATIENCE_S):
             assert await launcher.run() == 0
         assert [each.returncode for each in spawned] == [-signal.SIGKILL]
 
 
-async def test_workers_do_not_outlive_a_parent_that_was_killed():
+async def test_workers_exit_when_their_parent_is_killed():
     async with router(*NOWHERE) as (process, _):
         (worker,) = workers_of(process)
         process.kill()
-        await until(lambda: is_gone(worker))
+        await until_async(lambda: not is_alive(worker))
 
 
-async def test_a_port_in_use_is_refused_with_what_to_do():
+async def test_port_in_use_is_rejected_with_a_remedy():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = await start(*NOWHERE, "--port", str(taken.getsockname()[1]))
         _, said = await process.communicate()
     assert process.returncode == 2
-    assert b"choose another --port" in said
+    assert b"use a different --port" in said
 
 
-async def test_a_tokenizer_that_is_none_ends_the_router_instead_of_restarting_it(tmp_path):
+async def test_missing_tokenizer_ends_the_router_without_restarts(tmp_path):
     process = await start(*NOWHERE, "--port", "0", "--tokenizer", str(tmp_path))
     _, said = await process.communicate()
     assert process.returncode == 2
     assert b"no tokenizer.json" in said
 
 
-async def test_a_router_whose_worker_cannot_start_ends_with_its_error(tmp_path):
+async def test_router_whose_worker_cannot_start_exits_with_its_error(tmp_path):
     # Found before the worker's own packages: it fails at its start, every time.
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
-        "if 'tandem.router.worker' in sys.orig_argv:\n"
+        "if 'tandem.router.workers.worker' in sys.orig_argv:\n"
         "    os.write(2, b'no luck today\\n')\n"
         "    os._exit(3)\n"
     )
@@ -240,7 +233,7 @@ async def test_a_router_whose_worker_cannot_start_ends_with_its_error(tmp_path):
     assert b"router.cannot_start" in said
 
 
-async def test_every_worker_speaks_tls_and_asks_for_a_key_of_the_file(tmp_path):
+async def test_every_worker_uses_tls_and_the_api_key_file(tmp_path):
     files = make_certificates(tmp_path)
     keys = tmp_path / "keys"
     keys.write_text("# ours\nsk-one\n")
@@ -264,11 +257,11 @@ async def num_answering(url: str, trusting: ssl.SSLContext) -> int:
         return len((await response.json())["workers"])
 
 
-async def test_files_of_tls_that_vanish_end_no_worker_but_the_one_that_needs_them(tmp_path):
+async def test_missing_tls_files_fail_only_the_worker_that_restarts(tmp_path):
     files = make_certificates(tmp_path)
     trusting = ssl.create_default_context(cafile=files.ca)
     tls = ("--ssl-certfile", files.cert, "--ssl-keyfile", files.key)
-    told = ("--detokenizers", "2", "--log-level", "debug")  # by the second worker, too
+    told = ("--workers", "2", "--log-level", "debug")  # by the second worker, too
     async with router(*NOWHERE, *tls, *told) as (process, url):
         await next_event(process, "edge_worker.ready")  # of the other: it has read the files
         first, second = workers_of(process)
@@ -277,11 +270,11 @@ async def test_files_of_tls_that_vanish_end_no_worker_but_the_one_that_needs_the
         while (await next_event(process, "edge_worker.crashed"))["status"] != 2:
             pass
         os.rename(tmp_path / "moved", files.key)
-        await eventually(lambda: num_answering(url, trusting), 2)
+        await until_returns(lambda: num_answering(url, trusting), 2)
         assert second in workers_of(process)
 
 
-async def test_files_of_tls_that_cannot_work_end_the_router_with_one_sentence(tmp_path):
+async def test_invalid_tls_files_end_the_router_with_one_sentence(tmp_path):
     files = make_certificates(tmp_path)
     process = await start(*NOWHERE, "--ssl-certfile", files.cert, "--ssl-keyfile", files.other_key)
     _, said = await process.communicate()
@@ -303,11 +296,11 @@ async def posted(prefill, decode, url):
             yield response, *starts
 
 
-async def test_a_client_is_streamed_to_over_ipv6_and_its_leaving_cancels():
+async def test_ipv6_client_streams_and_its_disconnect_cancels():
     async with FakeNode("prefill").serving() as prefill, FakeNode("decode").serving() as decode:
         flags = ("--prefill", prefill.url, "--decode", decode.url, "--host", "::1")
         async with router(*flags) as (_, url):
-            await eventually(lambda: healths(url), {200})
+            await until_returns(lambda: healths(url), {200})
             assert url.startswith("http://[::1]:")
             async with posted(prefill, decode, url) as (response, _, start_decode):
                 decode.engine.say(start_decode, 0, [10, 11, 12], "length")
@@ -364,10 +357,11 @@ async def clients_of(url: str, count: int):
         yield [Client(session, url) for session in sessions]
 
 
-async def eventually(ask, expected) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while await ask() != expected:  # noqa: ASYNC110 - asked of another process
-            await asyncio.sleep(0.02)
+async def until_returns(ask, expected) -> None:
+    async def is_expected() -> bool:
+        return await ask() == expected
+
+    await until_async(is_expected)
 
 
 async def streams(client: Client) -> list[int]:
@@ -376,7 +370,7 @@ async def streams(client: Client) -> list[int]:
     return [worker["num_streams"] for worker in workers]
 
 
-async def test_one_workers_crash_leaves_the_streams_of_others_and_its_successor_serves_at_once():
+async def test_worker_crash_keeps_streams_of_other_workers_and_is_replaced():
     async with (
         cluster_of_two_workers() as (prefill, decode, process, url),
         clients_of(url, 3) as (one, two, later),
@@ -384,14 +378,14 @@ async def test_one_workers_crash_leaves_the_streams_of_others_and_its_successor_
         for index, client in enumerate((one, two)):
             with only(process, index):
                 await client.begin(["one", "two"][index], prefill, decode)
-        await eventually(lambda: streams(two), [1, 1])
+        await until_returns(lambda: streams(two), [1, 1])
         first = workers_of(process)[0]
         os.kill(first, signal.SIGKILL)
         await next_event(process, "edge_worker.crashed")
         await both_serving(url)
         with only(process, 1):  # the successor comes after the other one
             await later.begin("later", prefill, decode)
-        await eventually(lambda: streams(later), [1, 1])
+        await until_returns(lambda: streams(later), [1, 1])
         for client in (one, two, later):
             decode.engine.say(client.start, 1, [11, 12], "length")
         ends = await asyncio.gather(one.rest(), two.rest(), return_exceptions=True)
@@ -408,17 +402,17 @@ async def healths(url: str) -> set[int]:
 
 
 @pytest.mark.parametrize("num_workers", ["1", "2"])
-async def test_a_router_that_is_about_to_end_says_so_and_serves_what_still_comes(num_workers):
+async def test_stopping_router_reports_it_and_serves_late_requests(num_workers):
     async with FakeNode("prefill").serving() as prefill, FakeNode("decode").serving() as decode:
-        nodes = ("--prefill", prefill.url, "--decode", decode.url, "--detokenizers", num_workers)
+        nodes = ("--prefill", prefill.url, "--decode", decode.url, "--workers", num_workers)
         async with (
             router(*nodes, "--shutdown-delay-s", "600") as (process, url),
             clients_of(url, 2) as (before, after),
         ):
-            await eventually(lambda: healths(url), {200})
+            await until_returns(lambda: healths(url), {200})
             await before.begin("before", prefill, decode)
             process.terminate()
-            await eventually(lambda: healths(url), {503})
+            await until_returns(lambda: healths(url), {503})
             assert (await get_json(f"{url}/live"))[0] == 200
             await after.begin("after", prefill, decode)
             assert "Connection" not in before.response.headers
@@ -449,7 +443,7 @@ async def is_aborted(client: Client, name: str) -> bool:
     return True
 
 
-async def test_either_worker_answers_for_both():
+async def test_each_worker_reports_and_aborts_requests_of_both():
     async with (
         cluster_of_two_workers() as (prefill, decode, process, url),
         clients_of(url, 4) as (one, two, asking, other),
@@ -465,7 +459,7 @@ async def test_either_worker_answers_for_both():
             lines = (await client.get("/metrics")).splitlines()
             assert "tandem_router_requests_in_flight 2.0" in lines
             assert 'tandem_router_nodes_up{role="decode"} 1.0' in lines
-        await eventually(lambda: streams(asking), [1, 1])
+        await until_returns(lambda: streams(asking), [1, 1])
         for name in ("one", "two"):
             assert await is_aborted(asking, name)
         assert all("abort" in end for end in await asyncio.gather(one.rest(), two.rest()))
@@ -497,25 +491,25 @@ async def all_know_at_once(clients: list[Client], body: dict) -> bool:
     return True
 
 
-async def test_what_one_worker_is_told_of_nodes_all_know_and_so_does_a_successor():
-    flags = ("--discover-announced", "--detokenizers", "2")
+async def test_announcement_to_one_worker_reaches_all_and_restarted_workers():
+    flags = ("--discover-announced", "--workers", "2")
     async with router(*flags) as (process, url):
-        await eventually(lambda: silent_workers(url), [])
+        await until_returns(lambda: silent_workers(url), [])
         async with clients_of(url, 2) as clients:
             body = {"url": "http://127.0.0.1:1", "role": "decode", "ttl_s": 600}
-            await eventually(lambda: all_know_at_once(clients, body), True)
+            await until_returns(lambda: all_know_at_once(clients, body), True)
             await clients[1].post("/nodes", body)
         for pid in workers_of(process):
             os.kill(pid, signal.SIGKILL)
-            await until(partial(is_gone, pid))
-        await eventually(lambda: silent_workers(url), [])
+            await until_async(lambda pid=pid: not is_alive(pid))
+        await until_returns(lambda: silent_workers(url), [])
         async with clients_of(url, 2) as clients:
             assert [await known(client) for client in clients] == [["127.0.0.1:1"]] * 2
 
 
-async def test_the_directory_of_a_pool_goes_with_its_router(tmp_path):
+async def test_worker_pool_directory_is_removed_at_exit(tmp_path):
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    async with router(*NOWHERE, "--detokenizers", "2", env=env) as (process, _):
+    async with router(*NOWHERE, "--workers", "2", env=env) as (process, _):
         assert list(tmp_path.iterdir())
         process.terminate()
         assert await exit_status(process) == 0

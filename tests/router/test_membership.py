@@ -2,7 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.membership import MAX_LOOK_S, REMOVAL_KEPT_S, Announcement, Member, Membership
+from tandem.router.membership.membership import (
+    MAX_CHECK_INTERVAL_S,
+    REMOVAL_KEPT_S,
+    Announcement,
+    Member,
+    Membership,
+)
 from tandem.wire.errors import InvalidRequest
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
@@ -34,22 +40,24 @@ class Heard:
             after_s -= 1.0
 
 
-def test_a_source_takes_away_only_what_it_gave():
+def test_source_removes_only_nodes_that_it_found():
     membership = Membership([Member(A, "prefill")])
-    membership.found("dns", [Member(A, "decode"), Member(B, "decode")])
-    membership.found("pods", [Member(B, "decode"), Member(C)])
+    membership.update_source("dns", [Member(A, "decode"), Member(B, "decode")])
+    membership.update_source("pods", [Member(B, "decode"), Member(C)])
     assert urls(membership) == [A, B, C]
-    membership.found("dns", [])
+    membership.update_source("dns", [])
     assert urls(membership) == [A, B, C]
-    membership.found("pods", [])
+    membership.update_source("pods", [])
     assert urls(membership) == [A]
 
 
-def test_who_named_a_node_by_hand_is_believed_before_who_announced_it_and_who_found_it():
+def test_listed_node_wins_over_announced_and_discovered_ones():
     heard = Heard(Member(A, "prefill", 8998))
     heard.announce(A, role="decode")
     heard.announce(B, role="decode", zone="z")
-    heard.membership.found("dns", [Member(B, "prefill", source="dns"), Member(C, source="dns")])
+    heard.membership.update_source(
+        "dns", [Member(B, "prefill", source="dns"), Member(C, source="dns")]
+    )
     assert heard.membership.members().members == [
         Member(A, "prefill", 8998),
         Member(B, "decode", zone="z", source="announced"),
@@ -57,7 +65,7 @@ def test_who_named_a_node_by_hand_is_believed_before_who_announced_it_and_who_fo
     ]
 
 
-def test_a_lease_holds_while_it_is_renewed_or_the_node_is_up_and_then_runs_out():
+def test_lease_expires_unless_it_is_renewed_or_the_node_is_up():
     heard = Heard()
     heard.announce(A, ttl_s=10.0)
     assert heard.look(9) == []
@@ -72,24 +80,24 @@ def test_a_lease_holds_while_it_is_renewed_or_the_node_is_up_and_then_runs_out()
     assert urls(heard.membership) == []
 
 
-def test_without_a_lease_a_node_stays():
+def test_node_announced_without_a_ttl_never_expires():
     heard = Heard()
     heard.announce(A)
     assert heard.look(10_000) == []
     assert urls(heard.membership) == [A]
 
 
-def test_a_router_that_was_stopped_takes_nobody_for_silent():
+def test_paused_router_expires_no_lease():
     heard = Heard()
     heard.announce(A, ttl_s=10.0)
     heard.now += 3600
-    assert heard.look(10 - MAX_LOOK_S) == []
+    assert heard.look(10 - MAX_CHECK_INTERVAL_S) == []
     assert urls(heard.membership) == [A]
 
 
-def test_a_removal_holds_against_every_source_until_the_node_is_announced_again():
+def test_removed_node_stays_removed_until_it_is_announced_again():
     heard = Heard(Member(A))
-    heard.membership.found("dns", [Member(B)])
+    heard.membership.update_source("dns", [Member(B)])
     for url in (A, B):
         heard.announce(url, is_removed=True, hands_over=url == B)
     assert heard.look(10 * REMOVAL_KEPT_S) == []
@@ -99,8 +107,8 @@ def test_a_removal_holds_against_every_source_until_the_node_is_announced_again(
     assert urls(heard.membership) == [A]
 
 
-def test_a_node_can_be_removed_when_no_more_can_be_announced(monkeypatch):
-    monkeypatch.setattr("tandem.router.membership.MAX_ANNOUNCED", 1)
+def test_node_can_be_removed_at_the_announcement_limit(monkeypatch):
+    monkeypatch.setattr("tandem.router.membership.membership.MAX_ANNOUNCED", 1)
     heard = Heard(Member(A))
     heard.announce(B)
     with pytest.raises(InvalidRequest, match="limit"):
@@ -109,19 +117,19 @@ def test_a_node_can_be_removed_when_no_more_can_be_announced(monkeypatch):
     assert urls(heard.membership) == [B]
 
 
-def test_a_removal_is_forgotten_when_no_source_names_the_node_any_more():
+def test_removal_is_forgotten_after_the_last_source_drops_the_node():
     heard = Heard()
-    heard.membership.found("dns", [Member(A)])
+    heard.membership.update_source("dns", [Member(A)])
     heard.announce(A, is_removed=True)
-    heard.membership.found("dns", [])
+    heard.membership.update_source("dns", [])
     assert heard.look(REMOVAL_KEPT_S + 2) == [A]
-    heard.membership.found("dns", [Member(A)])  # another pod has the address
+    heard.membership.update_source("dns", [Member(A)])  # another pod has the address
     assert urls(heard.membership) == [A]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["dns", "pods"]), st.sets(st.sampled_from([A, B, C])))))
-def test_whatever_sources_say_a_listed_node_stays_and_all_that_they_name_now_is_wanted(findings):
+def test_members_are_listed_nodes_and_the_nodes_of_all_sources(findings):
     membership = Membership([Member(A)])
     for source, found in findings:
-        membership.found(source, [Member(url) for url in found])
+        membership.update_source(source, [Member(url) for url in found])
     assert set(urls(membership)) == {A}.union(*dict(findings).values())

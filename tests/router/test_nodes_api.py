@@ -8,10 +8,10 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from tandem.frontend.app import create_app
 from tandem.frontend.options import FrontendOptions, HttpOptions
-from tandem.router.cluster import Cluster
 from tandem.router.config import RouterConfig
-from tandem.router.membership import Membership
-from tandem.router.nodes_api import NodesApi
+from tandem.router.membership.membership import Membership
+from tandem.router.nodes.api import NodesApi
+from tandem.router.nodes.cluster import Cluster
 from tests.frontend.fakes import FakeBackend
 
 URL, ID = "http://10.0.0.1:7000", "10.0.0.1:7000"
@@ -33,7 +33,7 @@ class Parent:
 async def serving(*, key="", api_keys=()):
     """Yield a client of a router without nodes, which visits none either."""
     options = FrontendOptions(operator_key=key, http=HttpOptions(api_keys=api_keys))
-    cluster = Cluster(RouterConfig(prefills=(), decodes=(), takes_announced=True))
+    cluster = Cluster(RouterConfig(prefills=(), decodes=(), discovers_announced=True))
     app = create_app(FakeBackend(None), options)
     app.add_routes(NodesApi(cluster, Parent(cluster)).routes())
     async with TestClient(TestServer(app)) as client:
@@ -56,7 +56,7 @@ async def nodes(client) -> list[dict]:
         return (await response.json())["nodes"]
 
 
-async def test_a_node_that_announces_itself_is_shown_with_what_is_known():
+async def test_announced_node_is_listed_with_its_state():
     async with serving() as client:
         assert await nodes(client) == []
         status, answer = await post(client, url=f"{URL}/", role="decode", zone="z", ttl_s=10)
@@ -78,7 +78,7 @@ async def test_a_node_that_announces_itself_is_shown_with_what_is_known():
 
 
 @pytest.mark.parametrize("name", [ID, quote(URL, safe=""), URL, quote(quote(URL, safe=""))])
-async def test_a_node_is_removed_by_its_id_or_its_url(name):
+async def test_node_is_removed_by_id_or_url(name):
     async with serving() as client:
         await post(client, url=URL, role="decode")
         status, answer = await delete(client, name)
@@ -87,7 +87,7 @@ async def test_a_node_is_removed_by_its_id_or_its_url(name):
         assert (await post(client, url=URL, role="decode"))[1]["state"] == "down"
 
 
-async def test_a_node_that_nobody_knows_cannot_be_removed():
+async def test_unknown_node_cannot_be_removed():
     async with serving() as client:
         status, answer = await delete(client, "10.0.0.9:1")
         assert status == 404
@@ -108,7 +108,7 @@ async def test_a_node_that_nobody_knows_cannot_be_removed():
         ({"url": "http://" + "a" * 2000}, "url: must have at most 1024 characters"),
     ],
 )
-async def test_what_cannot_be_is_refused_by_the_name_of_the_field(body, sentence):
+async def test_invalid_announcement_is_rejected_with_the_field_name(body, sentence):
     async with serving() as client:
         status, answer = await post(client, **body)
         assert status == 400
@@ -116,7 +116,7 @@ async def test_what_cannot_be_is_refused_by_the_name_of_the_field(body, sentence
         assert await nodes(client) == []
 
 
-async def test_only_who_bears_the_operators_key_changes_a_cluster_that_has_a_secret():
+async def test_only_the_operator_key_changes_members_of_a_cluster_with_a_secret():
     async with serving(key="0p", api_keys=("client",)) as client:
         for key, expected in (("", 401), ("client", 401), ("0p", 200)):
             headers = {"Authorization": f"Bearer {key}"}
@@ -127,7 +127,7 @@ async def test_only_who_bears_the_operators_key_changes_a_cluster_that_has_a_sec
                 assert response.status == expected
 
 
-async def test_who_has_an_api_key_cannot_have_a_node_of_its_own_used():
+async def test_client_api_key_cannot_announce_a_node():
     async with serving(api_keys=("client",)) as client:
         headers = {"Authorization": "Bearer client"}
         async with client.post("/nodes", json={"url": URL}, headers=headers) as response:

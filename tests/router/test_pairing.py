@@ -1,11 +1,11 @@
 import random
 
 from tandem.router.metrics import RouterMetrics
-from tandem.router.pairing import MAX_PAIRS, Pairing
-from tandem.router.policy import POLICIES, Pair
+from tandem.router.pairing.pairing import MAX_PAIRS, Pairing
+from tandem.router.pairing.policy import POLICIES, Pair
 
 
-def test_of_many_idle_pairs_those_used_last_are_kept_and_all_that_have_an_attempt():
+def test_pair_statistics_keep_running_pairs_and_evict_the_least_recently_used():
     pairing = Pairing(None, POLICIES["random"], random.Random(0), RouterMetrics())
     pairs = [Pair("p", f"d{i}") for i in range(MAX_PAIRS + 2)]
     uses = [pairing.begin(pair, 10) for pair in pairs]

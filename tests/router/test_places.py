@@ -3,8 +3,8 @@ from collections import deque
 
 import pytest
 
-from tandem.router.admission import FIRST_LINE, Pace, Places
-from tandem.router.policy import NodeSnapshot
+from tandem.router.admission import INITIAL_PREFILL_QUEUE, Capacity, FinishRate
+from tandem.router.nodes.snapshot import NodeSnapshot
 from tandem.wire.messages import NodeLoad
 
 
@@ -20,10 +20,10 @@ def node(role="decode", *, own=0, own_tokens=0, **load) -> NodeSnapshot:
 
 
 def at_decode(own=0, own_tokens=0, max_in_flight=0, **load):
-    return Places(max_in_flight).at_decode(node(own=own, own_tokens=own_tokens, **load))
+    return Capacity(max_in_flight).at_decode(node(own=own, own_tokens=own_tokens, **load))
 
 
-def test_a_decode_has_room_for_what_it_runs_at_once_less_what_is_there():
+def test_decode_room_is_its_batch_limit_minus_running_requests():
     assert at_decode(max_running=16) == 16
     assert at_decode(max_running=16, own=5) == 11
     assert at_decode(max_running=16, num_running=10, num_edges=1, num_own=10, own=10) == 6
@@ -31,32 +31,32 @@ def test_a_decode_has_room_for_what_it_runs_at_once_less_what_is_there():
     assert at_decode(max_running=20, num_running=10, num_edges=1, num_own=0, own=3) >= 2
 
 
-def test_an_operators_bound_holds_where_it_is_less():
+def test_max_in_flight_applies_when_below_the_node_limit():
     assert at_decode(max_running=16, max_in_flight=4) == 4
     assert at_decode(max_running=16, max_in_flight=40) == 16
 
 
-def test_what_ended_since_a_report_is_room_at_once():
+def test_requests_finished_since_the_report_free_room_immediately():
     told = {"max_running": 16, "num_running": 16, "num_edges": 1, "num_own": 16}
     assert at_decode(own=16, **told) == 0
     assert at_decode(own=13, **told) == 3
 
 
-def test_a_decode_without_pages_has_no_room_however_few_it_runs():
+def test_decode_room_is_limited_by_free_pages():
     pages = {"page_size": 16, "num_pages": 100, "max_running": 64}
     fits = at_decode(pages_free=20, own=4, own_tokens=4 * 64, num_own=4, num_edges=1, **pages)
     assert fits == 20 // 5
     assert at_decode(pages_free=60, num_running=8, num_waiting=2, num_edges=1, **pages) == 0
 
 
-def test_a_decode_that_stands_in_for_prefills_has_its_own_room():
+def test_decode_replacing_prefill_is_counted_once():
     busy = node(own=10, num_running=10, num_own=10, num_edges=1, max_running=64)
-    assert Places().count([busy], [busy], 0.0) == 54
+    assert Capacity().count([busy], [busy], 0.0) == 54
 
 
-def test_a_prefill_is_given_as_much_as_it_ends_in_half_a_second():
-    places, ended = Places(), 0
-    assert places.at_prefill(node("prefill"), 0.0) == FIRST_LINE
+def test_prefill_room_is_half_a_second_of_its_finish_rate():
+    places, ended = Capacity(), 0
+    assert places.at_prefill(node("prefill"), 0.0) == INITIAL_PREFILL_QUEUE
     for step in range(1, 40):
         ended += 20  # in 0.2 s
         busy = node("prefill", generated_tokens=ended, num_running=8, num_edges=1, num_own=8, own=8)
@@ -64,8 +64,8 @@ def test_a_prefill_is_given_as_much_as_it_ends_in_half_a_second():
     assert free + 8 == pytest.approx(50, abs=2)
 
 
-def test_a_prefill_of_another_life_counts_anew():
-    pace = Pace()
+def test_finish_rate_restarts_when_the_node_restarts():
+    pace = FinishRate()
     pace.observe(5000, 0.0, is_busy=True)
     pace.observe(10, 1.0, is_busy=True)
     pace.observe(60, 2.0, is_busy=True)
@@ -76,7 +76,7 @@ class Worker:
     """An edge worker that always has more to start."""
 
     def __init__(self, starts_at=0.0, num_workers=1) -> None:
-        self.places = Places(num_workers=num_workers)
+        self.places = Capacity(num_workers=num_workers)
         self.starts_at, self.own, self.load = starts_at, 0, NodeLoad(max_running=SLOTS)
 
     def start(self, now) -> int:
@@ -121,7 +121,7 @@ def run_workers(workers, seconds, seed=0):
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 8])
-def test_workers_that_share_a_node_keep_it_busy_without_a_line(num_workers):
+def test_edge_workers_sharing_a_node_keep_it_busy_with_a_short_queue(num_workers):
     workers = [Worker(num_workers=num_workers) for _ in range(num_workers)]
     settled = [(line, running) for now, line, running in run_workers(workers, 30.0) if now > 5]
     assert sum(running for _, running in settled) / len(settled) > 0.93 * SLOTS
@@ -129,14 +129,14 @@ def test_workers_that_share_a_node_keep_it_busy_without_a_line(num_workers):
     assert max(worker.own for worker in workers) <= 2 * SLOTS / num_workers
 
 
-def test_a_worker_that_comes_late_gets_its_share():
+def test_late_edge_worker_gets_its_share_of_a_node():
     early, late = Worker(), Worker(starts_at=5.0)
     shares = [(early.own, late.own) for now, *_ in run_workers([early, late], 15.0) if now > 10]
     assert min(late for _, late in shares) >= 0.35 * SLOTS
     assert min(early for early, _ in shares) >= 0.35 * SLOTS
 
 
-def test_a_worker_alone_among_idle_ones_has_all():
+def test_single_busy_edge_worker_uses_the_whole_node():
     busy = Worker(num_workers=8)
     idle = [Worker(starts_at=1e9) for _ in range(7)]
     runs = [running for now, _, running in run_workers([busy, *idle], 10.0) if now > 2]

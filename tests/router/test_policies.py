@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.policy import POLICIES, Asked
+from tandem.router.pairing.policy import POLICIES, RoutingRequest
 from tandem.wire.messages import NodeLoad
 from tandem.wire.prefixes import BLOCK_TOKENS
 from tests.router.test_policy import asking, chosen, decode, having, prefill
@@ -20,7 +20,7 @@ ONE = [decode()]
 def sessions_of(prefills, decodes, num_sessions=400) -> dict[str, object]:
     """Return the pair of each of many sessions."""
     return {
-        f"s{i}": chosen("session", prefills, decodes, Asked(100, f"s{i}"), turn=i)
+        f"s{i}": chosen("session", prefills, decodes, RoutingRequest(100, f"s{i}"), turn=i)
         for i in range(num_sessions)
     }
 
@@ -30,22 +30,22 @@ def without(nodes, url):
 
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=8), st.integers(0, 99))
-def test_power_of_two_never_takes_the_one_busiest_node_when_there_is_another(queues, seed):
+def test_power_of_two_never_chooses_a_single_busiest_node(queues, seed):
     prefills = [prefill(f"p{i}", queued) for i, queued in enumerate(queues)]
     taken = int(chosen("power_of_two", prefills, ONE, seed=seed).prefill[1:])
     assert max(queues) > queues[taken] or queues.count(queues[taken]) > 1
 
 
-def test_a_node_without_pages_for_the_prompt_is_the_last_to_be_taken():
+def test_node_without_pages_for_the_prompt_is_chosen_last():
     full = NodeLoad(num_pages=100, pages_free=5, page_size=16, queued_tokens=0)
     roomy = NodeLoad(num_pages=100, pages_free=5, pages_cached=50, page_size=16, queued_tokens=300)
     prefills = [replace(prefill("full"), load=full), replace(prefill("roomy"), load=roomy)]
     for name in ("least_load", "cache_aware", "session"):
-        assert chosen(name, prefills, ONE, Asked(500, "s")).prefill == "roomy"
-    assert chosen("least_load", prefills, ONE, Asked(80)).prefill == "full"
+        assert chosen(name, prefills, ONE, RoutingRequest(500, "s")).prefill == "roomy"
+    assert chosen("least_load", prefills, ONE, RoutingRequest(80)).prefill == "full"
 
 
-def test_a_prompt_goes_where_most_of_it_is_cached():
+def test_cache_aware_chooses_the_node_with_the_longest_cached_prefix():
     short, long = having(PROMPT[: 2 * BLOCK_TOKENS]), having(PROMPT[: 8 * BLOCK_TOKENS])
     prefills = [prefill("cold"), prefill("short", prefixes=short), prefill("long", prefixes=long)]
     decodes = [decode("d-cold"), decode("d-warm", prefixes=short)]
@@ -54,7 +54,7 @@ def test_a_prompt_goes_where_most_of_it_is_cached():
         assert (pair.prefill, pair.decode) == ("long", "d-warm")
 
 
-def test_a_queue_longer_than_what_the_cache_saves_sends_a_prompt_elsewhere():
+def test_queue_longer_than_the_cached_prefix_sends_the_prompt_to_an_idle_node():
     warm = having(PROMPT)
     saved = asking(PROMPT).cached_tokens(prefill(prefixes=warm))
     for queued, taken in ((saved - 1, "warm"), (saved + 1, "cold")):
@@ -63,9 +63,7 @@ def test_a_queue_longer_than_what_the_cache_saves_sends_a_prompt_elsewhere():
 
 
 @given(st.integers(2, 12), st.integers(2, 40), st.integers(0, 99))
-def test_a_burst_of_one_hot_prompt_never_waits_longer_at_its_node_than_computing_it_takes(
-    num_nodes, num_requests, seed
-):
+def test_burst_of_one_cached_prompt_is_balanced_within_two_prompts(num_nodes, num_requests, seed):
     """No herd: with nothing told in between, queues stay within one prompt of each other."""
     queues = [0] * num_nodes
     warm = having(PROMPT)
@@ -81,7 +79,7 @@ def test_a_burst_of_one_hot_prompt_never_waits_longer_at_its_node_than_computing
 
 
 @given(st.integers(2, 8), st.integers(2, 8), st.sampled_from(["prefill", "decode"]), st.data())
-def test_a_node_that_goes_moves_only_the_sessions_it_had(num_prefills, num_decodes, role, data):
+def test_removed_node_moves_only_its_own_sessions(num_prefills, num_decodes, role, data):
     prefills = [prefill(f"p{i}") for i in range(num_prefills)]
     decodes = [decode(f"d{i}") for i in range(num_decodes)]
     gone = data.draw(st.sampled_from(prefills if role == "prefill" else decodes)).url
@@ -93,7 +91,7 @@ def test_a_node_that_goes_moves_only_the_sessions_it_had(num_prefills, num_decod
         assert (after[session] == pair) == (getattr(pair, role) != gone)
 
 
-def test_sessions_stay_in_their_zone_when_a_decode_of_it_goes():
+def test_sessions_keep_their_prefill_when_a_decode_of_the_zone_is_removed():
     prefills = [prefill(f"p{i}", zone=f"z{i % 3}") for i in range(6)]
     decodes = [decode(f"d{i}", zone=f"z{i % 3}") for i in range(9)]
     before, after = sessions_of(prefills, decodes), sessions_of(prefills, decodes[1:])
@@ -109,9 +107,9 @@ def test_sessions_spread_over_all_nodes():
     assert all(140 < taken[p.url] < 260 for p in prefills)
 
 
-def test_a_session_leaves_an_overloaded_node_for_its_second_and_comes_back():
+def test_session_uses_its_second_node_while_the_first_is_overloaded():
     prefills = [prefill(f"p{i}", 1000) for i in range(6)]
-    asked = Asked(100, "s")
+    asked = RoutingRequest(100, "s")
     first = chosen("session", prefills, ONE, asked).prefill
     second = chosen("session", without(prefills, first), ONE, asked).prefill
     busy = [prefill(p.url, 50_000) if p.url == first else p for p in prefills]
@@ -119,14 +117,14 @@ def test_a_session_leaves_an_overloaded_node_for_its_second_and_comes_back():
     assert chosen("session", prefills, ONE, asked, turn=1).prefill == first
 
 
-def test_a_request_without_a_session_goes_where_it_is_cached():
+def test_session_policy_without_a_session_uses_the_cached_prefix():
     prefills = [prefill("cold"), prefill("warm", prefixes=having(PROMPT)), prefill("p3")]
     taken = [chosen("session", prefills, ONE, asking(PROMPT), turn).prefill for turn in range(3)]
     assert taken == ["warm"] * 3
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_one_pair_alone_takes_everything(name):
+def test_single_pair_is_chosen_even_when_full(name):
     full = NodeLoad(num_pages=1, page_size=16, queued_tokens=10**7)
     only = [replace(prefill("only"), load=full)]
     assert chosen(name, only, ONE, asking(PROMPT, "s")).prefill == "only"

@@ -5,23 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.pairing import choose
-from tandem.router.policy import (
-    POLICIES,
-    Asked,
-    ClusterSnapshot,
-    NodeSnapshot,
-    Pair,
-    policy_of,
-    usable_fingerprint,
-)
-from tandem.router.prefixes import CachedPrefixes, PrefixIndex, PromptBlocks
+from tandem.router.nodes.prefixes import CachedPrefixes, PrefixIndex, PromptBlocks
+from tandem.router.nodes.snapshot import ClusterSnapshot, NodeSnapshot, usable_fingerprint
+from tandem.router.pairing.pairing import choose
+from tandem.router.pairing.policy import POLICIES, Pair, RoutingRequest, policy_of
 from tandem.wire.errors import NoNodeAvailable
 from tandem.wire.messages import CacheReport, NodeLoad
 from tandem.wire.prefixes import BLOCK_TOKENS, block_names, pack_names
 
 EPOCH = 1
-TEN_TOKENS = Asked(10)
+TEN_TOKENS = RoutingRequest(10)
 PROMPT = [*range(1, 3 * BLOCK_TOKENS + 2)]
 loads = st.builds(
     NodeLoad,
@@ -34,7 +27,7 @@ loads = st.builds(
     queued_tokens=st.integers(-1, 50_000),
 )
 asks = st.builds(
-    Asked, num_tokens=st.integers(1, 20_000), session=st.sampled_from(["", "s1", "s2"])
+    RoutingRequest, num_tokens=st.integers(1, 20_000), session=st.sampled_from(["", "s1", "s2"])
 )
 
 
@@ -85,14 +78,14 @@ def having(*prompts) -> CachedPrefixes:
     return prefixes
 
 
-def asking(prompt, session="") -> Asked:
-    return Asked(len(prompt), session, PromptBlocks(prompt))
+def asking(prompt, session="") -> RoutingRequest:
+    return RoutingRequest(len(prompt), session, PromptBlocks(prompt))
 
 
-def chosen(name, prefills, decodes, asked=TEN_TOKENS, turn=0, seed=0, **kwargs) -> Pair:
+def chosen(name, prefills, decodes, routing=TEN_TOKENS, turn=0, seed=0, **kwargs) -> Pair:
     snapshot = ClusterSnapshot(tuple(prefills), tuple(decodes))
     rng = random.Random(seed)
-    return choose(snapshot, "a", policy_of(name), turn, rng, asked=asked, **kwargs)
+    return choose(snapshot, "a", policy_of(name), turn, rng, routing=routing, **kwargs)
 
 
 def candidates(nodes_of_role, fingerprint):
@@ -107,35 +100,33 @@ def candidates(nodes_of_role, fingerprint):
     st.integers(0, 1000),
     st.sets(st.sampled_from(["http://prefill-0", "http://decode-1"])),
 )
-def test_a_choice_is_up_of_the_model_and_neither_aside_nor_avoided_where_there_is_another(
-    snapshot, policy, asked, turn, avoid
+def test_chosen_node_is_up_with_the_model_and_not_aside_or_avoided_if_possible(
+    snapshot, policy, routing, turn, avoid
 ):
     rng = random.Random(turn)
     usable = [candidates(snapshot.prefills, "a"), candidates(snapshot.decodes, "a")]
     if not all(usable):
         with pytest.raises(NoNodeAvailable):
-            choose(snapshot, "a", policy, turn, rng, asked=asked, avoid=avoid)
+            choose(snapshot, "a", policy, turn, rng, routing=routing, avoid=avoid)
         return
-    pair = choose(snapshot, "a", policy, turn, rng, asked=asked, avoid=avoid)
+    pair = choose(snapshot, "a", policy, turn, rng, routing=routing, avoid=avoid)
     for taken, of_role in zip((pair.prefill, pair.decode), usable, strict=True):
         urls = {n.url for n in of_role}
         assert taken in (urls - avoid or urls)
 
 
 @given(snapshots, policies, asks, st.integers(0, 99))
-def test_the_same_snapshot_turn_and_draw_give_the_same_choice(snapshot, policy, asked, turn):
+def test_choice_depends_only_on_snapshot_turn_and_random_draw(snapshot, policy, routing, turn):
     if not (candidates(snapshot.prefills, "a") and candidates(snapshot.decodes, "a")):
         return
     first, second = (
-        choose(snapshot, "a", policy, turn, random.Random(turn), asked=asked) for _ in range(2)
+        choose(snapshot, "a", policy, turn, random.Random(turn), routing=routing) for _ in range(2)
     )
     assert first == second
 
 
 @given(snapshots, st.data(), policies, asks, st.integers(0, 99))
-def test_a_choice_among_nodes_that_were_followed_is_that_among_the_same_nodes_seen_anew(
-    before, data, policy, asked, turn
-):
+def test_choice_is_the_same_for_updated_and_rebuilt_candidates(before, data, policy, routing, turn):
     def changed(node) -> NodeSnapshot:
         fields = {"load": data.draw(loads), "zone": data.draw(st.sampled_from(["", "east"]))}
         cached = having(PROMPT) if data.draw(st.booleans()) else node.prefixes
@@ -143,12 +134,12 @@ def test_a_choice_among_nodes_that_were_followed_is_that_among_the_same_nodes_se
 
     if not (candidates(before.prefills, "a") and candidates(before.decodes, "a")):
         return
-    asked = replace(asked, prompt=PromptBlocks(PROMPT))
-    choose(before, "a", policy, turn, random.Random(turn), asked=asked)
+    routing = replace(routing, prompt=PromptBlocks(PROMPT))
+    choose(before, "a", policy, turn, random.Random(turn), routing=routing)
     after = ClusterSnapshot(
-        tuple(map(changed, before.prefills)), tuple(map(changed, before.decodes)), before.kept
+        tuple(map(changed, before.prefills)), tuple(map(changed, before.decodes)), before.candidates
     )
-    for followed in before.kept.values():
+    for followed in before.candidates.values():
         for node in (*after.prefills, *after.decodes):
             followed.put(node)
     anew = ClusterSnapshot(after.prefills, after.decodes)
@@ -156,7 +147,7 @@ def test_a_choice_among_nodes_that_were_followed_is_that_among_the_same_nodes_se
         choose(
             snapshot,
             *("a", policy, turn, random.Random(turn)),
-            asked=replace(asked, prompt=PromptBlocks(PROMPT)),
+            routing=replace(routing, prompt=PromptBlocks(PROMPT)),
         )
         for snapshot in (after, anew)
     )
@@ -174,50 +165,52 @@ def test_equal_nodes_are_used_in_rotation(num_prefills, num_decodes, name):
 
 
 @given(snapshots, asks, st.integers(0, 9))
-def test_no_pair_costs_less_than_the_one_chosen_together(snapshot, asked, turn):
+def test_least_load_chooses_the_pair_with_the_lowest_cost(snapshot, routing, turn):
     prefills, decodes = candidates(snapshot.prefills, "a"), candidates(snapshot.decodes, "a")
     if not (prefills and decodes):
         return
 
     def cost(p, d):
-        lacks_room = sum(n.room_tokens < asked.num_tokens for n in (p, d))
-        crossing = asked.num_tokens if p.zone != d.zone else 0
+        lacks_room = sum(n.room_tokens < routing.num_tokens for n in (p, d))
+        crossing = routing.num_tokens if p.zone != d.zone else 0
         return p.busy_tokens + d.busy_tokens + 100_000 * lacks_room + crossing
 
     policy = policy_of("least_load")
-    pair = choose(snapshot, "a", policy, turn, random.Random(0), asked=asked)
+    pair = choose(snapshot, "a", policy, turn, random.Random(0), routing=routing)
     costs = {(p.url, d.url): cost(p, d) for p in prefills for d in decodes}
     assert costs[pair.prefill, pair.decode] == pytest.approx(min(costs.values()))
 
 
-def test_a_pair_of_one_zone_is_taken_before_the_two_least_busy_nodes_of_two():
+def test_pair_within_a_zone_is_preferred_to_the_least_busy_nodes_of_two_zones():
     prefills = [prefill("p-east", 0, zone="east"), prefill("p-west", 500, zone="west")]
     decodes = [decode("d-east", 900, zone="east"), decode("d-west", 0, zone="west")]
-    together = chosen("least_load", prefills, decodes, Asked(1000))
+    together = chosen("least_load", prefills, decodes, RoutingRequest(1000))
     assert together == Pair("p-west", "d-west")
     # A prompt so short that its KV travels sooner than either queue is done.
-    assert chosen("least_load", prefills, decodes, Asked(100)) == Pair("p-east", "d-west")
+    assert chosen("least_load", prefills, decodes, RoutingRequest(100)) == Pair("p-east", "d-west")
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_equal_nodes_are_paired_within_their_zone_by_every_policy(name):
+def test_every_policy_pairs_equal_nodes_within_their_zone(name):
     zones = ["east", "west", "south"]
     prefills = [prefill(f"{zone}-p{i}", zone=zone) for zone in zones for i in range(2)]
     decodes = [decode(f"{zone}-d{i}", zone=zone) for i in range(3) for zone in zones]
     pairs = [
-        chosen(name, prefills, decodes, Asked(500, session=f"s{turn}"), turn=turn, seed=turn)
+        chosen(
+            name, prefills, decodes, RoutingRequest(500, session=f"s{turn}"), turn=turn, seed=turn
+        )
         for turn in range(60)
     ]
     assert all(p.prefill.split("-")[0] == p.decode.split("-")[0] for p in pairs)
     assert {p.prefill.split("-")[0] for p in pairs} == set(zones)
 
 
-def test_what_was_started_since_the_report_counts_with_it():
+def test_busy_tokens_include_requests_started_since_the_report():
     assert prefill(queued_tokens=5, fresh_tokens=10).busy_tokens == pytest.approx(15)
     assert decode(held_tokens=32, fresh_tokens=10).busy_tokens == pytest.approx(42, abs=0.1)
 
 
-def test_of_a_report_the_requests_that_ended_since_are_left_out():
+def test_busy_tokens_exclude_requests_finished_since_the_report():
     load = NodeLoad(queued_tokens=600, num_waiting=2, num_edges=2, num_own=1)
     prompt = list(range(5 * BLOCK_TOKENS))
     for in_flight, busy in ((1, 600), (0, 300)):
@@ -229,13 +222,13 @@ def test_of_a_report_the_requests_that_ended_since_are_left_out():
         assert taken.prefill == ("w" if busy < 4 * BLOCK_TOKENS else "cold")
 
 
-def test_a_queue_at_a_decode_weighs_even_though_it_holds_no_pages():
+def test_queued_requests_at_decode_count_as_load_without_pages():
     load = NodeLoad(num_running=2, pages_held=10, page_size=16)
     queued = NodeLoad(num_running=2, num_waiting=6, pages_held=10, page_size=16)
     assert node(load=queued).busy_tokens > 3 * node(load=load).busy_tokens
 
 
-def test_the_preferred_model_is_kept_while_a_pair_has_it():
+def test_preferred_model_is_kept_while_a_pair_serves_it():
     both = [node(str(i), fingerprint=f) for i, f in enumerate("ab")]
     snapshot = ClusterSnapshot(prefills=tuple(both), decodes=tuple(both))
     assert usable_fingerprint(snapshot) == "a"
@@ -243,7 +236,7 @@ def test_the_preferred_model_is_kept_while_a_pair_has_it():
     assert usable_fingerprint(snapshot, preferred="gone") == "a"
 
 
-def test_a_prompt_is_no_longer_than_its_blocks_say():
+def test_cached_tokens_exclude_the_last_prompt_token():
     prompt = list(range(3 * BLOCK_TOKENS))
     warm = node(prefixes=having(prompt))
     # All of it is cached, and the last token is computed all the same.

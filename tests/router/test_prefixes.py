@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.policy import Asked
-from tandem.router.prefixes import NOTHING_CACHED, PrefixIndex, PromptBlocks
+from tandem.router.nodes.prefixes import NOTHING_CACHED, PrefixIndex, PromptBlocks
+from tandem.router.pairing.policy import RoutingRequest
 from tandem.wire.messages import CacheReport
 from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS, PrefixJournal, block_names, pack_names
 from tests.router.fake_node import request
@@ -26,7 +26,7 @@ def report(journal: PrefixJournal, position: int) -> CacheReport | None:
     st.lists(st.one_of(st.tuples(st.booleans(), st.integers(0, 9)), st.just("ask")), max_size=60),
     st.integers(1, 12),
 )
-def test_a_router_that_asks_now_and_then_knows_what_a_node_has(events, max_changes):
+def test_router_that_polls_rarely_has_the_full_prefix_index(events, max_changes):
     """However many changes lie between two questions, more than the journal keeps included."""
     journal, known, cached = PrefixJournal(max_changes=max_changes), PrefixIndex().new_life(), set()
     for event in [*events, "ask"]:
@@ -45,7 +45,7 @@ def test_a_router_that_asks_now_and_then_knows_what_a_node_has(events, max_chang
             cached.remove(name)
 
 
-def test_what_a_node_says_after_its_life_was_over_is_kept_nowhere():
+def test_late_cache_reports_of_an_ended_node_are_dropped():
     index = PrefixIndex()
     known = index.new_life()
     known.forget()
@@ -53,7 +53,7 @@ def test_what_a_node_says_after_its_life_was_over_is_kept_nowhere():
     assert len(known.names) == len(index) == 0
 
 
-def test_a_node_that_lies_does_not_grow_its_router():
+def test_blocks_per_node_are_bounded():
     known = PrefixIndex().new_life()
     for start in (0, MAX_BLOCKS):
         names = pack_names(range(start, start + MAX_BLOCKS))
@@ -61,7 +61,7 @@ def test_a_node_that_lies_does_not_grow_its_router():
     assert len(known.names) == MAX_BLOCKS
 
 
-def test_half_a_name_is_passed_over():
+def test_truncated_block_name_is_ignored():
     known = PrefixIndex().new_life()
     known.take(CacheReport(epoch=EPOCH, position=1, added=pack_names([7]) + b"abc"))
     assert known.names == {7}
@@ -71,7 +71,7 @@ def test_half_a_name_is_passed_over():
     st.lists(st.lists(st.sets(st.integers(0, 6)), min_size=1, max_size=3), max_size=5),
     st.integers(0, 6),
 )
-def test_the_beginning_that_each_node_has_is_found_as_nodes_come_and_go(lives, num_names):
+def test_longest_prefix_per_node_is_found_as_nodes_start_and_end(lives, num_names):
     """Each node has what it told last; of every second one the life is over."""
     index, names = PrefixIndex(), list(range(num_names))
     known = [(index.new_life(), reports) for reports in lives]
@@ -92,7 +92,7 @@ def test_the_beginning_that_each_node_has_is_found_as_nodes_come_and_go(lives, n
     assert len(index) == 0
 
 
-def test_a_prompt_shares_blocks_up_to_its_first_other_token_and_none_with_another_salt():
+def test_prompts_share_blocks_up_to_the_first_different_token_per_salt():
     prompt = [i % 97 for i in range(4 * BLOCK_TOKENS)]
     other = [*prompt[: 2 * BLOCK_TOKENS], 98, *prompt[2 * BLOCK_TOKENS + 1 :]]
     names, others = block_names(prompt), block_names(other)
@@ -101,11 +101,11 @@ def test_a_prompt_shares_blocks_up_to_its_first_other_token_and_none_with_anothe
     assert not set(names) & set(block_names(prompt, "tenant"))
 
 
-def test_a_request_is_looked_for_under_its_salt_and_its_adapter():
+def test_prefix_lookup_uses_salt_and_adapter():
     prompt = [i % 97 for i in range(2 * BLOCK_TOKENS + 1)]
     for scope in ({}, {"adapter": "a"}, {"cache_salt": "a"}, {"adapter": "a", "cache_salt": "b"}):
         asked = request(prompt, **scope)
-        names = list(Asked.of(asked).prompt.names)
+        names = list(RoutingRequest.of(asked).prompt.names)
         assert names == block_names(prompt, asked.prefix_scope)
         others = [
             block_names(prompt, other) for other in ("", "a", "b") if other != asked.prefix_scope
@@ -113,7 +113,7 @@ def test_a_request_is_looked_for_under_its_salt_and_its_adapter():
         assert not any(set(names) & set(other) for other in others)
 
 
-def test_a_prompt_shorter_than_a_block_is_cached_nowhere():
+def test_prompt_shorter_than_a_block_has_no_cached_prefix():
     prompt = PromptBlocks([1] * BLOCK_TOKENS)
     assert [prompt.cached_in(life) for life in (PrefixIndex().new_life(), NOTHING_CACHED)] == [0, 0]
     assert list(prompt.names) == []

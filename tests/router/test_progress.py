@@ -2,10 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.progress import Progress, Trail
+from tandem.router.serving.progress import Progress, RequestTimeline
 from tandem.wire.errors import PeerLost
-from tandem.wire.generation import LogprobsWanted, Phase
+from tandem.wire.generation import LogprobOptions, Phase
 from tandem.wire.messages import StartColocated
+from tests.patience import Clock
 from tests.router.fake_node import delta, logprobs, request
 
 START = StartColocated(request=request())
@@ -15,14 +16,14 @@ def accept(progress, index, token_ids, reason=None, **fields):
     return progress.accept(delta(START, index, token_ids, reason, **fields))
 
 
-def test_a_gap_is_an_error_that_a_replay_can_mend():
+def test_token_gap_raises_peer_lost_so_that_a_replay_fills_it():
     progress = Progress(request())
     with pytest.raises(PeerLost, match="tokens 0 to 1 never arrived"):
         accept(progress, 2, [7])
     assert progress.next_index == 0
 
 
-def test_a_finish_ends_the_request_even_without_new_tokens():
+def test_finish_without_new_tokens_ends_the_request():
     progress = Progress(request())
     accept(progress, 0, [5])
     assert accept(progress, 1, [], "stop").finish.reason == "stop"
@@ -30,7 +31,7 @@ def test_a_finish_ends_the_request_even_without_new_tokens():
     assert accept(progress, 1, [6]) is None
 
 
-def test_a_hand_off_ends_prefills_part_and_not_the_request():
+def test_hand_off_finish_does_not_end_the_request():
     progress = Progress(request())
     new = accept(progress, 0, [5], "handed_off")
     assert (new.token_ids, new.finish) == ([5], None)
@@ -38,14 +39,14 @@ def test_a_hand_off_ends_prefills_part_and_not_the_request():
     assert not progress.is_finished
 
 
-def test_a_late_finish_of_something_shorter_is_dropped():
+def test_late_finish_below_the_next_index_is_dropped():
     progress = Progress(request())
     accept(progress, 0, [5, 6, 7])
     assert accept(progress, 1, [], "stop") is None
     assert not progress.is_finished
 
 
-def test_an_abort_ends_the_request_whatever_the_half_that_tells_it_has_seen():
+def test_abort_ends_the_request_at_any_index():
     progress = Progress(request())
     accept(progress, 0, [5])
     new = accept(progress, 0, [], "abort")
@@ -53,7 +54,7 @@ def test_an_abort_ends_the_request_whatever_the_half_that_tells_it_has_seen():
     assert progress.is_finished
 
 
-def test_a_replay_has_the_sent_tokens_in_its_prompt_and_its_index_continues():
+def test_replay_prompt_includes_sent_tokens_and_the_index_continues():
     progress = Progress(request(prompt_ids=[1, 2], group="g"))
     assert progress.remaining().group == "g"
     accept(progress, 0, [5, 6])
@@ -66,7 +67,7 @@ def test_a_replay_has_the_sent_tokens_in_its_prompt_and_its_index_continues():
     assert accept(progress, 2, [7]).index == 2
 
 
-def test_a_request_that_was_continued_already_counts_from_there():
+def test_request_with_prior_tokens_starts_at_their_count():
     progress = Progress(request(prompt_ids=[1, 5, 6], num_prior_tokens=2))
     assert progress.next_index == 2
     assert accept(progress, 2, [7]).index == 2
@@ -74,7 +75,7 @@ def test_a_request_that_was_continued_already_counts_from_there():
     assert progress.remaining().prompt_ids == [1, 5, 6, 7]
 
 
-def test_cached_tokens_are_those_of_the_first_delta():
+def test_cached_tokens_are_taken_from_the_first_delta():
     progress = Progress(request())
     first = accept(progress, 0, [5], cached_tokens=2, cached_by_tier={"host": 1})
     assert (first.cached_tokens, first.cached_by_tier) == (2, {"host": 1})
@@ -89,18 +90,18 @@ def prompt_run(progress, first, end, **fields):
 
 
 def wanting(start, num_tokens=6, **fields):
-    wanted = LogprobsWanted(num_top=1, prompt_start=start)
+    wanted = LogprobOptions(num_top=1, prompt_start=start)
     return request(prompt_ids=range(num_tokens), logprobs=wanted, **fields)
 
 
-def test_log_probabilities_are_cut_as_their_tokens_are():
+def test_logprobs_of_duplicate_tokens_are_dropped_with_the_tokens():
     progress = Progress(wanting(-1))
     accept(progress, 0, [5], logprobs=logprobs(0, 1))
     new = accept(progress, 0, [5, 6, 7], logprobs=logprobs(0, 3))
     assert (new.token_ids, new.logprobs) == ([6, 7], logprobs(1, 3))
 
 
-def test_prompt_positions_alone_are_worth_giving_and_the_first_copy_is_taken():
+def test_prompt_logprobs_are_returned_once_without_tokens():
     progress = Progress(wanting(1))
     assert prompt_run(progress, 1, 3).prompt_logprobs == logprobs(1, 3)
     assert prompt_run(progress, 1, 3) is None
@@ -111,19 +112,19 @@ def test_prompt_positions_alone_are_worth_giving_and_the_first_copy_is_taken():
     assert not progress.awaits_prompt_logprobs
 
 
-def test_prompt_positions_that_nobody_wants_are_dropped():
+def test_unrequested_prompt_logprobs_are_dropped():
     assert prompt_run(Progress(request()), 0, 3) is None
     assert prompt_run(Progress(wanting(-1)), 0, 3) is None
 
 
-def test_a_gap_in_the_prompt_is_an_error_that_a_replay_can_mend():
+def test_prompt_logprob_gap_raises_peer_lost_so_that_a_replay_fills_it():
     progress = Progress(wanting(0))
     with pytest.raises(PeerLost, match="positions 0 to 1 never arrived"):
         prompt_run(progress, 2, 4)
     assert progress.remaining().logprobs.prompt_start == 0
 
 
-def test_a_replay_asks_only_for_the_prompt_positions_not_given_yet():
+def test_replay_requests_only_missing_prompt_positions():
     progress = Progress(wanting(1, group="g"))
     prompt_run(progress, 1, 4)
     assert progress.remaining() == wanting(4, group="g")
@@ -131,7 +132,7 @@ def test_a_replay_asks_only_for_the_prompt_positions_not_given_yet():
     assert progress.remaining() == wanting(-1, group="g")
 
 
-def test_sent_tokens_are_no_part_of_the_prompt_that_is_told_of():
+def test_sent_tokens_get_no_prompt_logprobs():
     progress = Progress(wanting(0))
     accept(progress, 0, [9], logprobs=logprobs(6, 7))
     assert progress.remaining().logprobs.prompt_start == 0
@@ -140,7 +141,7 @@ def test_sent_tokens_are_no_part_of_the_prompt_that_is_told_of():
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30), st.integers(0, 9))
-def test_however_runs_repeat_and_overlap_each_prompt_position_is_given_once(windows, start):
+def test_overlapping_prompt_logprob_runs_return_each_position_once(windows, start):
     progress = Progress(wanting(start, num_tokens=10))
     told = []
     for first, size in [*windows, (start, 10)]:
@@ -159,9 +160,7 @@ def test_however_runs_repeat_and_overlap_each_prompt_position_is_given_once(wind
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5)), max_size=60),
     st.integers(0, 3),
 )
-def test_however_copies_repeat_and_overlap_each_index_is_given_once_and_in_order(
-    num_tokens, windows, num_prior
-):
+def test_overlapping_deltas_return_each_token_once_and_in_order(num_tokens, windows, num_prior):
     progress = Progress(request(num_prior_tokens=num_prior))
     tokens = list(range(100, 100 + num_tokens))
     given_tokens = []
@@ -177,46 +176,39 @@ def test_however_copies_repeat_and_overlap_each_index_is_given_once_and_in_order
     assert given_tokens == tokens == progress.sent_ids
 
 
-def test_each_attempt_is_told_the_time_that_is_left_until_the_client_has_heard_something():
-    now = [100.0]
-    progress = Progress(request(deadline_s=5.0), clock=lambda: now[0])
+def test_each_attempt_gets_the_remaining_deadline_until_the_first_token():
+    clock = Clock(100.0)
+    progress = Progress(request(deadline_s=5.0), clock=clock)
     seen = []
-    for now[0] in (100.0, 102.0, 109.0):
+    for clock.now_s in (100.0, 102.0, 109.0):
         seen.append(progress.remaining().deadline_s)
     assert seen == [5.0, 3.0, 0.0]
     accept(progress, 0, [7])
     assert progress.remaining().deadline_s is None
 
 
-class Clock:
-    now = 10.0
-
-    def __call__(self):
-        return self.now
-
-
-def trail_at(clock, *ends):
-    trail = Trail(clock)
+def timeline_at(clock, *ends):
+    timeline = RequestTimeline(clock)
     for name, at in ends:
-        clock.now = 10.0 + at
-        trail.end(name, "d" if name == "pair" else "")
-    return trail
+        clock.now_s = 10.0 + at
+        timeline.end(name, "d" if name == "pair" else "")
+    return timeline
 
 
-def test_of_a_lost_attempt_one_phase_is_left():
-    clock = Clock()
-    trail = trail_at(clock, ("queue", 1.0), ("pair", 2.0))
-    trail.heard([Phase("reserve", 0.0, 0.5)], "p")
-    clock.now = 15.0
-    trail.lost()
-    clock.now = 15.5
-    trail.end("pair", "d2")
-    trail.heard([Phase("reserve", 0.0, 0.25)], "p2")
-    assert [(each.name, each.start_s, each.duration_s) for each in trail.take()] == [
+def test_lost_attempt_is_reported_as_one_phase():
+    clock = Clock(10.0)
+    timeline = timeline_at(clock, ("queue", 1.0), ("pair", 2.0))
+    timeline.add([Phase("reserve", 0.0, 0.5)], "p")
+    clock.now_s = 15.0
+    timeline.lose_attempt()
+    clock.now_s = 15.5
+    timeline.end("pair", "d2")
+    timeline.add([Phase("reserve", 0.0, 0.25)], "p2")
+    assert [(each.name, each.start_s, each.duration_s) for each in timeline.take()] == [
         ("queue", 0.0, 1.0),
         ("pair", 1.0, 1.0),
         ("lost_attempt", 2.0, 3.0),
         ("pair", 5.0, 0.5),
         ("reserve", 5.5, 0.25),
     ]
-    assert trail.take() == []
+    assert timeline.take() == []

@@ -1,8 +1,8 @@
 import pytest
 
-from tandem.router.pairing import Groups
-from tandem.router.policy import Pair
-from tandem.router.request import MAX_HAND_OVERS, Replays
+from tandem.router.pairing.pairing import PairGroups
+from tandem.router.pairing.policy import Pair
+from tandem.router.serving.request import MAX_HAND_OVERS, Replays
 from tandem.wire.errors import (
     AttemptsUsedUp,
     NodeDraining,
@@ -14,14 +14,16 @@ from tandem.wire.errors import (
 PAIR = Pair(prefill="p", decode="d")
 
 
-def test_the_last_failure_is_named_and_one_that_is_not_public_only_by_its_code():
+def test_exhausted_attempts_report_only_the_code_of_an_internal_error():
     replays = Replays(2)
     replays.after(PeerLost("gone"))
-    with pytest.raises(AttemptsUsedUp, match=r"after 2 attempts, .* ended with: transfer_failed$"):
+    with pytest.raises(
+        AttemptsUsedUp, match=r"after 2 attempts; the last error was: transfer_failed$"
+    ):
         replays.after(TransferFailed("at 10.0.0.7"))
 
 
-def test_hand_overs_use_up_no_attempt_but_do_not_go_on_for_ever():
+def test_hand_overs_use_no_attempt_and_are_bounded():
     replays = Replays(1)
     for number in range(MAX_HAND_OVERS):
         replays.after((NodeDraining if number % 2 else PeerDraining)("draining"))
@@ -29,8 +31,8 @@ def test_hand_overs_use_up_no_attempt_but_do_not_go_on_for_ever():
         replays.after(NodeDraining("draining"))
 
 
-def test_requests_of_one_group_share_a_pair_until_the_last_of_them_ends():
-    groups = Groups()
+def test_group_keeps_its_pair_until_its_last_request_ends():
+    groups = PairGroups()
     with groups.entered("g") as first, groups.entered("h") as other, groups.entered("") as alone:
         first.pair = PAIR
         with pytest.raises(RuntimeError), groups.entered("g"):

@@ -1,8 +1,8 @@
 import pytest
 
-from tandem.router.cluster import Roster, explain
-from tandem.router.node import Node, NodeUnusable
-from tandem.router.policy import ClusterSnapshot, NodeSnapshot
+from tandem.router.nodes.cluster import Roster, explain
+from tandem.router.nodes.node import Node, NodeUnusable
+from tandem.router.nodes.snapshot import ClusterSnapshot, NodeSnapshot
 from tandem.wire.messages import ModelInfo, NodeInfo
 
 
@@ -37,7 +37,7 @@ def info(role: str, **fields) -> NodeInfo:
     return NodeInfo(role=role, version="1", epoch=1, engine_port=1, model=model, **fields)
 
 
-def test_the_view_is_the_same_object_until_a_node_changes():
+def test_snapshot_is_reused_until_a_node_changes():
     roster = roster_of(("p", "prefill"), ("d", "decode"), ("e", "decode"))
     before, version = roster.snapshot(), roster.version
     assert roster.snapshot() is before
@@ -51,7 +51,7 @@ def test_the_view_is_the_same_object_until_a_node_changes():
     assert roster.version == version, "load is no change of what can be served"
 
 
-def test_nodes_to_choose_from_follow_their_loads_and_are_found_anew_when_one_goes():
+def test_candidates_update_with_load_and_are_rebuilt_when_a_node_is_lost():
     roster = roster_of(("p", "prefill"), ("d", "decode"), ("e", "decode"))
     for url in "de":
         roster.find(url).info = info("decode")
@@ -60,7 +60,7 @@ def test_nodes_to_choose_from_follow_their_loads_and_are_found_anew_when_one_goe
     known = roster.snapshot().in_use("decode", "f")
     assert urls(known.nodes) == ["d", "e"]
     roster.find("e").count(1, 10)
-    roster.find("e").expect(10)
+    roster.find("e").count_fresh(10)
     seen = roster.snapshot()
     assert seen.in_use("decode", "f") is known
     assert known.nodes == list(seen.decodes)
@@ -71,14 +71,14 @@ def test_nodes_to_choose_from_follow_their_loads_and_are_found_anew_when_one_goe
     assert urls(roster.snapshot().in_use("decode", "f").nodes) == ["e"]
 
 
-def test_a_node_that_turns_moves_to_its_role_and_one_without_a_role_is_in_none():
+def test_node_is_listed_under_its_reported_role():
     roster = roster_of(("p", "prefill"), ("q", "prefill"), ("x", ""))
     assert urls(roster.snapshot().prefills) == ["p", "q"]
-    roster.find("p").check(info("decode"))
+    roster.find("p").validate(info("decode"))
     assert urls(roster.snapshot().prefills) == ["q"]
     assert urls(roster.snapshot().decodes) == ["p"]
     with pytest.raises(NodeUnusable):
-        roster.find("x").check(info("prefill", is_healthy=False))
+        roster.find("x").validate(info("prefill", is_healthy=False))
     assert urls(roster.snapshot().prefills) == ["q", "x"]
 
 
@@ -92,21 +92,21 @@ PREFILL = node("prefill", "p")
 DECODE_DOWN = node("decode", "d", is_up=False, reason="Connection refused")
 
 
-def test_a_role_without_a_node_is_named_with_the_reason():
+def test_health_names_the_role_without_a_reachable_node():
     snapshot = ClusterSnapshot(prefills=(PREFILL,), decodes=(DECODE_DOWN,))
     health = explain(snapshot, None)
     assert not health.is_serving
     assert health.detail == "no decode node reachable: http://d Connection refused; retrying"
 
 
-def test_two_models_are_named_by_both_fingerprints():
+def test_health_names_both_fingerprints_of_different_models():
     decode = node("decode", "d", fingerprint="b")
     health = explain(ClusterSnapshot(prefills=(PREFILL,), decodes=(decode,)), None)
     assert not health.is_serving
     assert "prefill serves a and decode serves b" in health.detail
 
 
-def test_a_cluster_that_serves_still_names_the_nodes_it_does_not_use():
+def test_health_of_a_serving_cluster_names_its_unused_nodes():
     other = node("decode", "e", fingerprint="b")
     decodes = (node("decode", "c"), DECODE_DOWN, other)
     health = explain(ClusterSnapshot(prefills=(PREFILL,), decodes=decodes), "a")

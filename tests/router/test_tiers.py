@@ -10,12 +10,13 @@ from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.nodes_api import NodesApi
-from tandem.router.policy import NodeSnapshot
-from tandem.router.prefixes import MAX_TIERS, UNKNOWN_SHARE, KnownPrefixes, share_saved
+from tandem.router.nodes.api import NodesApi
+from tandem.router.nodes.prefixes import MAX_TIERS, UNKNOWN_SHARE, KnownPrefixes, share_saved
+from tandem.router.nodes.snapshot import NodeSnapshot
 from tandem.wire.messages import CacheReport, NodeLoad, StartPrefill, TierLoad
 from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS, PrefixJournal, block_names, pack_names
-from tests.router.fake_node import FakeNode, request, until
+from tests.patience import until_async
+from tests.router.fake_node import FakeNode, request
 from tests.router.test_backend import cluster as cluster_of
 from tests.router.test_policy import asking, chosen, decode, node, prefill
 
@@ -40,7 +41,7 @@ def told(known, tiers=(), queued_tokens=0, **has) -> NodeSnapshot:
     """A prefill as a router knows it: how many of the prompt's blocks it has where."""
     prefixes = known.new_life()
     load = NodeLoad(queued_tokens=queued_tokens, tiers=list(tiers))
-    prefixes.heard(load)
+    prefixes.set_tiers(load)
     for place, num_blocks in has.items():
         prefixes.take(report(NAMES[:num_blocks], "" if place == "device" else place))
     return NodeSnapshot(
@@ -83,7 +84,7 @@ def stacked(device, stack, state="up") -> NodeSnapshot:
 # ── what is saved ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_each_tier_saves_its_share_of_what_cheaper_places_lack():
+def test_each_tier_saves_its_share_of_the_blocks_that_cheaper_tiers_lack():
     snapshot = stacked(2, [(0.5, 8), (0.25, 6), (0.9, 8)])
     assert saved(snapshot) == 2 + 4 * 0.75 + 2 * 0.5
     assert asking(PROMPT).found_in(snapshot) == {
@@ -94,15 +95,13 @@ def test_each_tier_saves_its_share_of_what_cheaper_places_lack():
 
 
 @given(lengths, stacks)
-def test_tiers_save_never_less_than_the_device_alone_nor_more_than_all_that_is_somewhere(
-    device, stack
-):
+def test_saved_tokens_are_between_device_hits_and_all_cached_tokens(device, stack):
     total = saved(stacked(device, stack))
     assert device <= total <= max([device, *(length for _, length in stack)])
 
 
 @given(lengths, stacks, st.sampled_from(["backing_off", "a_state_of_the_future"]))
-def test_tiers_that_are_empty_too_dear_or_not_up_save_nothing(device, stack, state):
+def test_empty_expensive_or_unavailable_tiers_save_nothing(device, stack, state):
     empty = [(cost, 0) for cost, _ in stack]
     dear = [(1 + abs(cost), length) for cost, length in stack]
     assert saved(stacked(device, empty)) == saved(stacked(device, dear)) == device
@@ -110,7 +109,7 @@ def test_tiers_that_are_empty_too_dear_or_not_up_save_nothing(device, stack, sta
 
 
 @given(lengths, stacks.filter(bool), st.data())
-def test_a_tier_that_becomes_dearer_saves_no_more(device, stack, data):
+def test_higher_tier_cost_never_saves_more(device, stack, data):
     place = data.draw(st.integers(0, len(stack) - 1))
     low, high = sorted(data.draw(st.tuples(st.floats(0, 3), st.floats(0, 3))))
     (_, length) = stack[place]
@@ -128,14 +127,14 @@ def test_a_tier_that_becomes_dearer_saves_no_more(device, stack, data):
         *[(-1.0, UNKNOWN_SHARE), (float("nan"), UNKNOWN_SHARE)],
     ],
 )
-def test_a_cost_is_a_share_whatever_a_node_says(cost, share):
+def test_share_saved_is_bounded_for_any_reported_cost(cost, share):
     assert share_saved(TierLoad(name="host", token_cost=cost)) == share
 
 
 # ── what is known ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_tier_of_one_node_is_nothing_to_another_and_a_store_is_all_its_nodes():
+def test_local_tier_counts_for_its_node_and_a_shared_store_for_all_its_nodes():
     known = KnownPrefixes()
     own, shared = (
         TierLoad(name="host", token_cost=0),
@@ -162,14 +161,14 @@ events = st.lists(
 
 
 @given(events, st.integers(1, 12))
-def test_a_store_has_what_any_living_node_told_however_often_they_are_asked(drawn, max_changes):
+def test_store_index_has_the_blocks_of_all_live_nodes(drawn, max_changes):
     """Three nodes feed it, by the product's own journals; a node that dies has a new life at once."""
     known = KnownPrefixes()
     load = NodeLoad(tiers=[TierLoad(name="redis", store=STORE)])
 
     def born():
         prefixes = known.new_life()
-        prefixes.heard(load)
+        prefixes.set_tiers(load)
         return PrefixJournal(max_changes=max_changes), set(), prefixes
 
     def ask(each):
@@ -203,34 +202,34 @@ def test_a_store_has_what_any_living_node_told_however_often_they_are_asked(draw
     assert not any(has(known, name) for name in range(10))
 
 
-def test_a_tier_that_a_node_has_no_more_is_forgotten_and_a_report_of_it_kept_nowhere():
+def test_removed_tier_is_forgotten_and_its_late_reports_are_dropped():
     known = KnownPrefixes()
     prefixes = known.new_life()
     host, shared = TierLoad(name="host"), TierLoad(name="disk", store=STORE)
-    prefixes.heard(NodeLoad(tiers=[host, shared]))
+    prefixes.set_tiers(NodeLoad(tiers=[host, shared]))
     for tier in ("", "host", "disk", "unheard"):
         prefixes.take(report(NAMES, tier))
     assert prefixes.tier_positions == {"host": 1, "disk": 1}
     assert known_blocks(prefixes) == {"host": len(NAMES), "disk": len(NAMES)}
     # Another store under the same name begins anew; one that no node has any more is forgotten.
-    prefixes.heard(NodeLoad(tiers=[TierLoad(name="disk", store=STORE + "2")]))
+    prefixes.set_tiers(NodeLoad(tiers=[TierLoad(name="disk", store=STORE + "2")]))
     assert prefixes.tier_positions == {"disk": 0}
     assert list(known.stores) == [STORE + "2"]
     prefixes.take(report(NAMES, "host"))
-    prefixes.heard(NodeLoad())
+    prefixes.set_tiers(NodeLoad())
     assert (prefixes.tier_positions, prefixes.tiers, len(known.stores)) == ({}, (), 0)
     assert prefixes.position == 1
     prefixes.forget()
-    prefixes.heard(NodeLoad(tiers=[host]))  # on its way as the life ended
+    prefixes.set_tiers(NodeLoad(tiers=[host]))  # on its way as the life ended
     prefixes.take(report(NAMES, "host"))
     assert (prefixes.tier_positions, len(known.index)) == ({}, 0)
 
 
-def test_nodes_that_lie_do_not_grow_their_router():
+def test_tiers_and_blocks_per_node_are_bounded():
     known = KnownPrefixes()
     many = [TierLoad(name=f"t{place}") for place in range(3 * MAX_TIERS)]
     liar = known.new_life()
-    liar.heard(NodeLoad(tiers=many))
+    liar.set_tiers(NodeLoad(tiers=many))
     assert len(liar.tier_positions) == MAX_TIERS
     liar.take(report(range(MAX_BLOCKS + 1), "t0"))
     assert known_blocks(liar)["t0"] == MAX_BLOCKS
@@ -240,7 +239,7 @@ def test_nodes_that_lie_do_not_grow_their_router():
 
 
 @pytest.mark.parametrize("policy", ["cache_aware", "session"])
-def test_a_node_that_reads_the_store_takes_over_when_the_one_that_has_the_prefix_is_busy(policy):
+def test_node_that_reads_the_store_is_used_when_the_caching_node_is_busy(policy):
     """As soon as waiting costs more than fetching: the choice follows the measured cost."""
     tokens = len(NAMES) * BLOCK_TOKENS
     for cost in (0.1, 0.5, -1.0, 0.9):
@@ -254,7 +253,7 @@ def test_a_node_that_reads_the_store_takes_over_when_the_one_that_has_the_prefix
             assert chosen(policy, [other, warm], ONE, asking(PROMPT)).prefill == urls[taken]
 
 
-def test_what_decode_has_behind_its_cache_saves_it_nothing_but_a_stand_in_for_prefill_all():
+def test_decode_tiers_count_only_when_decode_replaces_prefill():
     known, host = KnownPrefixes(), TierLoad(name="host", token_cost=0)
     behind = replace(told(known, [host], host=10), role="decode", url="behind")
     cold = node("cold", "decode")
@@ -268,7 +267,7 @@ async def taken_by(backend, prefills):
     """Return which prefill is given the prompt."""
     async with aclosing(backend.generate(request(PROMPT))) as deltas:
         first = asyncio.ensure_future(anext(deltas))
-        await until(lambda: not all(each.engine.is_idle() for each in prefills))
+        await until_async(lambda: not all(each.engine.is_idle() for each in prefills))
         [taken] = [each for each in prefills if not each.engine.is_idle()]
         start = await taken.engine.next(StartPrefill)
         taken.engine.say(start, 0, [7], reason="stop")
@@ -276,14 +275,14 @@ async def taken_by(backend, prefills):
     return taken
 
 
-async def test_over_the_wire_a_busy_node_loses_a_prompt_to_one_that_reads_the_store_by_what_it_costs():
+async def test_busy_node_loses_a_prompt_to_a_node_that_reads_the_shared_store():
     warm, other = FakeNode("prefill"), FakeNode("prefill")
 
     async def says(each, cost, queued_tokens=0):
         tier = TierLoad(name="redis", store=STORE, token_cost=cost)
         each.engine.load = NodeLoad(queued_tokens=queued_tokens, tiers=[tier])
         of_it = cluster.node(each.url)
-        await until(lambda: of_it.client.load == each.engine.load)
+        await until_async(lambda: of_it.client.load == each.engine.load)
 
     async with cluster_of(prefills=[warm, other], policy="cache_aware") as setup:
         backend, cluster = setup.backend, setup.backend._cluster
@@ -292,8 +291,10 @@ async def test_over_the_wire_a_busy_node_loses_a_prompt_to_one_that_reads_the_st
         for cost in (0.2, 0.8):
             for each in (warm, other):
                 await says(each, cost)
-            await until(lambda: known_blocks(cluster.node(other.url).prefixes) == {"redis": 10})
-            await until(lambda: cluster.node(warm.url).prefixes.cached.num_blocks == 10)
+            await until_async(
+                lambda: known_blocks(cluster.node(other.url).prefixes) == {"redis": 10}
+            )
+            await until_async(lambda: cluster.node(warm.url).prefixes.cached.num_blocks == 10)
             assert await taken_by(backend, [warm, other]) is warm
             # Half a prompt in line costs more than fetching it at a fifth, and less than at four fifths.
             await says(warm, cost, queued_tokens=len(PROMPT) // 2)
@@ -301,12 +302,12 @@ async def test_over_the_wire_a_busy_node_loses_a_prompt_to_one_that_reads_the_st
             assert await taken_by(backend, [warm, other]) is (other if cost == 0.2 else warm)
         life = cluster.node(warm.url).prefixes
         warm.restart_engine()
-        await until(lambda: cluster.node(warm.url).prefixes is not life)
+        await until_async(lambda: cluster.node(warm.url).prefixes is not life)
         # The one that told of it is gone, and with it what it told.
         assert known_blocks(cluster.node(other.url).prefixes) == {"redis": 0}
 
 
-async def test_operators_see_what_is_where():
+async def test_metrics_count_cached_blocks_and_prompt_tokens_per_tier():
     first, second = FakeNode("prefill"), FakeNode("prefill")
     tiers = [TierLoad(name="host", num_pages=7), TierLoad(name="redis", store=STORE)]
     for each in (first, second):
@@ -317,8 +318,8 @@ async def test_operators_see_what_is_where():
         first.engine.tell_cached(NAMES[:5], tier="host")
         second.engine.tell_cached(NAMES[:5], tier="host")
         second.engine.tell_cached(NAMES, tier="redis")
-        await until(lambda: cluster.tier_blocks() == {"host": 10, "redis": 10})
-        await until(lambda: cluster.node(first.url).prefixes.cached.num_blocks == 2)
+        await until_async(lambda: cluster.tier_blocks() == {"host": 10, "redis": 10})
+        await until_async(lambda: cluster.node(first.url).prefixes.cached.num_blocks == 2)
         async with TestClient(TestServer(app_of(cluster))) as client, client.get("/nodes") as shown:
             nodes = {node["url"]: node["tiers"] for node in (await shown.json())["nodes"]}
         assert [tier["name"] for tier in nodes[first.url]] == ["host", "redis"]

@@ -3,9 +3,9 @@
 import random
 from dataclasses import replace
 
-from tandem.router.config import AdmissionConfig, Limits
-from tandem.router.policy import POLICIES
-from tandem.wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
+from tandem.router.config import AdmissionConfig, QueueLimits
+from tandem.router.pairing.policy import POLICIES
+from tandem.wire.generation import GenerateRequest, LogprobOptions, SamplingParams
 from tests.loopback import Fault
 from tests.simulation.clients import Client
 from tests.simulation.nodes import NodeShape
@@ -50,7 +50,7 @@ def _draw_admission(draw: random.Random) -> AdmissionConfig:
     return AdmissionConfig(
         is_on=draw.random() < 0.8,
         max_in_flight=draw.choice([0, 0, 0, 1, 2]),
-        limits=Limits(
+        limits=QueueLimits(
             max_requests=draw.choice([4096, 4096, 3]), max_wait_s=draw.choice([60.0, 60.0, 2.0])
         ),
     )
@@ -72,7 +72,7 @@ def _draw_node(draw: random.Random, page_size: int) -> NodeShape:
         num_pages=num_tokens // page_size,
         page_size=page_size,
         chunk_size=draw.choice([8, 16, 64]),
-        is_beside_host=draw.random() < 0.5,
+        is_asynchronous=draw.random() < 0.5,
         pushes_layers=draw.random() < 0.7,
     )
 
@@ -93,7 +93,7 @@ def _draw_group(draw, first, num, prompt, begins_s, num_routers, is_plain) -> li
     """Return the clients of one prompt: `n` answers of one request go to one router."""
     logprobs = None
     if draw.random() < 0.3:
-        logprobs = LogprobsWanted(prompt_start=draw.choice([-1, 0, 0, draw.randrange(len(prompt))]))
+        logprobs = LogprobOptions(prompt_start=draw.choice([-1, 0, 0, draw.randrange(len(prompt))]))
     session, client = draw.choice(["", "one", "two"]), draw.choice(["", "a", "b"])
     some_s = None if is_plain else draw.choice([0.01, draw.expovariate(4.0), 2.0])
     deadline_s = draw.choice([None, None, some_s])

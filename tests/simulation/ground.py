@@ -16,9 +16,9 @@ import time
 import structlog
 import zmq
 
-import tandem.kvtransfer.control
-import tandem.kvtransfer.prefill_links
-import tandem.router.node_watch
+import tandem.kvtransfer.agents.control
+import tandem.kvtransfer.agents.receiver_links
+import tandem.router.nodes.watch
 import tandem.wire.async_link
 import tandem.wire.channel
 import tandem.wire.hosts
@@ -31,7 +31,7 @@ CHANCE = ("randbits", "token_bytes", "token_hex")
 
 
 async def fetch_info(session, url):
-    """See `tandem.router.node_watch.fetch_info`."""
+    """See `tandem.router.nodes.watch.fetch_info`."""
     del session
     process = CURRENT.get()
     return await process.world.server_info(process, url)
@@ -44,9 +44,9 @@ REPLACED = {
     tandem.wire.channel.wait: sockets.wait,
     tandem.wire.async_link.AsyncLink: sockets.SimulatedAsyncLink,
     tandem.wire.hosts.resolve: sockets.resolve,
-    tandem.kvtransfer.control.ControlThread: threads.SimulatedControlThread,
-    tandem.kvtransfer.control.Worker: threads.SimulatedWorker,
-    tandem.router.node_watch.fetch_info: fetch_info,
+    tandem.kvtransfer.agents.control.ControlThread: threads.SimulatedControlThread,
+    tandem.kvtransfer.agents.control.LinkWorker: threads.SimulatedWorker,
+    tandem.router.nodes.watch.fetch_info: fetch_info,
 }
 
 

@@ -5,31 +5,31 @@ from unittest import mock
 import msgspec
 
 from tandem.decode.role import DecodeRole
-from tandem.engine.core import Engine
-from tandem.engine.request import Stage
-from tandem.frontend.engine_client import EngineClient
-from tandem.frontend.token_stream import TokenStream
-from tandem.kvtransfer.prefill_links import PrefillLinks
-from tandem.kvtransfer.sender import PrefillAgent
+from tandem.engine.scheduling.core import Engine
+from tandem.engine.scheduling.request import Stage
+from tandem.kvtransfer.agents.receiver_links import PrefillLinks
+from tandem.kvtransfer.agents.sender import PrefillAgent
 from tandem.kvtransfer.session import (
     RECEIVER,
     SENDER,
     Action,
-    Event,
     ReceiverState,
+    RoomEvent,
     SenderState,
     Step,
 )
-from tandem.node.life import Drain
+from tandem.node.life.life import EngineDrain
 from tandem.node.loop import EngineLoop
 from tandem.node.role import Deadlines
 from tandem.router.admission import Admission
-from tandem.router.backend import ClusterBackend
-from tandem.router.cluster import Roster
-from tandem.router.node import Work
-from tandem.router.progress import Progress
-from tandem.router.request import Replays
+from tandem.router.nodes.cluster import Roster
+from tandem.router.nodes.node import NodeWork
+from tandem.router.serving.backend import ClusterBackend
+from tandem.router.serving.progress import Progress
+from tandem.router.serving.request import Replays
+from tandem.wire.engine_client import EngineClient
 from tandem.wire.errors import NodeDraining, PeerLost
+from tandem.wire.token_stream import TokenStream
 from tests.simulation.scenarios import ALL, FAILING, ORDERED
 from tests.simulation.threads import SimulatedWorker
 
@@ -77,7 +77,7 @@ def _free_granted(cancel, role, ticket):
 
 def _land_at_once(_original, agent, part, landed):
     part.landed = landed
-    agent._apply(part, Event.WRITES_DONE)
+    agent._apply(part, RoomEvent.WRITES_DONE)
 
 
 def _stop_at_once(_original, worker, _room, stopped):
@@ -85,10 +85,10 @@ def _stop_at_once(_original, worker, _room, stopped):
 
 
 def _fenced_at_once(drop, links, link, error):
-    is_first = links._is_kept(link)
+    is_first = link.session.is_open
     drop(links, link, error)
     if is_first:
-        links._fenced(link)
+        links._on_fenced(link)
 
 
 def _give_up(_original, _replays, error):
@@ -109,7 +109,7 @@ def _forget_local(hand_over, role, error):
     for half in list(role._by_ticket.values()):
         if half.hand_off is None:
             del role._by_ticket[half.ticket]
-            role._let_go(half, error)
+            role._stop(half, error)
     hand_over(role, error)
 
 
@@ -144,7 +144,7 @@ MUTANTS = {
         "a replay counts from 0": changed(Progress, "remaining", _count_anew),
         "a replay is never made": changed(Replays, "after", _give_up),
         "a half that ended keeps its share of the load": changed(
-            Work, "end", lambda end, work, **_: work.stream.close()
+            NodeWork, "release", lambda release, work, **_: work.stream.close()
         ),
         "a lost engine fails no stream": changed(TokenStream, "fail", _nothing),
         "decode frees granted pages when it cancels": changed(DecodeRole, "cancel", _free_granted),
@@ -153,27 +153,37 @@ MUTANTS = {
         ),
         "prefill never gives pages back": changed(Engine, "release", _nothing),
         "decode frees on its own Withdraw": arrow(
-            RECEIVER, _R.GRANTED, Event.WITHDRAW_ASKED, _R.CLOSED, _A.SEND_WITHDRAW, _A.TELL_SAFE
+            RECEIVER,
+            _R.GRANTED,
+            RoomEvent.WITHDRAW_REQUESTED,
+            _R.CLOSED,
+            _A.SEND_WITHDRAW,
+            _A.REPORT_SAFE,
         ),
         "prefill answers a Withdraw under its own writes": arrow(
             SENDER,
             _S.PUSHING,
-            Event.WITHDRAW_ARRIVED,
+            RoomEvent.WITHDRAW_ARRIVED,
             _S.RELEASED,
             _A.SEND_RELEASED,
-            _A.TELL_RELEASED,
+            _A.REPORT_RELEASED,
         ),
         "decode waits for ever after a Landed that crossed": arrow(
-            RECEIVER, _R.WITHDRAWN, Event.LANDED_ARRIVED, _R.WITHDRAWN
+            RECEIVER, _R.WITHDRAWN, RoomEvent.LANDED_ARRIVED, _R.WITHDRAWN
         ),
         "decode waits for ever after a Released that crossed": arrow(
-            RECEIVER, _R.WITHDRAWN, Event.RELEASED_ARRIVED, _R.WITHDRAWN
+            RECEIVER, _R.WITHDRAWN, RoomEvent.RELEASED_ARRIVED, _R.WITHDRAWN
         ),
         "prefill does not stop its writes when the link is lost": arrow(
-            SENDER, _S.PUSHING, Event.LINK_LOST, _S.PUSHING
+            SENDER, _S.PUSHING, RoomEvent.LINK_LOST, _S.PUSHING
         ),
         "prefill sends Landed when it is granted": arrow(
-            SENDER, _S.WAITING, Event.GRANT_ARRIVED, _S.LANDED, _A.TELL_GRANTED, _A.TELL_PUSHED
+            SENDER,
+            _S.WAITING,
+            RoomEvent.GRANT_ARRIVED,
+            _S.LANDED,
+            _A.REPORT_GRANTED,
+            _A.REPORT_PUSHED,
         ),
         "prefill reports that it stopped while a write goes on": changed(
             SimulatedWorker, "stop", _stop_at_once
@@ -183,7 +193,7 @@ MUTANTS = {
     ORDERED: {
         "a hand-over loses the request": changed(Replays, "after", _end_with_hand_over),
         "a node is drained while requests are left": changed(
-            Drain,
+            EngineDrain,
             "take_end",
             lambda take_end, drain, _left, *args, **named: take_end(drain, 0, *args, **named),
         ),
@@ -191,10 +201,12 @@ MUTANTS = {
         "a removed node is known for ever": changed(Roster, "remove", _nothing),
     },
     ALL: {
-        "prompts computed on decode count for ever": changed(Work, "prompt_done", _nothing),
-        "an answer that began ends with its deadline": changed(Progress, "_left_s", _always_left),
-        "admission keeps the place of a request that has left": changed(
-            Admission, "_left", _nothing
+        "prompts computed on decode count for ever": changed(NodeWork, "finish_prompt", _nothing),
+        "an answer that began ends with its deadline": changed(
+            Progress, "_remaining_s", _always_left
+        ),
+        "admission keeps the place of a finished request": changed(
+            Admission, "_release_place", _nothing
         ),
         "an abort reaches only those that run": changed(ClusterBackend, "abort", _abort_on_nodes),
     },
@@ -223,13 +235,13 @@ WASTEFUL = {
 # Seen where prefills are stopped in the middle of a write.
 OF_STOPPED_WRITERS = {
     "decode frees when Landed is late": arrow(
-        RECEIVER, _R.GRANTED, Event.TIMED_OUT, _R.CLOSED, _A.SEND_WITHDRAW, _A.TELL_FAILED
+        RECEIVER, _R.GRANTED, RoomEvent.TIMED_OUT, _R.CLOSED, _A.SEND_WITHDRAW, _A.REPORT_FAILED
     ),
     "decode does not fence a lost link": arrow(
-        RECEIVER, _R.GRANTED, Event.LINK_LOST, _R.CLOSED, _A.TELL_FAILED
+        RECEIVER, _R.GRANTED, RoomEvent.LINK_LOST, _R.CLOSED, _A.REPORT_FAILED
     ),
     "decode does not fence a link lost after Withdraw": arrow(
-        RECEIVER, _R.WITHDRAWN, Event.LINK_LOST, _R.CLOSED, _A.TELL_SAFE
+        RECEIVER, _R.WITHDRAWN, RoomEvent.LINK_LOST, _R.CLOSED, _A.REPORT_SAFE
     ),
     "a fence is called done when it begins": changed(PrefillLinks, "drop", _fenced_at_once),
 }

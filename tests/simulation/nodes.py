@@ -4,19 +4,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tandem.decode.role import DecodeRole
-from tandem.engine.kv_cache import PageState
-from tandem.kvtransfer.bootstrap import SenderEnd
-from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
+from tandem.engine.pages.kv_cache import PageState
+from tandem.kvtransfer.agents.receiver import DecodeAgent, ReceiverTimeouts
+from tandem.kvtransfer.agents.sender import PrefillAgent, SenderTimeouts
+from tandem.kvtransfer.agents.sender_links import SenderEnd
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.sender import PrefillAgent, SenderTimeouts
-from tandem.node.announce import INTERVAL_S, TTL_S
 from tandem.node.answers import Answers
-from tandem.node.engine_process import Drain, Resume
-from tandem.node.life import Event, Life, State
+from tandem.node.life.engine_process import DrainOrder, Resume
+from tandem.node.life.life import Life, LifeEvent, NodeState
 from tandem.node.loop import EngineLoop
-from tandem.node.supervisor import HAND_OVER_S
+from tandem.node.process.announce import INTERVAL_S, TTL_S
+from tandem.node.process.supervisor import HAND_OVER_S
 from tandem.prefill.role import PrefillRole
-from tandem.router.membership import Announcement
+from tandem.router.membership.membership import Announcement
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import new_epoch
 from tandem.wire.messages import ModelInfo, NodeInfo, ToEngine
@@ -47,7 +47,7 @@ class NodeShape:
     num_pages: int
     page_size: int
     chunk_size: int = 16
-    is_beside_host: bool = False
+    is_asynchronous: bool = False
     pushes_layers: bool = True
     verify: str = "always"
     announces_after_s: float | None = None
@@ -138,7 +138,7 @@ class SimulatedNode:
         self.process = Process(self.world, self.host)
         self.process.context.run(self._build)
         self.life = Life(self.role_name)
-        self.life.apply(Event.LOADED)
+        self.life.apply(LifeEvent.LOADED)
         if self.shape.announces_after_s is not None:
             first_s = self.shape.announces_after_s if self.num_lives == 1 else self.world.delay()
             self.process.later(first_s, self._announce)
@@ -151,7 +151,7 @@ class SimulatedNode:
         self.engine = toy_engine(
             region,
             layout,
-            is_beside_host=shape.is_beside_host,
+            is_asynchronous=shape.is_asynchronous,
             chunked_prefill_size=shape.chunk_size,
             max_running_requests=32,
         )
@@ -166,7 +166,7 @@ class SimulatedNode:
                 waker=waker,
                 timeouts=SENDER_TIMEOUTS,
                 verify=shape.verify,
-                least_bytes=1,
+                min_push_bytes=1,
                 clock=world.loop.time,
             )
             self.role = PrefillRole(
@@ -203,7 +203,7 @@ class SimulatedNode:
         passes.wake()
 
     def _pass(self) -> float:
-        if self.life.state is State.DRAINED:
+        if self.life.state is NodeState.DRAINED:
             self.world.check(not self.role.tickets(), f"{self.host} takes requests when drained")
         had_work = self.role.has_work
         self._loop.run_once(0.0)
@@ -231,7 +231,7 @@ class SimulatedNode:
             engine_port=ENGINE_PORT,
             bootstrap_port=BOOTSTRAP_PORT if self.role_name == "prefill" else None,
             model=model,
-            is_healthy=self.life.state is State.SERVING,
+            is_healthy=self.life.state is NodeState.SERVING,
             is_draining=self.life.is_draining,
             takes_prompts=self.role_name == "decode",
             max_prompt_tokens=self.shape.num_pages * self.shape.page_size - 1,
@@ -241,25 +241,25 @@ class SimulatedNode:
 
     def drain(self, timeout_s: float, *, ends: bool) -> None:
         """Take nothing new, and hand over in `timeout_s` what is left; with `ends`, as by SIGTERM."""
-        if not self.is_up or self.life.state is State.LEAVING:
+        if not self.is_up or self.life.state is NodeState.LEAVING:
             return
         self.world.note("order", f"{'end' if ends else 'drain'} {self.host} in {timeout_s} s")
-        state = self.life.apply(Event.END if ends else Event.DRAIN)
-        if state is State.ENDED:
+        state = self.life.apply(LifeEvent.END if ends else LifeEvent.DRAIN)
+        if state is NodeState.ENDED:
             self._end()
-        elif state is not State.DRAINED:
+        elif state is not NodeState.DRAINED:
             self._num_drains += 1
-            order = Drain(number=self._num_drains, timeout_s=timeout_s)
+            order = DrainOrder(number=self._num_drains, timeout_s=timeout_s)
             self._order(order)
             limit_s = timeout_s + HAND_OVER_S
             self.process.later(limit_s, lambda: self._too_late(order.number))
 
     def resume(self) -> None:
         """Cancel a drain, unless it ends the node."""
-        if self.is_up and self.life.state is not State.LEAVING:
+        if self.is_up and self.life.state is not NodeState.LEAVING:
             self.world.note("order", f"resume {self.host}")
             self._num_drains += 1
-            self.life.apply(Event.RESUME)
+            self.life.apply(LifeEvent.RESUME)
             self._order(Resume())
 
     def _order(self, order) -> None:
@@ -271,17 +271,20 @@ class SimulatedNode:
         self.world.note("drained", self.host)
         self.world.check(not self.role.tickets(), f"{self.host} is drained and has requests")
         self.world.num_drained += 1
-        if self.life.apply(Event.EMPTIED) is State.ENDED:
+        if self.life.apply(LifeEvent.EMPTIED) is NodeState.ENDED:
             self._end()
 
     def _too_late(self, number: int) -> None:
-        if number != self._num_drains or self.life.state not in (State.DRAINING, State.LEAVING):
+        if number != self._num_drains or self.life.state not in (
+            NodeState.DRAINING,
+            NodeState.LEAVING,
+        ):
             return
         self.world.check(
             not self.world.is_calm, f"{self.host} was not drained in time: {self.leftovers()}"
         )
-        if self.life.state is State.LEAVING:
-            self.life.apply(Event.TOO_LATE)
+        if self.life.state is NodeState.LEAVING:
+            self.life.apply(LifeEvent.TOO_LATE)
             self._end()
 
     def _end(self) -> None:
@@ -293,7 +296,7 @@ class SimulatedNode:
 
     def _announce(self) -> None:
         """Have the routers know of it, over and over."""
-        if self.life.state is not State.ENDED:
+        if self.life.state is not NodeState.ENDED:
             self._say(Announcement(url=self.url, role=self.role_name, ttl_s=TTL_S))
             self.process.later(INTERVAL_S, self._announce)
 

@@ -3,11 +3,11 @@
 import asyncio
 import random
 
-from tandem.router.backend import ClusterBackend
-from tandem.router.cluster import Cluster
 from tandem.router.config import PrefillTarget, RouterConfig
-from tandem.router.membership import Announcement, Membership, listed_members
-from tandem.router.policy import POLICIES
+from tandem.router.membership.membership import Announcement, Membership, listed_members
+from tandem.router.nodes.cluster import Cluster
+from tandem.router.pairing.policy import POLICIES
+from tandem.router.serving.backend import ClusterBackend
 from tests.simulation.processes import Process
 
 NODE_WAIT_S = 5.0
@@ -28,7 +28,7 @@ class SimulatedRouter:
         config = RouterConfig(
             prefills=tuple(PrefillTarget(n.url) for n in listed if n.role_name == "prefill"),
             decodes=tuple(n.url for n in listed if n.role_name == "decode"),
-            takes_announced=True,
+            discovers_announced=True,
             local_prefill_threshold=plan.local_prefill_threshold,
         )
         self.membership = Membership(listed_members(config))
@@ -89,7 +89,12 @@ class SimulatedRouter:
             if node.leaving.is_set():
                 found.append(f"{node.url} was removed, and is known")
             num_streams = node.client.num_streams if node.client is not None else 0
-            counts = (node.in_flight_requests, node.in_flight_tokens, num_streams, node._own_tokens)
+            counts = (
+                node.in_flight_requests,
+                node.in_flight_tokens,
+                num_streams,
+                node._own_backlog_tokens,
+            )
             if any(counts):
                 found.append(f"{node.url}: requests, tokens, streams, own prompts {counts}")
         held = self.backend.leftovers

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tandem.router.config import AdmissionConfig
-from tandem.wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
+from tandem.wire.generation import GenerateRequest, LogprobOptions, SamplingParams
 from tests.simulation.clients import Client
 from tests.simulation.drawn import draw_plan
 from tests.simulation.ground import simulated
@@ -92,7 +92,7 @@ def small_plan(*, is_local: bool = False, max_attempts: int = 4) -> Plan:
         request_id="small",
         prompt_ids=[5 + 7 * i for i in range(13)],
         sampling=SamplingParams(max_new_tokens=6, temperature=1.0, seed=11),
-        logprobs=LogprobsWanted(prompt_start=0),
+        logprobs=LogprobOptions(prompt_start=0),
     )
     node = NodeShape(num_pages=30, page_size=4, chunk_size=8)
     return Plan(

@@ -21,7 +21,7 @@ def steps(is_local=False):
 
 @pytest.mark.parametrize("target", ["prefill", "decode"])
 @pytest.mark.parametrize("kind", BLOWS)
-def test_a_client_does_not_notice(kind, target):
+def test_client_does_not_notice_a_fault_at_any_step(kind, target):
     some = steps()[BLOWS.index(kind) % 3 :: 3]
     worlds = [run_blow(Blow(kind, target, step)) for step in some]
     # Until decode has all pages, the loss of either costs an attempt.
@@ -29,7 +29,7 @@ def test_a_client_does_not_notice(kind, target):
 
 
 @pytest.mark.parametrize("kind", ["kill", "hand over", "remove"])
-def test_a_client_whose_prompt_decode_computes_does_not_notice(kind):
+def test_client_of_decode_alone_does_not_notice_a_fault_at_any_step(kind):
     worlds = [run_blow(Blow(kind, "decode", step, is_local=True)) for step in steps(is_local=True)]
     assert sum(world.num_local for world in worlds) > len(worlds)
     assert sum(world.replays for world in worlds) > len(worlds) / 3
@@ -43,7 +43,7 @@ def test_a_client_whose_prompt_decode_computes_does_not_notice(kind):
         ("remove", "a removal at once looks like a death"),
     ],
 )
-def test_a_hand_over_that_loses_the_request_is_caught(kind, name):
+def test_hand_over_that_loses_the_request_is_caught(kind, name):
     with OF_BLOWS[name], pytest.raises(Failure):
         for step in steps(is_local=True):
             run_blow(Blow(kind, "decode", step, is_local=True))

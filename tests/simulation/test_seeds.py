@@ -25,7 +25,7 @@ from tests.simulation.virtual_time import Stuck, run_in_virtual_time
 
 
 @pytest.mark.parametrize("first", range(0, 90, 30))
-def test_every_request_ends_right_and_nothing_is_left(first):
+def test_every_request_ends_correctly_and_leaves_no_state(first):
     worlds = [run_seed(seed) for seed in range(first, first + 30)]
     # These are not thirty calm ones.
     assert sum(world.num_faults for world in worlds) > 20
@@ -49,7 +49,7 @@ WRONG = [(rest, name) for rest, mutants in MUTANTS.items() for name in mutants]
 @pytest.mark.parametrize(
     ("rest", "name"), sampled(WRONG, *(each for each in WRONG if each[1] not in CAUGHT_LATE))
 )
-def test_a_product_that_is_wrong_in_one_place_is_caught(rest, name):
+def test_mutant_is_caught(rest, name):
     with MUTANTS[rest][name], pytest.raises(Failure) as caught:
         for seed in seeds_of(rest, 0, 1000):
             run_seed(seed)
@@ -57,13 +57,13 @@ def test_a_product_that_is_wrong_in_one_place_is_caught(rest, name):
     assert "mutants.py" not in str(caught.value)
 
 
-def test_no_write_of_a_prefill_that_stood_still_reaches_a_page_of_somebody_else():
+def test_resumed_prefill_never_writes_into_a_reused_page():
     worlds = [run_stopped_writers(seed) for seed in range(6)]
     assert sum(world.replays for world in worlds) > 10
 
 
 @pytest.mark.parametrize("name", OF_STOPPED_WRITERS)
-def test_a_decode_that_reuses_pages_before_the_fence_is_caught(name):
+def test_reuse_of_pages_before_the_fence_is_caught(name):
     with OF_STOPPED_WRITERS[name], pytest.raises(Failure, match="writes into page"):
         for seed in range(20):
             run_stopped_writers(seed)
@@ -71,11 +71,11 @@ def test_a_decode_that_reuses_pages_before_the_fence_is_caught(name):
 
 @pytest.mark.parametrize("target", ["prefill", "decode"])
 @pytest.mark.parametrize("kind", ["stop", "power off", "cut off"])
-def test_a_node_that_falls_silent_in_a_hand_off_is_lost_within_two_seconds(kind, target):
+def test_silent_node_in_a_hand_off_is_lost_within_two_seconds(kind, target):
     assert 1.0 < seconds_to_notice(kind, target) <= 2.0
 
 
-def test_what_is_too_late_is_not_begun():
+def test_request_past_its_deadline_is_not_started():
     outcomes = {client.finish for client in run_crowded().plan.clients}
     assert outcomes == {"length", ""}
     with LATE, pytest.raises(Failure, match="too late"):
@@ -83,23 +83,23 @@ def test_what_is_too_late_is_not_begun():
 
 
 @pytest.mark.parametrize("how", WASTEFUL)
-def test_what_nobody_reads_is_not_computed(how):
+def test_abandoned_request_is_not_computed(how):
     run_abandoned(how)
     with WASTEFUL[how], pytest.raises(Failure, match="nothing is left"):
         run_abandoned(how)
 
 
 @pytest.mark.parametrize("seed", [8, 24])  # in the second one several requests wait for a node
-def test_a_seed_does_the_same_each_time(seed):
+def test_seed_is_deterministic(seed):
     assert run_seed(seed, is_traced=True).trace == run_seed(seed, is_traced=True).trace
 
 
-def test_nothing_real_is_used():
+def test_real_sockets_are_rejected():
     with simulated(), pytest.raises(AssertionError, match="a real socket"):
         zmq.Context()
 
 
-def test_a_cluster_in_which_nothing_will_ever_happen_is_an_error():
+def test_deadlock_raises_stuck():
     async def wait_for_ever(loop):
         await asyncio.Event().wait()
 
@@ -107,7 +107,7 @@ def test_a_cluster_in_which_nothing_will_ever_happen_is_an_error():
         run_in_virtual_time(wait_for_ever)
 
 
-def test_time_passes_without_waiting():
+def test_virtual_time_passes_without_waiting():
     async def sleep(loop):
         await asyncio.sleep(3600)
         return loop.time()

@@ -3,8 +3,9 @@
 from collections import deque
 from functools import partial
 
-import tandem.kvtransfer.control
-from tandem.kvtransfer.control import Worker, finish
+import tandem.kvtransfer.agents.control
+from tandem.kvtransfer.agents.control import LinkWorker
+from tandem.kvtransfer.threads import poll_until_done
 from tandem.telemetry.log import get_logger
 from tests.simulation.processes import CURRENT, Repeated
 from tests.simulation.sockets import SimulatedWaker
@@ -18,7 +19,7 @@ CONNECTING_TURN_S = 0.05
 
 
 class SimulatedControlThread:
-    """See `tandem.kvtransfer.control.ControlThread`."""
+    """See `tandem.kvtransfer.agents.control.ControlThread`."""
 
     def __init__(self, name, turn) -> None:
         del name
@@ -43,7 +44,7 @@ class SimulatedControlThread:
             self._passes.wake()
         for _ in range(len(self._calls)):
             self._guarded(self._calls.popleft())
-        is_idle = self._waker.timeout_s >= tandem.kvtransfer.control.TURN_S
+        is_idle = self._waker.timeout_s >= tandem.kvtransfer.agents.control.TURN_S
         return TURN_S if is_idle else CONNECTING_TURN_S
 
     def _guarded(self, call) -> None:
@@ -53,8 +54,8 @@ class SimulatedControlThread:
             log.exception("kv_control.failed")
 
 
-class SimulatedWorker(Worker):
-    """See `tandem.kvtransfer.control.Worker`. Its jobs take a while.
+class SimulatedWorker(LinkWorker):
+    """See `tandem.kvtransfer.agents.control.LinkWorker`. Its jobs take a while.
 
     A job of a room is a write, whose bytes move at the end of it. That is the worst moment: whoever reuses a
     page under a write finds it overwritten, and whoever reuses the page that is read has the wrong bytes sent.
@@ -91,12 +92,12 @@ class SimulatedWorker(Worker):
         """One after the other: what several under way have in common is tested with the thread."""
 
         def do() -> None:
-            if (look := begin()) is not None:
-                finish(look)
+            if (poll := begin()) is not None:
+                poll_until_done(poll)
 
         self.submit(do, lambda _none: None, failed, room)
 
-    def _count_off(self) -> None:
+    def _decrement_open(self) -> None:
         self._num_open -= 1  # there is no thread to lock out
 
     def stop(self, room, stopped) -> None:
@@ -109,10 +110,10 @@ class SimulatedWorker(Worker):
     def end(self) -> None:
         self._is_ended = True
 
-    def close(self, hang_up) -> None:
+    def close(self, close_connection) -> None:
         self._is_closed = True
         self._jobs = deque(job for job in self._jobs if job[0] is None)
-        hang_up()
+        close_connection()
         if self._running is not None and self._running[0] is not None:  # it fails
             self._process.later(self._world.latency(), partial(self._finish, self._number))
 

@@ -7,11 +7,11 @@ prompt, another index or another seed of a later attempt. It needs no torch, and
 import numpy as np
 import xxhash
 
-from tandem.engine.config import EngineConfig
-from tandem.engine.core import Engine
-from tandem.engine.forward import forward_inputs
+from tandem.engine.config import EngineOptions
+from tandem.engine.scheduling.core import Engine
+from tandem.engine.scheduling.forward import forward_inputs
+from tandem.engine.scheduling.step import Outcome
 from tandem.engine.shape import ModelShape
-from tandem.engine.step import Outcome
 from tandem.kvtransfer.layout import KVLayout
 from tandem.wire.generation import TokenLogprobs
 
@@ -40,25 +40,25 @@ def logprob_after(tokens, token: int) -> TokenLogprobs:
 def answer(prompt, sampling):
     """Return all tokens of an answer, and their log-probabilities."""
     seed = sampling.seed if sampling.temperature > 0 else 0
-    tokens, told = list(prompt), []
+    tokens, logprob_positions = list(prompt), []
     for index in range(sampling.max_new_tokens):
         token = token_after(tokens, seed, index)
-        told.append(logprob_after(tokens, token))
+        logprob_positions.append(logprob_after(tokens, token))
         tokens.append(token)
         if token == EOS and not sampling.ignore_eos:
             break
-    return tokens[len(prompt) :], told
+    return tokens[len(prompt) :], logprob_positions
 
 
 class ToyLauncher:
-    """See `tandem.engine.step.Launcher`.
+    """See `tandem.engine.scheduling.step.Launcher`.
 
     Args:
         memory: Of the pool; it holds ids as four bytes, in each layer's K and V.
     """
 
-    def __init__(self, memory, num_pages: int, page_size: int, *, is_beside_host: bool) -> None:
-        self.is_beside_host = is_beside_host
+    def __init__(self, memory, num_pages: int, page_size: int, *, is_asynchronous: bool) -> None:
+        self.is_asynchronous = is_asynchronous
         self._pages = memory.view(np.int32).reshape(num_pages, NUM_LAYERS * 2, page_size)
         self._page_size = page_size
         self._newest = None
@@ -66,12 +66,12 @@ class ToyLauncher:
     def seed(self, request, drawn: int) -> int:
         return drawn if request.sampling.temperature > 0 else 0
 
-    def launch(self, batch, slots, wrote):
+    def launch(self, batch, slots, on_layer_written):
         sampled = batch.sampled()
         inputs = forward_inputs(batch, slots, self._page_size)
         self._write(inputs)
-        for layer in range(NUM_LAYERS if wrote is not None else 0):
-            wrote(layer)
+        for layer in range(NUM_LAYERS if on_layer_written is not None else 0):
+            on_layer_written(layer)
         rows = np.array([request.slot for request in sampled], np.int64)
         indexes, seeds = slots.next_index[rows].tolist(), slots.seed[rows].tolist()
         known = [self._read(inputs, row) for row in inputs.logit_rows]
@@ -80,19 +80,23 @@ class ToyLauncher:
             for tokens, seed, index in zip(known, seeds, indexes, strict=False)
         ]
         self._newest = np.array(ids, np.int64)
-        told = {
+        logprob_positions = {
             i: logprob_after(known[i], ids[i])
             for i, active in enumerate(sampled)
             if active.request.logprobs is not None
         }
         prompt_ids = [
-            chunk.request.token_ids[position] for chunk in batch.chunks for position in chunk.told
+            chunk.request.token_ids[position]
+            for chunk in batch.chunks
+            for position in chunk.logprob_positions
         ]
         prompt_told = [
             logprob_after(tokens, token)
             for tokens, token in zip(known[len(sampled) :], prompt_ids, strict=True)
         ]
-        outcome = Outcome(self._newest, token_logprobs=told, prompt_logprobs=prompt_told)
+        outcome = Outcome(
+            self._newest, token_logprobs=logprob_positions, prompt_logprobs=prompt_told
+        )
         return lambda: outcome
 
     def _write(self, inputs) -> None:
@@ -125,7 +129,7 @@ def toy_layout(num_pages: int, page_size: int) -> KVLayout:
     )
 
 
-def toy_engine(region, layout: KVLayout, *, is_beside_host: bool, **settings) -> Engine:
+def toy_engine(region, layout: KVLayout, *, is_asynchronous: bool, **settings) -> Engine:
     """Return an engine over a toy in this memory."""
     shape = ModelShape(
         num_layers=NUM_LAYERS,
@@ -138,8 +142,8 @@ def toy_engine(region, layout: KVLayout, *, is_beside_host: bool, **settings) ->
         kv_dtype="float32",
         fingerprint="toy",
     )
-    config = EngineConfig(model_dir="", page_size=layout.page_size, **settings)
+    config = EngineOptions(page_size=layout.page_size, **settings)
     launcher = ToyLauncher(
-        region.array(), layout.num_pages, layout.page_size, is_beside_host=is_beside_host
+        region.array(), layout.num_pages, layout.page_size, is_asynchronous=is_asynchronous
     )
     return Engine(launcher, shape, config, layout.num_pages)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import structlog
 
 from tandem.router.config import AdmissionConfig
-from tandem.router.membership import Announcement
-from tandem.router.node import NodeUnusable
+from tandem.router.membership.membership import Announcement
+from tandem.router.nodes.node import NodeUnusable
 from tandem.wire.errors import TandemError
 from tandem.wire.messages import StartColocated, StartDecode, StartPrefill
 from tests.loopback import Fault

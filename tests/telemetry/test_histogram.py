@@ -1,11 +1,11 @@
-"""Tests of counting values by bucket."""
+"""Histograms: counts by bucket."""
 
 import pytest
 
 from tandem.telemetry.histogram import Histogram
 
 
-def test_a_value_counts_in_the_first_bucket_that_reaches_it():
+def test_value_counts_in_the_first_bucket_whose_bound_it_does_not_exceed():
     histogram = Histogram((0.1, 1.0))
     for value in (0.05, 0.1, 0.5, 1.0, 7.0):
         histogram.observe(value)
@@ -14,7 +14,7 @@ def test_a_value_counts_in_the_first_bucket_that_reaches_it():
     assert spread.total == pytest.approx(8.65)
 
 
-def test_a_value_that_came_several_times_counts_as_often():
+def test_observe_times_counts_the_value_repeatedly():
     histogram = Histogram((1.0,))
     histogram.observe(0.25, 4)
     histogram.observe(0.0, 0)
@@ -22,7 +22,7 @@ def test_a_value_that_came_several_times_counts_as_often():
     assert histogram.spread().total == 1.0
 
 
-def test_what_was_taken_is_not_taken_again():
+def test_take_resets_the_counts():
     histogram = Histogram((1.0,))
     histogram.observe(2.0)
     assert histogram.take().counts == [0, 1]
@@ -31,7 +31,7 @@ def test_what_was_taken_is_not_taken_again():
     assert histogram.take().total == 0.0
 
 
-def test_a_spread_stays_as_it_was():
+def test_spread_is_a_snapshot():
     histogram = Histogram((1.0,))
     before = histogram.spread()
     histogram.observe(0.5)

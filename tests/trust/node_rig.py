@@ -25,7 +25,7 @@ from tests.agents import decode_agent, prefill_agent
 from tests.calm import CALM, calm_receiver, calm_sender
 from tests.engine.toy_runner import toy_engine
 from tests.loopback import LoopbackTransport
-from tests.patience import patiently
+from tests.patience import Clock, eventually
 
 NUM_PAGES, PAGE = 24, 4
 # What a pass takes of the agents' time. Whoever lies runs into their limits soon. For an honest request time stands
@@ -66,7 +66,7 @@ class Cluster:
     """Three nodes: prefill, decode and one that is both."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self._now_s, self._pass_s = 0.0, PASS_S
+        self._clock, self._pass_s = Clock(), PASS_S
         transport = LoopbackTransport()
         layout = KVLayout(
             num_pages=NUM_PAGES, page_size=PAGE, num_layers=1, num_kv_heads=1, head_dim=1,
@@ -79,7 +79,7 @@ class Cluster:
         def prefill(engine, answers, waker):
             limits = calm_sender(grant_s=0.05, early_grant_s=0.05)
             self.sender = prefill_agent(
-                layout, source, [transport], timeouts=limits, waker=waker, clock=lambda: self._now_s
+                layout, source, [transport], timeouts=limits, waker=waker, clock=self._clock
             )
             stack.callback(self.sender.close)
             return PrefillRole(engine, self.sender, answers, 8)
@@ -87,7 +87,7 @@ class Cluster:
         def decode(engine, answers, waker):
             limits = calm_receiver(connect_s=0.05, landed_s=0.2, released_s=0.2)
             self.receiver = decode_agent(
-                layout, target, [transport], timeouts=limits, waker=waker, clock=lambda: self._now_s
+                layout, target, [transport], timeouts=limits, waker=waker, clock=self._clock
             )
             stack.callback(self.receiver.close)
             return DecodeRole(engine, self.receiver, answers, 8, 8)
@@ -102,7 +102,7 @@ class Cluster:
 
     def step(self) -> None:
         """Let every node make a pass."""
-        self._now_s += self._pass_s
+        self._clock.now_s += self._pass_s
         for node in self.nodes:
             node.loop.run_once(0)
 
@@ -115,12 +115,12 @@ class Cluster:
 
     def until(self, is_so) -> None:
         """Let all nodes run until something is so."""
-        for _ in patiently():
-            if is_so():
-                return
+
+        def step() -> None:
             self.step()
             wait([], 0.0005)
-        raise AssertionError([node.engine.counts() for node in self.nodes])
+
+        assert eventually(is_so, step), [node.engine.counts() for node in self.nodes]
 
     def settle(self) -> None:
         """Hang up, as every liar does in the end, and see that nothing of it is left."""

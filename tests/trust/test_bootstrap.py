@@ -9,7 +9,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.kvtransfer.events import Failed, Safe
+from tandem.kvtransfer.events import RoomFailed, RoomSafe
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool
 from tandem.wire.channel import Inbox, Link, wait
@@ -19,7 +19,7 @@ from tandem.wire.hand_off import FromPrefill, Hello, Refused, ToPrefill, Welcome
 from tests.calm import CALM, calm_receiver, calm_sender
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import serve_the_next
-from tests.patience import patiently
+from tests.patience import eventually, patiently
 from tests.trust.hostile import FUZZ, frames_of
 
 EPOCH = Epoch(2)
@@ -134,7 +134,7 @@ def _ends(decode, room, clock) -> None:
     for _ in patiently():
         clock.now_s += CONNECT_S / 20
         for event in decode.agent.events():
-            if event.room == room and isinstance(event, Failed | Safe):
+            if event.room == room and isinstance(event, RoomFailed | RoomSafe):
                 return
         wait([], 0.005, decode.waker)
     raise AssertionError(decode.agent)
@@ -142,9 +142,9 @@ def _ends(decode, room, clock) -> None:
 
 def _until_in_time(node, clock, is_so) -> None:
     """Let time pass for a node until its statistics are so."""
-    for _ in patiently():
-        if is_so(node.agent.statistics()):
-            return
+
+    def step() -> None:
         clock.now_s += 0.5
         wait([], 0.005, node.waker)
-    raise AssertionError(node.agent)
+
+    assert eventually(lambda: is_so(node.agent.statistics()), step), node.agent

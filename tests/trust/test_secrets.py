@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tandem.up import free_ports
+from tandem.cli.up import free_ports
 from tandem.wire.keys import ChannelKey, operator_key
-from tests.e2e.cluster import Process, eventually, running_cluster
-from tests.patience import PATIENCE_S
+from tests.e2e.cluster import running_cluster
+from tests.patience import PATIENCE_S, eventually
+from tests.processes import Process, children
 
 SHM = Path("/dev/shm")
 
@@ -60,8 +61,7 @@ def shared_memory_of(pid: int) -> set[Path]:
     """Return the files that a process and its children have mapped: other tests make files there, too."""
     mapped = Path(f"/proc/{pid}/maps").read_text().split()
     files = {Path(word) for word in mapped if word.startswith(f"{SHM}/tandem-")}
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return files.union(*(shared_memory_of(int(child)) for child in children))
+    return files.union(*map(shared_memory_of, children(pid)))
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_no_secret_is_in_a_log_an_answer_a_command_line_or_a_file_of_others(tiny
     with running_cluster(
         *(*flags, "--max-total-tokens", "4096", *guarded),
         env={"TANDEM_CLUSTER_KEY": secret, "TMPDIR": str(temporary)},
-        router_flags=(*guarded, "--detokenizers", "2"),
+        router_flags=(*guarded, "--workers", "2"),
         is_fresh=True,  # a forked process shows the command line of its parent
     ) as cluster:
         said = []
@@ -116,11 +116,11 @@ def test_a_router_with_another_secret_says_so_and_so_do_the_nodes(tiny_model):
             env={"TANDEM_CLUSTER_KEY": "of a stranger"},
         )
         try:
-            told = "hung up in the middle of the handshake, as it does when its TANDEM_CLUSTER_KEY"
+            told = "hung up during the handshake; most likely its TANDEM_CLUSTER_KEY"
             assert eventually(lambda: told in stranger.output()), stranger.output()
             assert "cluster_key.weak" in stranger.output()
             decode = cluster.processes[1]
-            assert eventually(lambda: "another TANDEM_CLUSTER_KEY" in decode.output())
+            assert eventually(lambda: "different TANDEM_CLUSTER_KEY" in decode.output())
             assert eventually(lambda: strangers(node) > 0)
         finally:
             stranger.stop()

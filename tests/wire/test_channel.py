@@ -1,12 +1,13 @@
 import asyncio
 import contextlib
+import select
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.wire.async_link import MAX_DRAINED, AsyncLink
-from tandem.wire.channel import Codec, Inbox, Link, wait
+from tandem.wire.channel import Codec, Inbox, Link, Waker, wait
 from tandem.wire.errors import ConfigInvalid, MessageInvalid, MessageTooLarge, PeerLost
 from tandem.wire.generation import Epoch, RequestId
 from tandem.wire.keys import ChannelKey, cluster_key
@@ -22,15 +23,15 @@ def receive(inbox: Inbox[ToEngine]):
         if (envelope := inbox.receive()) is not None:
             return envelope
         wait([inbox], 0.1)
-    raise AssertionError("nothing came")
+    raise AssertionError("no message arrived")
 
 
 def make_inbox(key: ChannelKey | None = None) -> Inbox[ToEngine]:
     return Inbox("tcp://127.0.0.1:0", ToEngine, key, CALM)
 
 
-def make_link(inbox: Inbox[ToEngine], take=lambda _: None) -> AsyncLink[FromEngine]:
-    return AsyncLink(inbox.address, FromEngine, take, heartbeat=CALM)
+def make_link(inbox: Inbox[ToEngine], on_messages=lambda _: None) -> AsyncLink[FromEngine]:
+    return AsyncLink(inbox.address, FromEngine, on_messages, heartbeat=CALM)
 
 
 async def send_when_connected(link: AsyncLink[FromEngine], message) -> None:
@@ -42,28 +43,28 @@ async def send_when_connected(link: AsyncLink[FromEngine], message) -> None:
                 await asyncio.sleep(0)
 
 
-async def test_a_message_reaches_the_inbox_and_its_answer_comes_back():
-    inbox, taken = make_inbox(), asyncio.Queue()
-    link = make_link(inbox, taken.put_nowait)
+async def test_message_reaches_inbox_and_answer_reaches_link():
+    inbox, received = make_inbox(), asyncio.Queue()
+    link = make_link(inbox, received.put_nowait)
     await send_when_connected(link, Ping())
     envelope = receive(inbox)
     inbox.send(envelope.peer, PONG)
     async with asyncio.timeout(PATIENCE_S):
-        assert (envelope.message, await taken.get()) == (Ping(), [PONG])
+        assert (envelope.message, await received.get()) == (Ping(), [PONG])
     link.close()
     inbox.close()
 
 
-async def test_what_the_owner_raises_at_a_message_ends_the_link_and_is_raised_to_who_holds_it():
-    def take(_messages) -> None:
-        raise RuntimeError("not what was asked for")
+async def test_exception_from_on_messages_ends_the_link_and_wait_lost_raises_it():
+    def on_messages(_messages) -> None:
+        raise RuntimeError("unexpected message")
 
     inbox = make_inbox()
-    link = make_link(inbox, take)
+    link = make_link(inbox, on_messages)
     await send_when_connected(link, Ping())
     inbox.send(receive(inbox).peer, PONG)
     async with asyncio.timeout(PATIENCE_S):
-        with pytest.raises(RuntimeError, match="not what was asked for"):
+        with pytest.raises(RuntimeError, match="unexpected message"):
             await link.wait_lost()
     with pytest.raises(PeerLost):
         link.send(Ping())
@@ -71,7 +72,7 @@ async def test_what_the_owner_raises_at_a_message_ends_the_link_and_is_raised_to
     inbox.close()
 
 
-async def test_a_link_notices_that_its_inbox_is_gone():
+async def test_link_is_lost_when_its_inbox_closes():
     inbox = make_inbox()
     link = make_link(inbox)
     await send_when_connected(link, Ping())
@@ -84,25 +85,25 @@ async def test_a_link_notices_that_its_inbox_is_gone():
     link.close()
 
 
-async def test_a_reader_that_finds_something_each_time_lets_others_run():
+async def test_backlog_of_messages_does_not_starve_other_tasks():
     loop, num_sent, done = asyncio.get_running_loop(), 4 * MAX_DRAINED, asyncio.Event()
-    num_taken = num_before = 0
+    num_received = num_seen_by_loop = 0
 
-    def take(messages) -> None:
-        nonlocal num_taken
-        assert num_taken == num_before
+    def on_messages(messages) -> None:
+        nonlocal num_received
+        assert num_received == num_seen_by_loop
         assert len(messages) <= MAX_DRAINED
-        num_taken += len(messages)
+        num_received += len(messages)
         loop.call_soon(run)
 
     def run() -> None:
-        nonlocal num_before
-        num_before = num_taken
-        if num_taken == num_sent:
+        nonlocal num_seen_by_loop
+        num_seen_by_loop = num_received
+        if num_received == num_sent:
             done.set()
 
     inbox = make_inbox()
-    link = make_link(inbox, take)
+    link = make_link(inbox, on_messages)
     await send_when_connected(link, Ping())
     peer = receive(inbox).peer
     for _ in range(num_sent):
@@ -118,15 +119,23 @@ async def test_a_reader_that_finds_something_each_time_lets_others_run():
     inbox.close()
 
 
-def test_an_answer_to_a_peer_that_never_was_is_an_error():
+def test_waker_ends_one_wait_only():
+    with contextlib.closing(Waker()) as waker:
+        waker.wake()
+        waker.wake()
+        wait([], PATIENCE_S, waker)
+        assert select.select([waker], [], [], 0)[0] == []
+
+
+def test_send_to_unknown_peer_raises_peer_lost():
     with Inbox("tcp://127.0.0.1:0", ToEngine) as inbox, pytest.raises(PeerLost):
         inbox.send(b"nobody", PONG)
 
 
-def test_bytes_that_are_no_message_are_counted_and_passed_over():
+def test_invalid_frames_are_counted_and_skipped():
     inbox = make_inbox()
     link: Link[FromEngine] = Link(inbox.address, FromEngine, heartbeat=CALM)
-    link.socket.setsockopt(0x11, 0)  # linger 0: the test never waits at close
+    link.socket.setsockopt(0x11, 0)  # linger 0: do not wait at close
     link.socket.send(b"\xc1 not msgpack")
     link.socket.send_multipart([b"two", b"frames"])
     link.send(Ping())
@@ -136,27 +145,27 @@ def test_bytes_that_are_no_message_are_counted_and_passed_over():
     inbox.close()
 
 
-def test_a_port_in_use_is_refused_with_what_to_do():
+def test_port_in_use_is_rejected_with_remedy():
     with (
         Inbox("tcp://127.0.0.1:0", ToEngine) as inbox,
-        pytest.raises(ConfigInvalid, match="choose another port"),
+        pytest.raises(ConfigInvalid, match="use a different port"),
     ):
         Inbox(inbox.address, ToEngine)
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_decode_into_anything_but_a_message_or_a_refusal(frame):
+def test_arbitrary_bytes_decode_to_a_message_or_raise_message_invalid(frame):
     codec: Codec[ToEngine] = Codec(ToEngine)
     with contextlib.suppress(MessageInvalid):
         assert isinstance(codec.decode(frame), ToEngine)
 
 
-def test_a_message_of_the_other_direction_is_refused():
+def test_message_of_the_other_direction_is_rejected():
     with pytest.raises(MessageInvalid):
         Codec(ToEngine).decode(Codec(FromEngine).encode(PONG))
 
 
-def test_a_frame_over_the_limit_is_refused_at_both_ends():
+def test_frame_over_size_limit_is_rejected_by_encoder_and_decoder():
     small: Codec[ToEngine] = Codec(ToEngine, limit_bytes=10)
     message = Cancel(request_id=RequestId("x" * 20))
     with pytest.raises(MessageTooLarge):
@@ -165,14 +174,14 @@ def test_a_frame_over_the_limit_is_refused_at_both_ends():
         small.decode(Codec(ToEngine).encode(message))
 
 
-def test_an_unknown_field_is_ignored_so_that_a_newer_peer_is_understood():
+def test_unknown_field_of_newer_peer_is_ignored():
     import msgspec
 
     frame = msgspec.msgpack.encode({"type": "Cancel", "request_id": "a", "from_the_future": 1})
     assert Codec(ToEngine).decode(frame) == Cancel(request_id=RequestId("a"))
 
 
-def test_a_public_address_without_a_secret_is_refused(monkeypatch):
+def test_public_address_without_secret_is_rejected(monkeypatch):
     monkeypatch.delenv("TANDEM_CLUSTER_KEY", raising=False)
     assert cluster_key("127.0.0.1", is_insecure=False) is None
     assert cluster_key("0.0.0.0", is_insecure=True) is None

@@ -23,8 +23,8 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("interval_ms", [0, -1, 19, 60_001, float("nan"), float("inf")])
-def test_a_rhythm_that_cannot_be_kept_is_refused(interval_ms):
-    with pytest.raises(ConfigInvalid, match="give 20 to 60000"):
+def test_heartbeat_interval_out_of_range_is_rejected(interval_ms):
+    with pytest.raises(ConfigInvalid, match="use 20 to 60000"):
         heartbeat_of(interval_ms)
 
 
@@ -39,8 +39,8 @@ def peer():
     process.communicate()
 
 
-async def link_that_stood(address, heartbeat) -> AsyncLink[FromEngine]:
-    """Return a link over which something was sent. A hasty one may be lost before: then another is made."""
+async def established_link(address, heartbeat) -> AsyncLink[FromEngine]:
+    """Return a link that has sent a message. With short heartbeats a link may be lost earlier: then retry."""
     for _ in patiently():
         link = AsyncLink(address, FromEngine, lambda _: None, heartbeat=heartbeat)
         lost = asyncio.ensure_future(link.wait_lost())
@@ -53,13 +53,13 @@ async def link_that_stood(address, heartbeat) -> AsyncLink[FromEngine]:
                 lost.cancel()
                 return link
         link.close()
-    raise AssertionError("no link stood")
+    raise AssertionError("no link was established")
 
 
-async def test_a_stopped_peer_is_lost_although_its_connection_stands(peer):
+async def test_stopped_peer_is_lost_while_its_connection_is_still_open(peer):
     pid, address = peer
-    patient = await link_that_stood(address, Heartbeat(60))
-    hasty = await link_that_stood(address, Heartbeat(0.02))
+    patient = await established_link(address, Heartbeat(60))
+    hasty = await established_link(address, Heartbeat(0.02))
     try:
         os.kill(pid, signal.SIGSTOP)
         async with asyncio.timeout(PATIENCE_S):

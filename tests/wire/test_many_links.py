@@ -1,4 +1,4 @@
-"""What many links of one process cost, and what they may do to each other."""
+"""Cost and isolation of many links in one process."""
 
 import os
 import resource
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem.wire.async_link import AsyncLink
-from tandem.wire.channel import PER_LINK, Inbox, Link, wait
+from tandem.wire.channel import DESCRIPTORS_PER_LINK, Inbox, Link, wait
 from tandem.wire.errors import PeerLost
 from tandem.wire.messages import FromEngine, Ping, ToEngine
 from tests.calm import CALM
@@ -32,14 +32,14 @@ def send(link: Link[FromEngine]) -> None:
     raise AssertionError("no connection")
 
 
-def hear(inbox: Inbox[ToEngine], num: int) -> None:
+def receive_messages(inbox: Inbox[ToEngine], num: int) -> None:
     for _ in patiently():
         while inbox.receive() is not None:
             num -= 1
         if num <= 0:
             return
         wait([inbox], 0.1)
-    raise AssertionError(f"{num} messages did not come")
+    raise AssertionError(f"{num} messages did not arrive")
 
 
 @pytest.fixture
@@ -52,47 +52,47 @@ def make_link(inbox: Inbox[ToEngine]) -> Link[FromEngine]:
     return Link(inbox.address, FromEngine, heartbeat=CALM)
 
 
-def test_a_link_costs_no_thread_and_few_descriptors(inbox):
+def test_link_uses_no_thread_and_few_descriptors(inbox):
     links = [make_link(inbox)]
     send(links[0])
-    hear(inbox, 1)
+    receive_messages(inbox, 1)
     threads, descriptors = count("task"), count("fd")
     links += [make_link(inbox) for _ in range(NUM_LINKS)]
     for link in links[1:]:
         send(link)
-    hear(inbox, NUM_LINKS)
+    receive_messages(inbox, NUM_LINKS)
     assert count("task") == threads
-    # The inbox is of this process, too: it has one for each connection.
-    assert count("fd") - descriptors == NUM_LINKS * (PER_LINK + 1)
+    # The inbox is in this process too and has one descriptor for each connection.
+    assert count("fd") - descriptors == NUM_LINKS * (DESCRIPTORS_PER_LINK + 1)
     for link in links:
         link.close()
 
 
-def test_a_closed_inbox_has_given_its_address_back():
+def test_closed_inbox_has_unbound_its_address():
     address = "tcp://127.0.0.1:0"
     for _ in range(50):
         with Inbox(address, ToEngine, heartbeat=CALM) as inbox:
             address = inbox.address
             link = make_link(inbox)
             send(link)
-            hear(inbox, 1)
+            receive_messages(inbox, 1)
             link.close()
 
 
-@pytest.mark.parametrize("kind", [Link, partial(AsyncLink, take=lambda _: None)])
-async def test_a_link_to_a_name_is_refused(kind):
-    """libzmq would resolve it in the thread that all links of the process share."""
+@pytest.mark.parametrize("kind", [Link, partial(AsyncLink, on_messages=lambda _: None)])
+async def test_link_to_host_name_is_rejected(kind):
+    """libzmq would resolve the name in the I/O thread that all links of the process share."""
     with pytest.raises(ValueError, match="resolve"):
         kind("tcp://node-1.example.org:8998", FromEngine)
 
 
 def run_alone(code: str, limit: int, hard: int = 0) -> str:
-    """Run code in a process of its own that may have so many descriptors; return what it prints."""
-    most = hard or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    """Run code in a new process with `limit` descriptors; return its output."""
+    hard_limit = hard or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": "src:."},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit)),
         capture_output=True,
         text=True,
         check=False,
@@ -101,10 +101,10 @@ def run_alone(code: str, limit: int, hard: int = 0) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("limit", range(100, 103))  # a link takes three until it is connected
-def test_without_descriptors_the_next_link_is_refused_and_the_others_live(limit):
+@pytest.mark.parametrize("limit", range(100, 103))  # a link takes three before it is connected
+def test_link_beyond_descriptor_limit_is_refused_and_others_keep_working(limit):
     code = """
-from tests.wire.test_many_links import CALM, hear, make_link, send
+from tests.wire.test_many_links import CALM, receive_messages, make_link, send
 from tandem.wire.channel import Inbox
 from tandem.wire.errors import PeerLost
 from tandem.wire.messages import ToEngine
@@ -112,19 +112,19 @@ from tandem.wire.messages import ToEngine
 with Inbox("tcp://127.0.0.1:0", ToEngine, heartbeat=CALM) as inbox:
     first, others = make_link(inbox), []
     send(first)
-    hear(inbox, 1)
+    receive_messages(inbox, 1)
     try:
         while True:
             others.append(make_link(inbox))
     except PeerLost as error:
         print(error)
     send(first)
-    hear(inbox, 1)
+    receive_messages(inbox, 1)
 """
     assert "ulimit -n" in run_alone(code, limit)
 
 
-def test_a_process_may_have_more_links_than_libzmq_allows_unasked():
+def test_process_may_open_more_links_than_libzmq_allows_by_default():
     code = """
 from tandem.wire.channel import Link
 from tandem.wire.messages import FromEngine
@@ -137,19 +137,19 @@ print(len(links))
 
 LIMITED = """
 from structlog.testing import capture_logs
-from tandem.wire.channel import allow_descriptors
+from tandem.wire.channel import raise_descriptor_limit
 import resource
-with capture_logs() as told:
-    allow_descriptors(1000, used_for="40 nodes")
-print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], told)
+with capture_logs() as logs:
+    raise_descriptor_limit(1000, used_for="40 nodes")
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], logs)
 """
 
 
-def test_a_process_takes_what_it_may_and_a_limit_that_is_too_low_is_told_with_what_is_needed_and_how_to_raise_it():
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert run_alone(LIMITED, 64) == f"{most} []"
-    told = run_alone(LIMITED, 500, hard=500)
-    assert told.startswith("500 ")
+def test_descriptor_limit_is_raised_and_a_low_hard_limit_is_logged_with_remedy():
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert run_alone(LIMITED, 64) == f"{hard_limit} []"
+    logs = run_alone(LIMITED, 500, hard=500)
+    assert logs.startswith("500 ")
     for words in (
         "'needed': 1128",
         "'limit': 500",
@@ -157,4 +157,4 @@ def test_a_process_takes_what_it_may_and_a_limit_that_is_too_low_is_told_with_wh
         "ulimit -n 1128",
         "LimitNOFILE=1128",
     ):
-        assert words in told
+        assert words in logs

@@ -1,4 +1,4 @@
-"""Names of prefixes: keys of pages, names of blocks, and what a router follows of them."""
+"""Hashes of prefixes: keys of pages, names of blocks, and the changes reported to routers."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.kv_cache import KVCache
+from tandem.engine.pages.kv_cache import KVCache
 from tandem.wire.prefixes import (
     BLOCK_TOKENS,
     KEY_BYTES,
@@ -22,7 +22,7 @@ TOKENS = st.lists(st.integers(0, 2**31), max_size=300)
 
 
 @given(TOKENS, st.sampled_from([1, 16, 48, 256]))
-def test_the_names_of_all_blocks_are_in_the_keys_of_the_pages_they_end_in(tokens, page_size):
+def test_page_keys_list_every_block_that_ends_in_the_page(tokens, page_size):
     keys = list(page_keys(replace(SPACE, page_size=page_size), tokens, "salt"))
     assert len(keys) == len(tokens) // page_size
     names = [name for key in keys for name in key.blocks]
@@ -30,7 +30,7 @@ def test_the_names_of_all_blocks_are_in_the_keys_of_the_pages_they_end_in(tokens
 
 
 @given(TOKENS, TOKENS)
-def test_two_prefixes_share_keys_as_far_as_they_share_pages(one, other):
+def test_prefixes_share_keys_exactly_as_far_as_they_share_pages(one, other):
     ours, theirs = list(page_keys(SPACE, one)), list(page_keys(SPACE, other))
     for number, (a, b) in enumerate(zip(ours, theirs, strict=False), 1):
         assert (a == b) == (one[: number * 16] == other[: number * 16])
@@ -46,19 +46,19 @@ def test_two_prefixes_share_keys_as_far_as_they_share_pages(one, other):
         replace(SPACE, fingerprint="llama-2layers-abcb", kv_dtype="float16"),
     ],
 )
-def test_nothing_of_another_model_dtype_page_size_or_shard_has_an_equal_key(other):
+def test_keys_differ_by_model_dtype_page_size_and_shard(other):
     tokens = list(range(16))
     assert next(page_keys(SPACE, tokens)).digest != next(page_keys(other, tokens)).digest
 
 
-def test_two_tenants_share_no_key():
+def test_tenants_share_no_keys():
     tokens = list(range(64))
     ours = {key.digest for key in page_keys(SPACE, tokens, "ours")}
     assert not ours & {key.digest for key in page_keys(SPACE, tokens, "theirs")}
     assert not ours & {key.digest for key in page_keys(SPACE, tokens)}
 
 
-def test_each_rank_calls_its_part_of_a_page_by_a_name_of_its_own():
+def test_shard_keys_differ_by_rank_and_number_of_ranks():
     tokens = range(64)
     names = [key.digest for key in page_keys(SPACE, tokens)]
     for size in (2, 4):
@@ -70,8 +70,8 @@ def test_each_rank_calls_its_part_of_a_page_by_a_name_of_its_own():
     assert {len(name) for name in names} == {KEY_BYTES}
 
 
-def told(cache: KVCache) -> set[int]:
-    """What a router that knows nothing yet is told."""
+def reported(cache: KVCache) -> set[int]:
+    """Return the blocks reported to a new router."""
     changes = cache.journal.since(0)
     return set(changes.added) if changes else set()
 
@@ -80,28 +80,28 @@ def put(cache: KVCache, tokens, salt="") -> None:
     match = cache.match(tokens, salt)
     own = cache.allocate(cache.num_pages_for(len(tokens)) - len(match.page_ids))
     pages = [*match.page_ids, *own]
-    cache.remember(tokens, pages, salt)
+    cache.insert(tokens, pages, salt)
     cache.release(pages)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 48, 128, 200, 256])
-def test_blocks_have_the_names_that_a_router_gives_them_whatever_the_page_size(page_size):
+def test_cache_reports_the_routers_block_names_for_every_page_size(page_size):
     cache = KVCache(4000, page_size)
     tokens = [i % 50 for i in range(7 * BLOCK_TOKENS + 5)]
     put(cache, tokens[: 3 * BLOCK_TOKENS + 70])
     put(cache, tokens, salt="tenant")
     put(cache, tokens)
     whole_pages = len(tokens) // page_size * page_size
-    num_told = whole_pages // BLOCK_TOKENS
-    assert told(cache) == {
-        *block_names(tokens)[:num_told],
-        *block_names(tokens, "tenant")[:num_told],
+    num_reported = whole_pages // BLOCK_TOKENS
+    assert reported(cache) == {
+        *block_names(tokens)[:num_reported],
+        *block_names(tokens, "tenant")[:num_reported],
     }
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6)), min_size=1, max_size=12))
-def test_what_is_told_is_what_a_match_finds(prompts):
-    """With a pool too small for all, so that evictions are told of, too."""
+def test_reported_blocks_equal_what_match_finds(prompts):
+    """The pool is too small for all prompts, so evictions are reported too."""
     page_size = BLOCK_TOKENS // 2
     cache = KVCache(14, page_size)
     sequences = [[kind] * (length * BLOCK_TOKENS) for kind, length in prompts]
@@ -109,29 +109,29 @@ def test_what_is_told_is_what_a_match_finds(prompts):
         put(cache, tokens)
     for tokens in sequences:
         match = cache.match(tokens)
-        num_told = sum(name in told(cache) for name in block_names(tokens))
-        assert num_told == match.num_tokens // BLOCK_TOKENS
+        num_reported = sum(name in reported(cache) for name in block_names(tokens))
+        assert num_reported == match.num_tokens // BLOCK_TOKENS
         cache.release(match.page_ids)
 
 
-def test_a_flushed_cache_tells_that_nothing_is_left():
+def test_flushed_cache_reports_an_empty_full_set():
     cache = KVCache(40, 16)
     put(cache, [1] * 300)
-    assert len(told(cache)) == 2
+    assert len(reported(cache)) == 2
     position = cache.journal.position
     cache.flush()
     changes = cache.journal.since(position)
     assert (changes.is_whole, changes.added) == (True, [])
 
 
-def test_a_position_of_another_life_gets_all_there_is():
+def test_position_of_another_life_gets_the_full_set():
     journal = PrefixJournal()
     journal.add(5)
     changes = journal.since(99)
     assert (changes.is_whole, changes.added, changes.position) == (True, [5], 1)
 
 
-def test_a_block_in_two_pages_is_cached_until_both_are_gone():
+def test_block_in_two_pages_stays_cached_until_both_are_evicted():
     journal = PrefixJournal()
     journal.add(5)
     journal.add(5)
@@ -144,7 +144,7 @@ def test_a_block_in_two_pages_is_cached_until_both_are_gone():
     assert journal.since(position).removed == [5]
 
 
-def test_more_blocks_than_may_be_are_not_told_of():
+def test_blocks_beyond_the_limit_are_not_reported():
     journal = PrefixJournal(max_blocks=2)
     for name in range(4):
         journal.add(name)

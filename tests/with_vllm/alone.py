@@ -1,4 +1,4 @@
-"""`python alone.py MODEL ASKED ANSWERED [flags of vllm serve]`: vLLM in one process, without Tandem."""
+"""`python alone.py MODEL REQUESTS ANSWERS [flags of vllm serve]`: vLLM in one process, without Tandem."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-model, asked, answered, *flags = sys.argv[1:]
+model, requests_path, answers_path, *flags = sys.argv[1:]
 parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
 args = parser.parse_args(["--model", model, "--max-num-seqs", "256", "--enforce-eager", *flags])
 llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
@@ -45,7 +45,7 @@ def answer(prompt_ids, sampling):
     return list(result.outputs[0].token_ids)
 
 
-with open(asked) as questions:
-    answers = [answer(*each) for each in json.load(questions)]
-with open(answered, "w") as file:
+with open(requests_path) as file:
+    answers = [answer(*each) for each in json.load(file)]
+with open(answers_path, "w") as file:
     json.dump(answers, file)

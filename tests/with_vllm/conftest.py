@@ -1,4 +1,4 @@
-"""Tests with a real vLLM, which `make test-vllm` runs in an environment of their own."""
+"""Tests with a real vLLM. `make test-vllm` runs them in a separate environment."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Checkpoints for vLLM: the embedded model in a type, and tiny random ones whose heads vLLM's CPU kernels take."""
+"""Checkpoints for vLLM: the embedded model in a given type, and tiny random ones that vLLM's CPU kernels support."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from tandem.node.checkpoint import resolve_model
+from tandem.node.models.checkpoint import resolve_model
 
 SIZES = {
     "vocab_size": 320,
@@ -109,7 +109,7 @@ def adapter(model: Path, directory: Path, seed: int) -> Path:
 
 
 def quantized(model: Path, directory: Path) -> Path:
-    """Write a checkpoint again with the weights of its layers in 8 bits: compressed-tensors, W8A8, one scale a row."""
+    """Quantize the layers of a checkpoint to 8 bits: compressed-tensors, W8A8, one scale per row."""
     shutil.copytree(model, directory)
     [file] = directory.glob("*.safetensors")
     tensors = load_file(file)
@@ -141,7 +141,7 @@ def embedded(cache: Path) -> Path:
 
 
 def prompts(vocab_size: int, block: int, longest: int, count: int = 19) -> list[list[int]]:
-    """Return prompts of one token, around the borders of blocks, of several chunks, and with shared prefixes.
+    """Return prompts of one token, with lengths around block boundaries, of several chunks, and with shared prefixes.
 
     Those beyond 19 have prefixes of others and ends of their own.
     """

@@ -1,28 +1,25 @@
-"""Clusters of real nodes whose engine is vLLM, and vLLM alone beside them."""
+"""Clusters of real nodes that run vLLM, and plain vLLM to compare with."""
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
-
-from tandem.up import free_ports
+from tandem.cli.up import free_ports
+from tests.patience import eventually
+from tests.processes import Process
 
 HERE = Path(__file__).parent
 START_S = 240
 NUM_NEW = 10
-"""Tokens of an answer, unless a test asks for more."""
+"""Default number of generated tokens."""
 NUM_AGAIN = 19
-# One core for each node, as many threads in vLLM alone: so that both add in the same order.
+# One thread per node and in plain vLLM, so that both sum in the same order.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -32,51 +29,9 @@ ENVIRONMENT = {
 }
 
 
-class Process:
-    """A command, whose log is kept."""
-
-    def __init__(self, log: Path, *command: str, environment: Mapping[str, str] = {}) -> None:
-        self.log = log
-        self._file = log.open("a")
-        self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", *command],
-            stdout=self._file,
-            stderr=subprocess.STDOUT,
-            env=os.environ | ENVIRONMENT | environment,
-            start_new_session=True,
-        )
-
-    @property
-    def is_running(self) -> bool:
-        return self._popen.poll() is None
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process and all its children."""
-        os.killpg(self._popen.pid, number)
-
-    def children(self) -> list[psutil.Process]:
-        """Return all processes below it."""
-        return psutil.Process(self._popen.pid).children(recursive=True)
-
-    def wait_end(self) -> None:
-        """Wait until it ended by itself."""
-        self._popen.wait(60)
-        self._file.close()
-
-    def end(self) -> int:
-        """End it as an operator does; return its exit status."""
-        if self.is_running:
-            self._popen.send_signal(signal.SIGTERM)
-        try:
-            return self._popen.wait(60)
-        finally:
-            self.kill()
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.signal(signal.SIGKILL)
-        self._popen.wait()
-        self._file.close()
+def start(log: Path, module: str, *argv: str, env: Mapping[str, str] = {}) -> Process:
+    """Start a module whose log is appended to a file."""
+    return Process(*argv, module=module, log=log, env={**ENVIRONMENT, **env}, is_fresh=True)
 
 
 class Node:
@@ -96,15 +51,15 @@ class Node:
     def start(self) -> None:
         if self.process is not None:
             self.process.kill()
-        self.process = Process(self.log, *self._command)
+        self.process = start(self.log, *self._command)
 
     def wait_up(self) -> None:
-        deadline = time.monotonic() + START_S
-        while get(f"{self.url}/health")[0] != 200:
+        def is_up() -> bool:
             assert self.process is not None
-            assert self.process.is_running, self.log.read_text()[-3000:]
-            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
-            time.sleep(0.2)
+            assert self.process.is_running(), self.log.read_text()[-3000:]
+            return get(f"{self.url}/health")[0] == 200
+
+        assert eventually(is_up, within_s=START_S), self.log.read_text()[-3000:]
 
     @property
     def load(self) -> dict:
@@ -112,7 +67,7 @@ class Node:
 
 
 class Cluster:
-    """Nodes and a router. Everything ends with the block."""
+    """Nodes and a router. All processes are killed at the end of the `with` block."""
 
     def __init__(
         self,
@@ -125,7 +80,7 @@ class Cluster:
         router_flags=(),
     ) -> None:
         roles = ["prefill"] * prefills + ["decode"] * decodes
-        # Minutes pass before they are bound: no connection of others may take one meanwhile.
+        # Nodes bind these ports minutes later; until then no outgoing connection may take one.
         router_port, *ports = free_ports(1 + 2 * len(roles))
         pairs = zip(ports[::2], ports[1::2], strict=True)
         self.nodes = [
@@ -139,7 +94,7 @@ class Cluster:
             words += ["--prefill", node.url, str(node.bootstrap_port)]
         for node in self.decodes:
             words += ["--decode", node.url]
-        # Every prompt takes the whole path.
+        # Hand off every prompt, however short.
         self._router = [*words, "--local-prefill-threshold", "0", *router_flags]
         self._directory = directory
         self.router: Process | None = None
@@ -147,7 +102,7 @@ class Cluster:
     def __enter__(self):
         for node in self.nodes:
             node.start()
-        self.router = Process(self._directory / "router.log", *self._router)
+        self.router = start(self._directory / "router.log", *self._router)
         try:
             self.wait_up()
         except BaseException:
@@ -161,25 +116,21 @@ class Cluster:
                 process.kill()
 
     def wait_up(self) -> None:
-        """Wait until every node serves and the router knows it."""
+        """Wait until every node serves and is up at the router."""
         for node in self.nodes:
             node.wait_up()
-        deadline = time.monotonic() + 60
-        wanted = {"prefill": len(self.prefills), "decode": len(self.decodes)}
-        while True:
+        expected = {"prefill": len(self.prefills), "decode": len(self.decodes)}
+
+        def are_up() -> bool:
             status, body = get(f"{self.url}/nodes")
-            up = (
-                [each["role"] for each in body["nodes"] if each["state"] == "up"]
-                if status == 200
-                else []
-            )
-            if {role: up.count(role) for role in wanted} == wanted:
-                return
-            assert time.monotonic() < deadline, body
-            time.sleep(0.2)
+            nodes = body["nodes"] if status == 200 else []
+            up = [each["role"] for each in nodes if each["state"] == "up"]
+            return {role: up.count(role) for role in expected} == expected
+
+        assert eventually(are_up, within_s=60), get(f"{self.url}/nodes")
 
     def generate(self, prompt_ids, adapter=None, **sampling):
-        """Return the token ids of an answer."""
+        """Return the generated token ids."""
         params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": NUM_NEW} | sampling
         asked = {"input_ids": prompt_ids, "sampling_params": params, "lora_path": adapter}
         status, body = post(f"{self.url}/generate", asked)
@@ -187,7 +138,7 @@ class Cluster:
         return body["output_ids"]
 
     def stream(self, prompt_ids, **sampling):
-        """Yield the token ids of an answer so far, as they come."""
+        """Yield the token ids generated so far, for each event."""
         params = {"temperature": 0.0, "ignore_eos": True} | sampling
         body = {"input_ids": prompt_ids, "sampling_params": params, "stream": True}
         data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -203,10 +154,11 @@ class Cluster:
 
     def wait_free(self) -> None:
         """Wait until every block of every node is free; 2 s at most."""
-        deadline = time.monotonic() + 2
-        while any(node.load["pages_free"] < node.load["num_pages"] for node in self.nodes):
-            assert time.monotonic() < deadline, [node.load for node in self.nodes]
-            time.sleep(0.05)
+
+        def is_free() -> bool:
+            return all(node.load["pages_free"] >= node.load["num_pages"] for node in self.nodes)
+
+        assert eventually(is_free, within_s=2), [node.load for node in self.nodes]
 
 
 def get(url: str):
@@ -231,10 +183,10 @@ def post(url: str, body, timeout_s: float = 240):
 
 
 def alone(model: Path, asked: list, directory: Path, *vllm_flags: str) -> list:
-    """Return the answers of vLLM in one process to lists of token ids, asked one after the other.
+    """Return the answers of vLLM in one process, which runs the requests one after the other.
 
     Args:
-        asked: (prompt ids, sampling parameters in vLLM's words) of each; `adapter` is the path of one.
+        asked: Prompt ids and sampling parameters of vLLM for each request; `adapter` is an adapter's path.
     """
     question, answer = directory / "asked.json", directory / "answered.json"
     question.write_text(json.dumps([(ids, {"max_tokens": NUM_NEW} | how) for ids, how in asked]))
@@ -252,15 +204,15 @@ def alone(model: Path, asked: list, directory: Path, *vllm_flags: str) -> list:
 
 
 def again(asked: list) -> list:
-    """Return the prompts that `check_answers` asks a second time, and at once."""
+    """Return the prompts that `check_answers` repeats, also concurrently."""
     return asked[:NUM_AGAIN]
 
 
 def check_answers(cluster: Cluster, asked: list, expected: list, *, is_exact_at_once: bool) -> None:
-    """Compare the answers one after the other, cold, some again, and these at once, with those of vLLM alone.
+    """Compare answers with those of plain vLLM: one by one, some repeated with a warm cache, and those concurrently.
 
     Args:
-        expected: To `[*asked, *again(asked)]`.
+        expected: Answers to `[*asked, *again(asked)]`.
     """
     assert [cluster.generate(ids) for ids in asked] == expected[: len(asked)]
     repeated = again(asked)

@@ -1,44 +1,44 @@
-"""Pairs of unmodified `vllm serve` processes with a KV connector, and what a proxy sends them."""
+"""Pairs of unmodified `vllm serve` processes with a KV connector, and the requests that a proxy sends them."""
 
 import contextlib
 import json
 import random
 import threading
-import time
 from pathlib import Path
 
-from tandem.up import free_ports
-from tests.with_vllm.nodes import START_S, Process, get, post
+from tandem.cli.up import free_ports
+from tests.patience import eventually
+from tests.with_vllm.nodes import START_S, get, post, start
 
 FLAGS = ("--block-size", "32", "--skip-tokenizer-init", "--dtype", "float32")
 NUM_TOKENS = 8
 
 
 class Server:
-    """One `vllm serve`. `transfer`: its `--kv-transfer-config`."""
+    """A `vllm serve` process. `transfer`: its `--kv-transfer-config`."""
 
     def __init__(self, port: int, model: Path, log: Path, transfer: dict, flags=()) -> None:
         self.url, self._log = f"http://127.0.0.1:{port}", log
-        # Only NixlConnector reads these.
+        # Read by NixlConnector only.
         environment = {
             "UCX_TLS": "tcp",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(1)[0]),
         }
-        self.process = Process(
+        self.process = start(
             log,
             *("vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "m"),
             *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager", *FLAGS, *flags),
             *("--kv-transfer-config", json.dumps(transfer)),
-            environment=environment,
+            env=environment,
         )
 
     def is_up(self) -> bool:
-        assert self.process.is_running, self._log.read_text()[-3000:]
+        assert self.process.is_running(), self._log.read_text()[-3000:]
         return get(f"{self.url}/health")[0] == 200
 
     def ask(self, prompt_ids, params, max_tokens=NUM_TOKENS):
-        """Return HTTP's status and the answer. `prompt_ids`: of a prompt, or of each of several."""
+        """Return the HTTP status and body. `prompt_ids`: token ids of one prompt, or a list of those of several."""
         body = {
             "model": "m",
             "prompt": prompt_ids,
@@ -52,7 +52,7 @@ class Server:
         return post(f"{self.url}/v1/completions", body)
 
     def complete(self, prompt_ids, params, max_tokens=NUM_TOKENS):
-        """Return the tokens of an answer that has to come."""
+        """Return the tokens of an answer; the status must be 200."""
         status, answer = self.ask(prompt_ids, params, max_tokens)
         assert status == 200, answer
         return answer["choices"][0]["token_ids"]
@@ -83,10 +83,10 @@ class Pair:
 
     def __enter__(self):
         try:
-            waiting, deadline = threading.Event(), time.monotonic() + START_S
-            while not all([self.prefill.is_up(), self.decode.is_up()]):
-                assert time.monotonic() < deadline, f"{self.connector} did not start in time"
-                waiting.wait(0.3)
+            are_up = eventually(
+                lambda: all([self.prefill.is_up(), self.decode.is_up()]), within_s=START_S
+            )
+            assert are_up, f"{self.connector} did not start in time"
         except BaseException:
             self.__exit__()
             raise
@@ -97,7 +97,7 @@ class Pair:
             server.process.kill()
 
     def source(self, room: int) -> dict:
-        """Return what names a room to decode."""
+        """Return the `kv_transfer_params` that refer to a room on decode."""
         return {
             "bootstrap_room": room,
             "bootstrap_host": "127.0.0.1",
@@ -106,7 +106,7 @@ class Pair:
 
     @contextlib.contextmanager
     def reference(self, prompt_ids):
-        """Send prefill's half of a prompt; yield what names it to decode."""
+        """Send prefill's half of a prompt; yield the `kv_transfer_params` for decode."""
         room = random.getrandbits(62)
         words = (prompt_ids, {"bootstrap_room": room}, 1)
         half = threading.Thread(target=self.prefill.ask, args=words)
@@ -116,7 +116,7 @@ class Pair:
 
 
 class NixlPair(Pair):
-    """Two servers with NixlConnector. A reference names blocks of prefill."""
+    """Prefill and decode with NixlConnector. A reference names blocks of prefill."""
 
     connector = "NixlConnector"
     roles = ("kv_both", "kv_both")

@@ -1,4 +1,4 @@
-"""Requests that name a LoRA adapter are answered as vLLM alone answers them, and share nothing with others."""
+"""Requests with a LoRA adapter: same answers as plain vLLM, and no prefix shared between adapters."""
 
 import random
 
@@ -8,14 +8,14 @@ from tests.with_vllm.nodes import NUM_NEW, Cluster, alone, get, post
 FLAGS = ("--max-model-len", "1024", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
 
 
-def test_adapters_answer_apart_as_in_vllm_alone_and_share_no_prefix(tmp_path, cache):
+def test_adapters_match_plain_vllm_and_share_no_prefix(tmp_path, cache):
     model, rng = embedded(cache), random.Random(5)
     paths = {
         name: adapter(model, tmp_path / name, seed) for seed, name in enumerate(["sql", "law"])
     }
     names = [None, "sql", "law"]
     asked = [[rng.randrange(3, 40_000) for _ in range(length)] for length in (1, 130, 400)]
-    # Each prompt for each adapter, one after the other, and once more with what is cached then.
+    # Each prompt with each adapter, one after the other, then all again with a warm cache.
     turns = [(ids, name) for _ in range(2) for ids in asked for name in names]
     own = {name: {"adapter": str(path)} for name, path in paths.items()}
     questions = [(ids, own.get(name, {})) for ids, name in turns]

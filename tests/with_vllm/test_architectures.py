@@ -1,4 +1,4 @@
-"""Models of other architectures answer apart as vLLM alone, whatever they keep of a prompt."""
+"""Other architectures: disaggregated answers equal plain vLLM's, for every kind of cached state."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.with_vllm.models import prompts, tiny
 from tests.with_vllm.nodes import Cluster, alone, check_answers
 
 
-# What vLLM's kernels for CPUs take: blocks of latent attention have 16 tokens, gated delta rules are in bfloat16.
+# Limits of vLLM's CPU kernels: latent attention needs blocks of 16 tokens, gated delta rules need bfloat16.
 @pytest.mark.parametrize(
     ("kind", "dtype", "block_size"),
     [
@@ -18,16 +18,14 @@ from tests.with_vllm.nodes import Cluster, alone, check_answers
         ("state in some layers", "bfloat16", None),
     ],
 )
-def test_models_of_other_architectures_answer_apart_as_vllm_alone(
-    tmp_path, kind, dtype, block_size
-):
+def test_other_architectures_match_plain_vllm(tmp_path, kind, dtype, block_size):
     model = tiny(kind, tmp_path / "model")
     asked = prompts(320, block=block_size or 128, longest=450)
     flags = ("--skip-tokenizer-init", "--max-num-batched-tokens", "128", "--max-num-seqs", "64")
     flags += () if block_size is None else ("--block-size", str(block_size))
-    # Decode draws the first token of these, behind a prompt's last token that it computes by itself. vLLM's kernels for
-    # latent attention on CPUs compute another one than in a prompt: alone as well, 16 of 19 prompts that end in the
-    # first token of an answer do not go on as the answer did.
+    # For these, decode recomputes the last prompt token and samples the first token. vLLM's CPU kernels for latent
+    # attention give a different result for one token than within a prompt. Plain vLLM shows it as well: of 19 prompts
+    # with the first token of their answer appended, 16 do not continue like the answer.
     is_consistent = kind != "latent attention"
     lengths = (1, 33, 70, 129, 450) if is_consistent else ()
     penalised = [ids for ids in asked if len(ids) in lengths]
@@ -40,7 +38,7 @@ def test_models_of_other_architectures_answer_apart_as_vllm_alone(
         alike = [
             one == other for one, other in zip(others, expected[2 * len(asked) :], strict=True)
         ]
-        # A token computed behind a state of bfloat16 rounds otherwise than in a prompt, as the CPU does; a wrong state
-        # would change every answer.
+        # On CPUs a token computed from a bfloat16 state rounds differently than within a prompt. A wrong state would
+        # change every answer.
         assert all(alike) if is_exact else 2 * sum(alike) >= len(alike)
         check_answers(cluster, asked, expected[: 2 * len(asked)], is_exact_at_once=is_exact)

@@ -1,4 +1,4 @@
-"""The connector under an unmodified `vllm serve`, which a proxy of its user's own drives."""
+"""The connector in an unmodified `vllm serve`, driven by a user's own proxy."""
 
 import random
 import threading
@@ -22,7 +22,7 @@ def pair(model, tmp_path_factory):
 
 
 def apart(pair, prompt_ids, room):
-    """Send both halves at once; return decode's answer."""
+    """Send both halves concurrently; return decode's answer."""
     params = {"bootstrap_room": room}
     half = threading.Thread(target=pair.prefill.complete, args=(prompt_ids, params, 1))
     half.start()
@@ -31,13 +31,13 @@ def apart(pair, prompt_ids, room):
     return answer
 
 
-def test_both_halves_answer_as_one_vllm_does(pair, model, tmp_path):
+def test_two_servers_match_one_vllm(pair, model, tmp_path):
     rng = random.Random(1)
     asked = [[rng.randrange(3, 320) for _ in range(length)] for length in (1, 31, 32, 33, 200)]
     flags = ("--max-num-seqs", "64", *FLAGS)
     expected = alone(model, [(ids, {"max_tokens": NUM_TOKENS}) for ids in asked], tmp_path, *flags)
     assert [apart(pair, ids, rng.getrandbits(62)) for ids in asked] == expected
-    # A room that was used names no blocks: its answer is computed anew, and is never that of another prompt.
+    # A used room refers to no blocks: the prompt is recomputed and never gets the KV of a different prompt.
     room = rng.getrandbits(62)
     assert apart(pair, asked[3], room) == expected[3]
     assert apart(pair, asked[2], rng.getrandbits(62)) == expected[2]

@@ -1,4 +1,4 @@
-"""Nodes that die, freeze and are asked to stop: no token is lost or repeated, and every block is free at the end."""
+"""Killed, frozen and drained nodes: no token is lost or repeated, and every block is free at the end."""
 
 import itertools
 import random
@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(model, tmp_path_factory):
-    """Answers of vLLM alone to `asked(40)`."""
+    """Plain vLLM's answers to `asked(40)`."""
     questions = [(ids, {"max_tokens": NUM_TOKENS}) for ids in asked(40)]
     return alone(model, questions, tmp_path_factory.mktemp("alone"), "--dtype", "float32", *FLAGS)
 
@@ -42,43 +42,41 @@ def cluster(model, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _whole(cluster):
-    """Start with every node, and with every block free."""
+def _restored(cluster):
+    """Restore every node and wait until all blocks are free."""
     for node in cluster.nodes:
-        if not node.process.is_running:
+        if not node.process.is_running():
             node.start()
     cluster.wait_up()
 
 
 def answers(cluster, prompts, then) -> list:
-    """Return the answers to prompts asked at once; call `then` when some are under way and some are not begun."""
+    """Run the prompts concurrently; call `then` when some answers have begun and some have not. Return the answers."""
     counts, lock, begun = [0] * len(prompts), threading.Lock(), []
 
     def ask(number: int):
-        told = []
-        for told in cluster.stream(prompts[number], max_new_tokens=NUM_TOKENS):
+        tokens = []
+        for tokens in cluster.stream(prompts[number], max_new_tokens=NUM_TOKENS):
             with lock:
-                counts[number] = len(told)
+                counts[number] = len(tokens)
                 is_turn = sum(counts) >= 100 and not begun
                 if is_turn:
                     begun.append(sum(count == NUM_TOKENS for count in counts))
             if is_turn:
                 then()
-        return told
+        return tokens
 
     with ThreadPoolExecutor(16) as pool:
-        told = list(pool.map(ask, range(len(prompts))))
-    assert begun[0] < len(prompts) // 2  # answers were under way, and others had not begun
-    return told
+        tokens = list(pool.map(ask, range(len(prompts))))
+    assert begun[0] < len(prompts) // 2  # some answers had begun, others had not
+    return tokens
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_requests_whose_node_is_killed_are_answered_as_if_nothing_had_happened(
-    cluster, expected, role
-):
+def test_killed_node_changes_no_answer(cluster, expected, role):
     node = (cluster.prefills if role == "prefill" else cluster.decodes)[0]
-    assert answers(cluster, asked(40), lambda: node.process.signal(signal.SIGKILL)) == expected
-    assert not node.process.is_running
+    assert answers(cluster, asked(40), lambda: node.process.signal_tree(signal.SIGKILL)) == expected
+    assert not node.process.is_running()
     cluster.nodes.remove(node)
     try:
         cluster.wait_free()
@@ -87,28 +85,28 @@ def test_requests_whose_node_is_killed_are_answered_as_if_nothing_had_happened(
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_requests_whose_node_is_stopped_are_answered_by_others(cluster, expected, role):
+def test_requests_of_a_frozen_node_finish_on_other_nodes(cluster, expected, role):
     node = (cluster.prefills if role == "prefill" else cluster.decodes)[1]
     try:
-        told = answers(cluster, asked(40), lambda: node.process.signal(signal.SIGSTOP))
+        received = answers(cluster, asked(40), lambda: node.process.signal_tree(signal.SIGSTOP))
     finally:
-        node.process.signal(signal.SIGCONT)
-    assert told == expected
+        node.process.signal_tree(signal.SIGCONT)
+    assert received == expected
     cluster.wait_up()
     cluster.wait_free()
 
 
-def test_two_hundred_requests_a_third_of_them_aborted_leave_no_block_behind(cluster, expected):
+def test_aborting_a_third_of_200_requests_leaks_no_block(cluster, expected):
     rng = random.Random(5)
     prompts, answered = asked(40), {}
 
     def ask(number: int) -> None:
-        # Before the first event, after it, or somewhere in the answer.
+        # Abort before the first event, after it, or later in the answer.
         limit = rng.choice([0, 1, 20]) if number % 3 == 0 else NUM_TOKENS
         prompt_ids = prompts[number % len(prompts)]
         stream = cluster.stream(prompt_ids, max_new_tokens=NUM_TOKENS)
-        for told in itertools.islice(stream, limit):
-            answered[number] = told
+        for tokens in itertools.islice(stream, limit):
+            answered[number] = tokens
         stream.close()
 
     with ThreadPoolExecutor(16) as pool:
@@ -119,7 +117,7 @@ def test_two_hundred_requests_a_third_of_them_aborted_leave_no_block_behind(clus
     cluster.wait_free()
 
 
-def test_a_drained_node_hands_its_requests_over(cluster, expected):
+def test_drained_node_hands_over_its_requests(cluster, expected):
     node = cluster.decodes[0]
     try:
         drained = lambda: post(f"{node.url}/drain", {"timeout_s": 0})  # noqa: E731

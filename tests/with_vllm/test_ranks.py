@@ -1,7 +1,8 @@
-"""Nodes whose model vLLM divides among several workers."""
+"""Nodes whose model vLLM shards over several workers."""
 
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from tests.with_vllm.models import prompts, tiny
@@ -17,9 +18,9 @@ def model(tmp_path_factory):
     return tiny("experts", tmp_path_factory.mktemp("model"))
 
 
-def test_stages_of_a_pipeline_hand_off_the_layers_that_each_has(tmp_path, model):
+def test_pipeline_stages_hand_off_their_own_layers(tmp_path, model):
     asked = prompts(320, block=32, longest=400)
-    # The CPU build makes the buffers between stages only as it compiles.
+    # The CPU build allocates the buffers between stages only when it compiles.
     pipeline = (*FLAGS, "--pipeline-parallel-size", "2", "--no-enforce-eager")
     questions = [(ids, {}) for ids in asked * 2]
     expected = alone(model, questions, tmp_path, "--dtype", "float32", *FLAGS)
@@ -27,7 +28,7 @@ def test_stages_of_a_pipeline_hand_off_the_layers_that_each_has(tmp_path, model)
         check_answers(cluster, asked, expected, is_exact_at_once=True)
 
 
-def test_answers_are_those_of_one_process_also_when_a_worker_is_killed(tmp_path, model):
+def test_answers_match_one_process_even_when_a_worker_is_killed(tmp_path, model):
     asked = prompts(320, block=32, longest=200)[:8]
     questions = [(ids, {"max_tokens": NUM_TOKENS}) for ids in asked]
     expected = alone(model, questions, tmp_path, "--dtype", "float32", *FLAGS)
@@ -36,7 +37,8 @@ def test_answers_are_those_of_one_process_also_when_a_worker_is_killed(tmp_path,
         assert [cluster.generate(ids, max_new_tokens=NUM_TOKENS) for ids in asked] == expected
         cluster.wait_free()
         node = cluster.decodes[0]
-        victim = [each for each in node.process.children() if "Worker" in each.name()][-1]
+        processes = map(psutil.Process, sorted(node.process.tree()))
+        victim = [each for each in processes if "Worker" in each.name()][-1]
         with ThreadPoolExecutor(len(asked)) as pool:
             streams = [cluster.stream(ids, max_new_tokens=NUM_TOKENS) for ids in asked]
             firsts = list(pool.map(next, streams))
@@ -44,7 +46,7 @@ def test_answers_are_those_of_one_process_also_when_a_worker_is_killed(tmp_path,
             answers = list(pool.map(lambda stream: list(stream)[-1], streams))
         assert all(len(first) < NUM_TOKENS for first in firsts)
         assert answers == expected
-        node.process.wait_end()
+        node.process.wait(60)
         assert "died unexpectedly" in node.log.read_text()
         cluster.nodes.remove(node)
         cluster.wait_free()

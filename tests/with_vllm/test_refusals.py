@@ -1,4 +1,4 @@
-"""Requests and settings that are refused before vLLM has an engine to run them on."""
+"""Requests and settings that are rejected before vLLM makes an engine."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from tandem.wire.errors import ConfigInvalid, InvalidRequest
 from tandem.wire.generation import GenerateRequest, Grammar, RequestId, SamplingParams
 from tests.with_vllm.models import tiny
 
-# What vLLM imports warns of its own age.
+# vLLM's dependencies raise deprecation warnings on import.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
@@ -23,15 +23,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
         {"grammar": Grammar(kind="structural_tag", text="{")},
     ],
 )
-def test_sampling_outside_the_limits_of_vllm_is_an_error_of_the_request_not_of_the_node(sampling):
-    from tandem.vllm.generator import VllmGenerator
+def test_sampling_outside_vllm_limits_fails_the_request_not_the_node(sampling):
+    from tandem.vllm.node.generator import VllmGenerator
 
     request = GenerateRequest(
         request_id=RequestId("r"), prompt_ids=[5, 6], sampling=SamplingParams(**sampling)
     )
-    generator = object.__new__(VllmGenerator)  # the limits are those of its words, not of its model
+    generator = object.__new__(VllmGenerator)  # these limits do not depend on the model
     generator._inputs, generator._tasks = SimpleNamespace(process_inputs=None), ()
-    with pytest.raises(InvalidRequest, match=r"refuses the request: .*(must be in|Expecting)"):
+    with pytest.raises(InvalidRequest, match=r"rejects the request: .*(must be in|Expecting)"):
         generator.check(request, None)
 
 
@@ -43,10 +43,8 @@ def test_sampling_outside_the_limits_of_vllm_is_an_error_of_the_request_not_of_t
         (["--nnodes", "2"], "--nnodes"),
     ],
 )
-def test_workers_that_are_not_of_one_engine_on_one_host_are_refused_by_their_flag(
-    tmp_path, words, flag
-):
-    from tandem.vllm.generator import _arguments, _vllm_config
+def test_flags_for_several_engines_or_hosts_are_rejected(tmp_path, words, flag):
+    from tandem.vllm.node.generator import _arguments, _vllm_config
 
     engine = EngineConfig(model_dir=str(tiny("experts", tmp_path)))
     words = ["--skip-tokenizer-init", "--max-model-len", "512", *words]

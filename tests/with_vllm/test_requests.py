@@ -1,4 +1,4 @@
-"""Parameters of requests reach vLLM, and bad ones are refused."""
+"""Request parameters reach vLLM, and invalid ones are rejected."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from tests.with_vllm.nodes import Cluster, alone, post
 
 PROMPT = list(range(1000, 1150))
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-# Our words, and vLLM's.
+# Our parameters, and vLLM's.
 CASES = {
     "one token": ({"max_new_tokens": 1}, {"max_tokens": 1}),
     "two tokens": ({"max_new_tokens": 2}, {"max_tokens": 2}),
@@ -60,22 +60,22 @@ def expected(model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_parameter_has_the_effect_that_it_has_in_vllm(cluster, expected, case):
+def test_parameter_has_the_same_effect_as_in_vllm(cluster, expected, case):
     ours, _ = CASES[case]
     tokens = cluster.generate(PROMPT, **ours)
     wanted = expected[case]
-    # A token that ends the answer is not among ours.
+    # Our output does not include the stop token.
     assert tokens in (wanted, wanted[:-1] if wanted[-1] in (2, 500) else wanted)
     assert tokens or case == "stop"
 
 
-def test_the_longest_prompt_is_answered(cluster):
+def test_longest_prompt_is_answered(cluster):
     body = {"input_ids": [7] * 510, "sampling_params": {"temperature": 0, "ignore_eos": True}}
     status, answer = post(f"{cluster.url}/generate", body)
     assert (status, len(answer["output_ids"])) == (200, 2), answer
 
 
-def test_log_probabilities_are_those_of_vllm(cluster):
+def test_logprobs_match_vllm(cluster):
     body = {
         "input_ids": PROMPT,
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True},
@@ -90,11 +90,11 @@ def test_log_probabilities_are_those_of_vllm(cluster):
     assert prompt[0][0] is None
     assert all(entry[0] < 0 for entry in prompt[1:] + answer)
     tops = apart["output_top_logprobs"]
-    # Greedily, the chosen token is the likeliest.
+    # With greedy sampling the sampled token is the most likely one.
     assert [top[0][:2] for top in tops] == [entry[:2] for entry in answer]
 
 
-def test_several_choices_share_a_prompt(cluster):
+def test_several_choices_share_one_prompt(cluster):
     body = {"prompt": PROMPT, "n": 3, "max_tokens": 8, "temperature": 0}
     status, answer = post(f"{cluster.url}/v1/completions", body)
     assert status == 200
@@ -102,7 +102,7 @@ def test_several_choices_share_a_prompt(cluster):
     assert len(answer["choices"]) == 3
 
 
-def test_a_stop_string_ends_the_answer(cluster):
+def test_stop_string_ends_the_answer(cluster):
     body = {"text": "1 2 3 4 5 6 7 8", "sampling_params": {"temperature": 0, "stop": ["12"]}}
     status, answer = post(f"{cluster.url}/generate", body)
     assert status == 200
@@ -113,21 +113,21 @@ def test_a_stop_string_ends_the_answer(cluster):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"input_ids": [1] * 600}, "512"),
-        ({"input_ids": [1] * 511}, "511"),
+        ({"input_ids": [1] * 600}, "context length (511 tokens)"),
+        ({"input_ids": [1] * 511}, "context length (511 tokens)"),
         ({"input_ids": [1], "sampling_params": {"json_schema": '{"type": "nothing"}'}}, ""),
         ({"input_ids": [1], "sampling_params": {"regex": "(("}}, ""),
         ({"input_ids": [1 << 20]}, "vocabulary"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_400(cluster, body, words):
+def test_unsupported_request_is_rejected_with_400(cluster, body, words):
     status, answer = post(f"{cluster.url}/generate", body)
     assert status == 400, answer
     assert words in answer["error"]["message"]
     cluster.wait_free()
 
 
-def test_a_client_does_not_name_the_other_half(cluster):
+def test_client_cannot_name_the_other_half(cluster):
     plain = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0}
     _, expected = post(f"{cluster.url}/v1/completions", plain)
     for name in ("kv_transfer_params", "vllm_xargs"):
@@ -138,15 +138,15 @@ def test_a_client_does_not_name_the_other_half(cluster):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_nodes_keep_the_protocol(cluster, role, tmp_path):
+def test_nodes_pass_the_conformance_suite(cluster, role, pytestconfig):
     node = (cluster.prefills if role == "prefill" else cluster.decodes)[0]
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    words = ["-m", "pytest", "-q", "--confcutdir", "tests/conformance"]
     done = subprocess.run(
-        [sys.executable, *words, "--pyargs", "tandem.conformance", f"--{role}-url", node.url],
+        [sys.executable, *words, f"tests/conformance/test_{role}.py", f"--{role}-url", node.url],
         check=False,
         capture_output=True,
         text=True,
-        cwd=tmp_path,
+        cwd=pytestconfig.rootpath,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout

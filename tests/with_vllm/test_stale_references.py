@@ -1,6 +1,6 @@
-"""What names a prompt's KV is used again after the KV was given up: by our connector and by NixlConnector.
+"""References to a prompt's KV that are reused after its release, with our connector and with NixlConnector.
 
-NixlConnector answers with another prompt's text and HTTP 200 then (vllm-project/vllm#52234). Its count is printed, ours is held to 0.
+NixlConnector then answers HTTP 200 with a different prompt's text (vllm-project/vllm#52234). Its count is printed; ours must be 0.
 """
 
 import math
@@ -18,7 +18,7 @@ NUM_ROUNDS, NUM_AT_ONCE, NUM_USES = 20, 5, 200
 # 10 prompts of 4 blocks need more than prefill has.
 POOL = ("--num-gpu-blocks-override", "40", "--no-enable-prefix-caching")
 WAIT_S = 0.3
-# Its workers spin while they wait, so that it is slow where cores are few.
+# NixlConnector's workers busy-wait, so it is slow on few cores.
 NIXL_LIMIT_S = 30.0
 
 
@@ -27,7 +27,7 @@ def make_prompt(rng):
 
 
 def play(pair, asked, expected, rng):
-    """Use references to two prompts ten times; return how each use was answered."""
+    """Use references to two prompts ten times; return the kind of each answer."""
 
     def use(prompt, reference):
         status, answer = pair.decode.ask(prompt, reference)
@@ -52,7 +52,7 @@ def play(pair, asked, expected, rng):
 
 
 def count(pair, asked, expected, limit_s=math.inf):
-    """Play all rounds that begin within the limit; return how many uses were answered in each way."""
+    """Play the rounds that start within the limit; return the number of answers of each kind."""
     with pair, ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         deadline_s = time.monotonic() + limit_s
 
@@ -64,7 +64,7 @@ def count(pair, asked, expected, limit_s=math.inf):
         return Counter(use for each in rounds for use in each)
 
 
-def test_a_room_used_twice_never_answers_with_another_prompt(tmp_path, capsys):
+def test_reused_room_never_answers_a_different_prompt(tmp_path, capsys):
     model, rng = tiny("experts", tmp_path / "model"), random.Random(52234)
     asked = [(make_prompt(rng), make_prompt(rng)) for _ in range(NUM_ROUNDS)]
     prompts = [prompt for pair in asked for prompt in pair]

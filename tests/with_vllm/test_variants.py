@@ -1,4 +1,4 @@
-"""Speculation and quantised weights: what comes out apart is what vLLM in one process answers."""
+"""Speculative decoding and quantized weights: answers equal those of vLLM in one process."""
 
 import json
 
@@ -6,7 +6,7 @@ from tests.with_vllm.models import embedded, prompts, quantized
 from tests.with_vllm.nodes import Cluster, alone, check_answers
 
 
-def test_speculation_by_lookup_in_the_prompt_answers_apart_as_vllm_alone(tmp_path, cache):
+def test_prompt_lookup_speculation_matches_plain_vllm(tmp_path, cache):
     model = embedded(cache)
     loops = [ids[:20] * 12 for ids in prompts(40_000, block=128, longest=600) if len(ids) > 20][::3]
     wanted = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
@@ -18,7 +18,7 @@ def test_speculation_by_lookup_in_the_prompt_answers_apart_as_vllm_alone(tmp_pat
         cluster.wait_free()
 
 
-def test_a_quantized_checkpoint_answers_apart_as_in_vllm_alone(tmp_path, cache):
+def test_quantized_checkpoint_matches_plain_vllm(tmp_path, cache):
     model = quantized(embedded(cache), tmp_path / "model")
     asked = prompts(40_000, block=128, longest=700)
     flags = ("--max-num-batched-tokens", "512", "--max-model-len", "1024")

@@ -1,12 +1,12 @@
 """The KV connector that vLLM loads, in its scheduler and in each of its workers.
 
-In an unmodified `vllm serve`:
+Use with an unmodified `vllm serve`:
 
     --kv-transfer-config '{"kv_connector": "TandemConnector", "kv_role": "kv_producer",
       "kv_connector_extra_config": {"bootstrap_port": 8998}}'
 
-`kv_producer` is prefill, `kv_consumer` decode. A request names its room in `kv_transfer_params`: `bootstrap_room`, and for
-decode also `bootstrap_host` and `bootstrap_port` of the prefill.
+`kv_producer` is prefill, `kv_consumer` decode. Requests carry `bootstrap_room` in `kv_transfer_params`; on decode also
+prefill's `bootstrap_host` and `bootstrap_port`.
 """
 
 import hashlib
@@ -14,11 +14,10 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import msgspec
 from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -33,40 +32,50 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tandem.engine.weight_files import weight_samples
-from tandem.vllm.halves import (
+from tandem.kvtransfer.config import TransferConfig
+from tandem.vllm.hand_offs import (
     BlockIds,
-    DecodeHalves,
-    Orders,
-    PrefillHalves,
-    Reports,
+    DecodeHandOffs,
+    PrefillHandOffs,
+    WorkerOrders,
+    WorkerReports,
     draws_first,
     prompt_name,
     room_of,
     source_of,
 )
-from tandem.vllm.kv_config import blocks_of, facts_of, groups_of
+from tandem.vllm.kv_config import blocks_of, groups_of, layout_facts
 from tandem.vllm.versions import check_version
-from tandem.vllm.worker import HandOffConfig, Rank, WorkerHalf, make_worker
+from tandem.vllm.worker import (
+    HandOffConfig,
+    Rank,
+    WorkerHalf,
+    make_worker,
+    read_hand_off_config,
+)
 from tandem.wire.errors import ConfigInvalid, EngineFailed
 
-# With only transfers to wait for, vLLM steps without a pause, and would leave no time to the threads that move bytes.
+# While vLLM only waits for transfers it steps in a busy loop, which would starve the transfer threads.
 IDLE_WAIT_S = 0.002
 
-_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
+_ROLES: Mapping[str, Literal["prefill", "decode"]] = {
+    "kv_producer": "prefill",
+    "kv_consumer": "decode",
+}
 
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """Orders as vLLM carries them to its workers."""
+    """`WorkerOrders` as vLLM metadata, sent to the workers."""
 
-    orders: Orders
+    orders: WorkerOrders
 
 
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
-    """Reports as vLLM carries them to its scheduler."""
+    """`WorkerReports` as vLLM metadata, sent to the scheduler."""
 
-    reports: Reports
+    reports: WorkerReports
 
     @override
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -76,12 +85,12 @@ class StepReports(KVConnectorWorkerMetadata):
 
 
 class TandemConnector(KVConnectorBase_V1, SupportsHMA):
-    """See the module. vLLM makes one for its scheduler and one for each worker.
+    """The connector. vLLM makes one for its scheduler and one for each worker.
 
     Attributes:
-        worker: In a worker, its half; None before the blocks exist.
-        keeps_all: Whether vLLM keeps every block of a request: the model has no windows and no states.
-        moved_bytes: In the scheduler: pushed or received by all ranks so far.
+        worker: This rank's `WorkerHalf`; None in the scheduler and before the blocks exist.
+        keeps_all: Whether vLLM keeps every block of a request: no sliding windows, no recurrent state.
+        moved_bytes: Bytes pushed or received by all ranks since the start; scheduler only.
     """
 
     def __init__(
@@ -99,10 +108,10 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_prefill = self._config.role == "prefill"
         self.worker: WorkerHalf | None = None
         self._is_idle = False
-        self._prefill = PrefillHalves(groups, self._num_ranks)
-        self._decode = DecodeHalves(groups)
-        self._news = Reports()
-        self._loading: dict[str, Any] = {}  # requests of decode whose blocks are awaited
+        self._prefill = PrefillHandOffs(groups, self._num_ranks)
+        self._decode = DecodeHandOffs(groups)
+        self._transfers = WorkerReports()
+        self._loading: dict[str, Any] = {}  # decode's requests whose blocks have not landed
         self.moved_bytes = 0
 
     # ── the scheduler's side ─────────────────────────────────────────────────────────────────────
@@ -113,11 +122,11 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         if self._is_prefill and room is not None:
             name = _prompt_name(request, request.num_prompt_tokens)
             if not self.keeps_all and not draws_first(request.kv_transfer_params):
-                _leave_last_out(request)
+                _drop_last_token(request)
             self._prefill.begin(request.request_id, room, request.num_prompt_tokens, name)
         elif room is not None and draws_first(request.kv_transfer_params):
-            # A prompt that is cached here to its end would be asked of nobody, and its first token neither: its last
-            # block must not be found. A request has as many hashes as whole blocks.
+            # If the whole prompt were a cache hit, no grant would be sent and prefill's first token would be lost.
+            # Replace the last block's hash so that it misses. Only full blocks have a hash.
             last = (_num_prompt(request) - 1) // self._hash_tokens
             if last < len(request.block_hashes):
                 request.block_hashes[last] = secrets.token_bytes(len(request.block_hashes[last]))
@@ -135,7 +144,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """Keep vLLM from clearing blocks that prefill may write already."""
+        """Return all groups, so that vLLM does not zero blocks that prefill may already be writing."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     @override
@@ -149,50 +158,52 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             self._loading[request.request_id] = request
         is_first = draws_first(request.kv_transfer_params)
         source = replace(source, prompt=_prompt_name(request, num_tokens + (not is_first)))
-        is_new = self._decode.allocated(
+        is_new = self._decode.on_allocated(
             request.request_id, source, page_ids, num_tokens, num_external_tokens
         )
         if is_new and not num_external_tokens and is_first:
-            # Nothing would bring the first token, and vLLM would go on behind what holds its place.
+            # The first token would never arrive, and vLLM would continue after its placeholder.
             error = EngineFailed(
-                "vLLM found the whole prompt in its cache, and asked for no first token"
+                "vLLM found the whole prompt in its cache, so no first token was requested"
             )
-            self._news.failed[request.request_id] = error.info()
+            self._transfers.failed[request.request_id] = error.info()
 
     @override
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if not self._is_prefill:
             return StepOrders(self._decode.take_orders())
         for request_id in scheduler_output.preempted_req_ids or ():
-            if self._prefill.preempted(request_id):
-                error = EngineFailed("vLLM needed the blocks of this prompt for others")
-                self._news.failed[request_id] = error.info()
+            if self._prefill.on_preempted(request_id):
+                error = EngineFailed("vLLM preempted this prompt for lack of blocks")
+                self._transfers.failed[request_id] = error.info()
         num_new = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
-            self._prefill.computes(
+            self._prefill.on_scheduled(
                 new.req_id, new.block_ids, new.num_computed_tokens, num_new[new.req_id]
             )
         cached = scheduler_output.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, block_ids, num_before in rows:
             pages: BlockIds = block_ids or [()] * self._num_groups
-            self._prefill.computes(request_id, pages, num_before, num_new[request_id])
+            self._prefill.on_scheduled(request_id, pages, num_before, num_new[request_id])
         return StepOrders(self._prefill.take_orders())
 
     @override
     def update_connector_output(self, connector_output: Any) -> None:
-        told = connector_output.kv_connector_worker_meta
-        if not isinstance(told, StepReports):
+        metadata = connector_output.kv_connector_worker_meta
+        if not isinstance(metadata, StepReports):
             return
-        reports = told.reports
+        reports = metadata.reports
         self.moved_bytes += reports.moved_bytes
-        landed = self._decode.heard(reports)
+        landed = self._decode.on_reports(reports)
         for request_id, first in landed.items():
             request = self._loading.pop(request_id)
             if draws_first(request.kv_transfer_params):
-                _put_first(request, first.token)
-        handed_off = Counter(self._prefill.heard(reports))
-        self._news.add(Reports(failed=reports.failed, handed_off=handed_off, landed=landed))
+                _set_first_token(request, first.token)
+        handed_off = Counter(self._prefill.on_reports(reports))
+        self._transfers.add(
+            WorkerReports(failed=reports.failed, handed_off=handed_off, landed=landed)
+        )
 
     @override
     def request_finished_all_groups(
@@ -200,15 +211,15 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._is_prefill:
             first = request.output_token_ids[0] if request.num_output_tokens else None
-            return self._prefill.finished(request.request_id, first, block_ids), None
+            return self._prefill.on_finished(request.request_id, first, block_ids), None
         self._loading.pop(request.request_id, None)
-        self._decode.finished(request.request_id)
+        self._decode.on_finished(request.request_id)
         return False, None
 
-    def take_news(self) -> Reports:
-        """Return what happened since the last call: `handed_off`, `failed` and `landed`."""
-        news, self._news = self._news, Reports()
-        return news
+    def take_transfers(self) -> WorkerReports:
+        """Return the transfers that ended since the last call: `handed_off`, `failed` and `landed`."""
+        transfers, self._transfers = self._transfers, WorkerReports()
+        return transfers
 
     # ── a worker's side ──────────────────────────────────────────────────────────────────────────
 
@@ -225,7 +236,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepOrders)
-        # Before the forward, so that a grant need not wait for it.
+        # Before the forward, so that grants do not wait for it.
         if self.worker is not None:
             self.worker.follow(connector_metadata.orders)
 
@@ -235,19 +246,19 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request runs when all its layers have landed."""
+        """Do nothing: a request runs only after all its layers have landed."""
 
     @override
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_options: Any
     ) -> None:
         if self.worker is not None:
-            self.worker.wrote(layer_name)
+            self.worker.on_layer_written(layer_name)
 
     @override
     def wait_for_save(self) -> None:
         if self.worker is not None:
-            self.worker.saved()
+            self.worker.on_forward_finished()
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -274,49 +285,51 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     @override
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Replayed graphs skip the hooks of layers."""
-        return bool(extra_config.get("push_granularity", "layer") == "layer")
+        """Return True for layer-wise pushes: replayed CUDA graphs skip the layer hooks."""
+        return bool(
+            extra_config.get("push_granularity", TransferConfig().push_granularity) == "layer"
+        )
 
 
 def _num_prompt(request: Any) -> int:
-    """Return how many prompt tokens of a decode's request may come from prefill.
+    """Return how many prompt tokens of a decode request can come from prefill: all but the last.
 
-    vLLM computes the last one: that is the place of the answer's first token, if prefill draws it.
+    Decode computes the last one. If prefill samples the first token of the answer, vLLM's prompt ends with it.
     """
     return int(request.num_prompt_tokens) - 1
 
 
-def _leave_last_out(request: Any) -> None:
-    """Have prefill compute all of a prompt but its last token, which decode computes.
+def _drop_last_token(request: Any) -> None:
+    """Remove the last token of a prompt at prefill; decode computes it.
 
-    What is kept of a window, or as a state, would else be that of the last token, and not of the one before.
+    Otherwise prefill's sliding windows and recurrent state would include that token, one more than decode needs.
     """
     if request.num_prompt_tokens > 1:
         request.prompt_token_ids.pop()
-        request._all_token_ids.pop()  # noqa: SLF001 - vLLM has no other way
+        request._all_token_ids.pop()  # noqa: SLF001 - vLLM has no public setter
         request.num_prompt_tokens -= 1
         request.block_hashes.clear()
         request.update_block_hashes()
 
 
 def _prompt_name(request: Any, num_tokens: int) -> int:
-    """Return the name of a request's first tokens, and of what else vLLM computes their KV from."""
+    """Hash the first tokens of a request with its adapter and multimodal items: everything its KV depends on."""
     lora = request.lora_request.lora_name if request.lora_request else ""
     items = [feature.identifier for feature in request.mm_features]
     kind = json.dumps([lora, items])
     return prompt_name(request.prompt_token_ids[:num_tokens], kind)
 
 
-def _put_first(request: Any, token: int) -> None:
-    """Put the answer's first token, which prefill drew, in its place at the end of vLLM's prompt."""
+def _set_first_token(request: Any, token: int) -> None:
+    """Replace the placeholder at the end of vLLM's prompt by the first token, which prefill sampled."""
     request.prompt_token_ids[-1] = token
-    request._all_token_ids[-1] = token  # noqa: SLF001 - vLLM has no other way
+    request._all_token_ids[-1] = token  # noqa: SLF001 - vLLM has no public setter
     request.block_hashes.clear()
     request.update_block_hashes()
 
 
 def hand_off_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> HandOffConfig:
-    """Return the settings in vLLM's `--kv-transfer-config`.
+    """Read the settings in vLLM's `--kv-transfer-config`.
 
     Raises:
         ConfigInvalid: A setting is unknown or of the wrong type.
@@ -325,19 +338,17 @@ def hand_off_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     assert transfer is not None
     role = _ROLES.get(transfer.kv_role or "")
     if role is None:
-        raise ConfigInvalid("kv_role: give kv_producer to prefill and kv_consumer to decode")
-    given: Mapping[str, object] = transfer.kv_connector_extra_config
-    same = fingerprint(vllm_config, kv_cache_config)
-    settings = {"fingerprint": same, **given, "role": role}
-    if unknown := sorted(settings.keys() - {each.name for each in fields(HandOffConfig)}):
-        raise ConfigInvalid(f"kv_connector_extra_config: {', '.join(unknown)} is not known")
-    try:
-        return msgspec.convert(settings, HandOffConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigInvalid(f"kv_connector_extra_config: {error}") from error
+        raise ConfigInvalid(
+            f"kv_role is {transfer.kv_role!r}; set kv_producer for prefill, kv_consumer for decode"
+        )
+    return read_hand_off_config(
+        transfer.kv_connector_extra_config,
+        role=role,
+        fingerprint=fingerprint(vllm_config, kv_cache_config),
+    )
 
 
-# How a model and its KV are divided among workers: a rank is linked to the same rank of the other half.
+# How the model and its KV are sharded. Each rank connects to the peer's rank of the same number, so these must match.
 _SIZES = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -348,7 +359,7 @@ _SIZES = (
 
 
 def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Return a name that is equal on two nodes only if they compute the same KV in the same version of vLLM."""
+    """Return a fingerprint, equal on two nodes only if they compute the same KV with the same version of vLLM."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     transfer = vllm_config.kv_transfer_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config
@@ -360,7 +371,7 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         "kv": cache.cache_dtype,
         "quantization": str(model.quantization),
         "adapters": extra.get("adapters", ""),
-        "blocks": facts_of(kv_cache_config),
+        "blocks": layout_facts(kv_cache_config),
         "ranks": [[name, getattr(vllm_config.parallel_config, name, 1)] for name in _SIZES],
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())

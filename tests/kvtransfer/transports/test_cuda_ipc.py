@@ -1,6 +1,5 @@
-"""What `cuda_ipc` does beyond the checks of every transport, over memory files instead of a GPU."""
+"""Tests specific to `cuda_ipc`, over memory files instead of a GPU."""
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from tandem.kvtransfer.transports.cuda_ipc import (
     CudaIpcTransport,
     CudaMemory,
     CudaPool,
-    are_short,
 )
 from tandem.kvtransfer.transports.registry import transports
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
@@ -83,7 +81,7 @@ def rig():
         {"page_bytes": 0},
     ],
 )
-def test_an_offer_that_is_not_what_it_says_is_refused_and_nothing_stays_open(rig, changes):
+def test_wrong_offer_is_refused_and_leaves_nothing_open(rig, changes):
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(TransferRefused):
         rig.connect(**changes)
@@ -122,20 +120,20 @@ def test_a_fence_does_not_wait_for_a_process_that_is_gone(rig):
 
 
 @pytest.mark.parametrize("number", [-1, -(2**31)])
-def test_a_senseless_process_id_holds_up_no_fence(rig, number):
+def test_fence_ignores_an_invalid_process_id(rig, number):
     rig.listener._controls[rig.peer]._writer[0] = number
     rig.listener.fence(rig.peer)
     assert rig.peer not in rig.listener._controls
 
 
-def test_no_process_is_named_after_a_copy(rig):
+def test_process_id_is_cleared_after_a_copy(rig):
     connection = rig.connect()
     connection.write(ROOM, one_page())
     assert rig.listener._controls[rig.peer]._writer[0] == 0
     connection.close()
 
 
-def test_after_a_copy_that_failed_the_connection_is_over_and_the_process_stays_named(rig):
+def test_failed_copy_ends_the_connection_and_keeps_the_process_id(rig):
     connection = rig.connect()
 
     def fail(_plan):
@@ -153,7 +151,7 @@ def test_after_a_copy_that_failed_the_connection_is_over_and_the_process_stays_n
     connection.close()
 
 
-def test_a_pool_of_the_cpu_is_refused_before_any_driver_is_asked():
+def test_cpu_pool_is_refused_before_the_driver_is_loaded():
     [transport] = transports("cuda_ipc", TransportConfig())
     with MemoryRegion.shared(PAGE_BYTES) as region:
         with pytest.raises(ConfigInvalid, match="GPU memory"):
@@ -170,7 +168,7 @@ def test_a_pool_of_the_cpu_is_refused_before_any_driver_is_asked():
         (OldDriver, 3, {"cuMemcpyAsync": 3}),
     ],
 )
-def test_the_copies_of_a_write_are_one_call_where_the_driver_has_it(driver, num_copies, calls):
+def test_copies_of_a_write_are_one_call_if_the_driver_supports_it(driver, num_copies, calls):
     offset, theirs = 16, np.zeros(PAGE_BYTES, np.uint8)
     plan = CopyPlan(
         np.array([0, 300, 100])[:num_copies],
@@ -191,57 +189,3 @@ def test_the_copies_of_a_write_are_one_call_where_the_driver_has_it(driver, num_
             expected[offset + to : offset + to + size] = own[begin : begin + size]
     assert made.num_calls == calls
     assert np.array_equal(theirs, expected)
-
-
-def copy_short_runs(start_runs):
-    """Copy runs of 64 bytes in reverse order; return what was copied, what arrived, and the driver's calls."""
-    theirs, begin = np.zeros(PAGE_BYTES, np.uint8), np.arange(0, PAGE_BYTES, 64)
-    driver, handle = Driver(theirs), bytes(HANDLE_BYTES)
-    with MemoryRegion.private(PAGE_BYTES) as source:
-        own = source.array()
-        own[:] = np.random.default_rng(0).integers(1, 256, PAGE_BYTES)
-        pool = CudaPool(CudaDevice(0, driver), source, handle, 0, PAGE_BYTES, start_runs=start_runs)
-        pool.copy(CopyPlan(begin, begin[::-1], np.full_like(begin, 64)))
-        pool.close()
-        return own.reshape(-1, 64)[::-1].flatten(), theirs, driver.num_calls
-
-
-def test_many_short_runs_are_left_to_the_kernel():
-    def start_runs(runs, stream, device):
-        assert (stream, device) == (7, "cpu")
-        for begin, to, size in runs.T.tolist():
-            ctypes.memmove(to, begin, size)
-
-    sent, landed, calls = copy_short_runs(start_runs)
-    assert np.array_equal(landed, sent)
-    assert calls == {}
-
-
-def test_without_a_kernel_the_driver_copies_short_runs():
-    sent, landed, calls = copy_short_runs(None)
-    assert np.array_equal(landed, sent)
-    assert calls == {"cuMemcpyBatchAsync": 1}
-
-
-def test_where_the_kernel_cannot_be_launched_the_driver_copies_short_runs():
-    def fail(*_arguments):
-        raise RuntimeError("no C compiler")
-
-    sent, landed, calls = copy_short_runs(fail)
-    assert np.array_equal(landed, sent)
-    assert calls == {"cuMemcpyBatchAsync": 1}
-
-
-@pytest.mark.parametrize(
-    ("num_runs", "first", "size_bytes", "expected"),
-    [
-        (32, 0, 4096, True),
-        (31, 0, 4096, False),  # few
-        (32, 0, 64 << 10, False),  # long
-        (32, 8, 4096, False),  # between words of a thread
-        (32, 0, 4088, False),
-    ],
-)
-def test_the_kernel_is_for_many_short_aligned_runs(num_runs, first, size_bytes, expected):
-    begin = first + np.arange(num_runs) * (1 << 20)
-    assert are_short(np.stack([begin, begin, np.full(num_runs, size_bytes)])) == expected

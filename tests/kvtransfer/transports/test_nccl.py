@@ -1,4 +1,4 @@
-"""What is the groups' own; what every transport does is in test_transports.py."""
+"""Tests specific to torch.distributed groups; test_transports.py has those of every transport."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ def rig():
     made.close()
 
 
-def test_the_global_group_of_the_process_is_left_alone(rig):
+def test_the_global_group_of_the_process_is_not_used(rig):
     rig.connect().close()
     assert not torch.distributed.is_initialized()
 
@@ -70,7 +70,7 @@ def waited(monkeypatch):
     return waited
 
 
-def test_a_group_waits_for_the_device_of_its_pool_in_a_thread_that_set_none(waited):
+def test_group_waits_for_its_device_in_a_thread_without_a_current_one(waited):
     group = NcclGroup(None, SENDER, torch.device("cuda:1"))
     group.finish(Work())
     group.settle()
@@ -87,9 +87,7 @@ def switches_often():
 
 @pytest.mark.usefixtures("waited", "switches_often")
 @pytest.mark.parametrize("asked", [None, "3"])
-def test_groups_made_at_once_have_no_watchdog_and_leave_the_environment_as_it_was(
-    monkeypatch, asked
-):
+def test_concurrent_groups_have_no_watchdog_and_restore_the_environment(monkeypatch, asked):
     if asked is None:
         monkeypatch.delenv(ASYNC_ERRORS, raising=False)
     else:
@@ -105,7 +103,7 @@ def test_groups_made_at_once_have_no_watchdog_and_leave_the_environment_as_it_wa
 
 
 @pytest.mark.usefixtures("waited")
-def test_a_group_that_cannot_be_made_leaves_the_environment_as_it_was(monkeypatch):
+def test_failed_group_restores_the_environment(monkeypatch):
     monkeypatch.setenv(ASYNC_ERRORS, "3")
     with pytest.raises(RuntimeError):
         NcclGroup("broken", SENDER, torch.device("cuda:1"))

@@ -1,8 +1,7 @@
-"""What is NIXL's own; what it shares is in `test_transports` and `test_one_sided`."""
+"""Tests specific to NIXL; test_transports.py and test_one_sided.py have the shared ones."""
 
 import gc
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from tandem.kvtransfer.transports.nixl import NixlTransport
 from tandem.wire.errors import PeerLost, TransferRefused
 from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tests.patience import patiently
+from tests.patience import until
 
 ROOM = Room(1)
 POOL_BYTES = 1 << 20
@@ -44,7 +43,7 @@ def test_links_between_hosts_may_be_named(region, monkeypatch):
     NixlTransport().listen(Pool.packed(region, 4096, 1)).close()
 
 
-def test_nothing_lands_that_this_process_did_not_read(listener, region):
+def test_bytes_land_only_when_this_process_reads_them(listener, region):
     admission = listener.admit("127.0.0.1")
     listener.permit(admission.peer, ROOM, range(POOL_BYTES // 4096))
     with MemoryRegion.private(POOL_BYTES) as source:
@@ -69,7 +68,7 @@ def test_nothing_lands_that_this_process_did_not_read(listener, region):
         assert errors
 
 
-def test_a_fence_gives_the_agents_sockets_back(listener):
+def test_fence_closes_the_sockets_of_the_agent(listener):
     gc.collect()  # files that earlier tests left to it
     before = len(list(Path("/proc/self/fd").iterdir()))
     peers = [listener.admit("127.0.0.1").peer for _ in range(3)]
@@ -77,15 +76,11 @@ def test_a_fence_gives_the_agents_sockets_back(listener):
     for peer in peers:
         listener.fence(peer)
     # Its library has threads that close some.
-    for _ in patiently():
-        if len(list(Path("/proc/self/fd").iterdir())) <= before:
-            return
-        time.sleep(0.01)
-    raise AssertionError("sockets stay open")
+    until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before, what="sockets stay open")
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40, -20])
-def test_metadata_that_is_cut_short_is_refused(listener, region, cut):
+def test_truncated_metadata_is_refused(listener, region, cut):
     descriptor = dict(listener.admit("127.0.0.1").offer.descriptor)
     descriptor["metadata"] = descriptor["metadata"][:cut]
     with pytest.raises(TransferRefused):
@@ -103,13 +98,13 @@ def test_metadata_that_is_cut_short_is_refused(listener, region, cut):
         ("token_address", 1 << 60),
     ],
 )
-def test_an_offer_of_a_senseless_size_is_refused(listener, region, name, value):
+def test_offer_with_an_invalid_size_is_refused(listener, region, name, value):
     descriptor = {**listener.admit("127.0.0.1").offer.descriptor, name: value}
     with pytest.raises(TransferRefused):
         NixlTransport().connect(TransportOffer(name="nixl", descriptor=descriptor), region)
 
 
-def test_a_restarted_peer_is_another_agent(listener, region):
+def test_restarted_peer_is_a_new_agent(listener, region):
     offers = [listener.admit("127.0.0.1").offer for _ in range(2)]
     assert offers[0].descriptor["metadata"] != offers[1].descriptor["metadata"]
     for offer in offers:

@@ -16,7 +16,7 @@ UNFENCED, ABORTING = "cannot be cut off", "makes UCX abort"
         *(("UCX_RNDV_THRESH", size, ABORTING) for size in ("8192", "auto")),
     ],
 )
-def test_an_environment_that_breaks_promises_is_refused(monkeypatch, variable, value, fault):
+def test_environment_that_breaks_the_fence_is_refused(monkeypatch, variable, value, fault):
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigInvalid, match=fault):
         NixlTransport()

@@ -1,4 +1,4 @@
-"""What one-sided transports share, with a library that copies within the process."""
+"""The code shared by one-sided transports, over a fake library that copies within the process."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -15,8 +15,8 @@ from tandem.kvtransfer.transports.one_sided import (
     SHORTEST_PAUSE_S,
     OneSidedConnection,
     OneSidedListener,
-    Pace,
-    Places,
+    PollInterval,
+    PoolAddresses,
 )
 from tandem.wire.errors import PeerLost, TransferRefused
 from tandem.wire.generation import Room
@@ -72,7 +72,7 @@ def made():
 def connect(region, token):
     """Connect to an owner whose token is 7, by an offer that names this one."""
     own, libraries = np.array([7], np.int64), []
-    places = Places(
+    places = PoolAddresses(
         pool_address=PAGE_BYTES,
         pool_bytes=PAGE_BYTES * NUM_PAGES,
         token_address=own.ctypes.data,
@@ -94,12 +94,12 @@ def pages(*numbers):
 def test_an_offer_of_another_process_at_the_same_address_is_refused():
     with (
         MemoryRegion.private(PAGE_BYTES) as region,
-        pytest.raises(TransferRefused, match="another"),
+        pytest.raises(TransferRefused, match="other than the owner"),
     ):
         connect(region, token=8)
 
 
-def test_each_peer_has_a_token_of_its_own():
+def test_each_peer_has_its_own_token():
     end = SimpleNamespace(facts={}, close=lambda: None)
     with MemoryRegion.private(PAGE_BYTES) as region:
         listener = OneSidedListener(Pool.packed(region, PAGE_BYTES, 1), "one", lambda *_: end)
@@ -107,14 +107,14 @@ def test_each_peer_has_a_token_of_its_own():
     assert len(tokens) == 10
 
 
-def test_no_more_transfers_are_under_way_than_allowed(made):
+def test_transfers_in_flight_stay_within_the_limit(made):
     connection, library = made
     connection.write(ROOM, pages(*range(NUM_PAGES)))
     assert library.most_open == 3
     assert library.num_open == 0
 
 
-def test_writes_are_under_way_together_until_a_look_finds_their_end(made):
+def test_writes_overlap_until_a_poll_finds_them_complete(made):
     connection, library = made
     looks = [connection.post(ROOM, pages(number)) for number in range(4)]
     assert library.num_open == 4
@@ -126,7 +126,7 @@ def test_writes_are_under_way_together_until_a_look_finds_their_end(made):
         assert library.num_open == 3 - number
 
 
-def test_what_is_under_way_when_a_connection_is_closed_is_given_up(made):
+def test_closing_a_connection_cancels_its_transfers_in_flight(made):
     connection, library = made
     look = connection.post(ROOM, pages(1))
     connection.close()
@@ -149,8 +149,8 @@ def test_a_write_that_hangs_ends_when_the_connection_is_closed(made):
     assert library.is_closed
 
 
-def test_pauses_grow_while_nothing_happens_and_are_short_again_after_work():
-    pace = Pace()
+def test_poll_pauses_grow_while_idle_and_shrink_after_work():
+    pace = PollInterval()
     idle = [pace.next_pause_s(0) for _ in range(100)]
     assert idle == sorted(idle)
     assert idle[-1] == LONGEST_PAUSE_S

@@ -1,4 +1,4 @@
-"""The files of transport shm hold what docs/protocol.md has of them, read without our code."""
+"""The files of transport shm match docs/protocol.md, read without our code."""
 
 import fcntl
 import os
@@ -28,7 +28,7 @@ def rooms_in(control):
     return struct.unpack(f"={NUM_PAGES}q", os.pread(control, 8 * NUM_PAGES, 64))
 
 
-def test_the_files_are_as_the_protocol_describes_them(listener):
+def test_files_match_the_protocol(listener):
     admission = listener.admit("127.0.0.1")
     facts = admission.offer.descriptor
     pool, none = SHM_DIR / facts["pool"], -(2**63)
@@ -50,7 +50,7 @@ def test_the_files_are_as_the_protocol_describes_them(listener):
         assert not pool.with_suffix(f".{facts['peer']}.ctl").exists()
 
 
-def test_a_link_that_is_made_while_the_listener_closes_leaves_no_file(listener):
+def test_peer_admitted_while_the_listener_closes_leaves_no_file(listener):
     """As of a worker that had to wait for the address of its host."""
     first = SHM_DIR / listener.admit("127.0.0.1").offer.descriptor["pool"]
     listener.close()

@@ -1,4 +1,4 @@
-"""What is TCP's own: its streams, and `--transfer-interface` with the one interface that every machine has."""
+"""Tests specific to TCP: streams, and `--transfer-interface` with the loopback interface."""
 
 import socket
 import threading
@@ -22,9 +22,9 @@ from tests.kvtransfer.transports.lane_cases import (  # noqa: F401 - of every st
     ROOM,
     LaneRig,
     copies,
-    test_a_table_that_lies_is_refused_unread_and_counted,
     test_closing_from_another_thread_ends_a_write_that_hangs,
-    test_small_and_odd_copies_land_where_the_plan_says_and_nowhere_else,
+    test_invalid_table_is_refused_unread_and_counted,
+    test_small_and_odd_copies_land_only_at_their_destinations,
 )
 from tests.patience import PATIENCE_S
 
@@ -69,7 +69,7 @@ class DrippingStream:
         return 1
 
 
-def test_a_stranger_that_sends_byte_after_byte_is_cut_when_its_time_is_up(monkeypatch):
+def test_slow_unauthenticated_stream_is_closed_at_its_deadline(monkeypatch):
     stream = DrippingStream(5.0)
     monkeypatch.setattr(frames, "time", stream)
     for _ in range(2):  # each message has all of the time
@@ -80,7 +80,7 @@ def test_a_stranger_that_sends_byte_after_byte_is_cut_when_its_time_is_up(monkey
 
 
 @pytest.mark.parametrize("by", ["revoke", "fence"])
-def test_a_peer_that_still_sends_is_cut_and_its_pages_are_waited_for(rig, monkeypatch, by):
+def test_peer_that_still_sends_is_cut_and_the_fence_waits_for_its_pages(rig, monkeypatch, by):
     peer, reading, let_go = rig.admission.peer, threading.Event(), threading.Event()
     receive_into = frames.receive_into
 
@@ -109,7 +109,7 @@ def test_a_peer_that_still_sends_is_cut_and_its_pages_are_waited_for(rig, monkey
 
 
 @pytest.mark.parametrize("is_fenced", [False, True])
-def test_closing_waits_for_a_stream_that_has_yet_to_look_at_the_pool(is_fenced):
+def test_closing_waits_for_a_stream_that_is_about_to_use_the_pool(is_fenced):
     opening, let_go, found = threading.Event(), threading.Event(), list[int]()
 
     def open_slowly(stream, region):
@@ -133,6 +133,28 @@ def test_closing_waits_for_a_stream_that_has_yet_to_look_at_the_pool(is_fenced):
             closing.join(PATIENCE_S)
             assert not closing.is_alive()
     assert found == [PAGE_BYTES]
+
+
+def test_fenced_peer_writes_nothing_even_if_its_bytes_have_arrived():
+    arrived, let_go = threading.Event(), threading.Event()
+
+    class SlowLane(TcpLane):
+        def receive(self, batch, open_pages):
+            arrived.set()
+            assert let_go.wait(PATIENCE_S)
+            super().receive(batch, open_pages)
+
+    with MemoryRegion.private(4096) as memory:
+        listener = TcpListener(Pool.packed(memory, 4096, 1), "127.0.0.1", "tcp", SlowLane)
+        admission = listener.admit("127.0.0.1")
+        listener.permit(admission.peer, ROOM, [0])
+        with open_stream(TcpOffer(**admission.offer.descriptor)) as stream:
+            stream.sendall(frames.table_of(ROOM, copies((0, 0, 4096))) + b"\xff" * 4096)
+            assert arrived.wait(PATIENCE_S)
+            listener.fence(admission.peer)
+            let_go.set()
+            listener.close()
+        assert not memory.array().any()
 
 
 def test_a_listener_without_a_thread_for_a_stream_accepts_the_next(rig, monkeypatch):
@@ -169,7 +191,7 @@ def test_a_large_write_goes_over_several_streams():
         listener.close()
 
 
-def test_pieces_arrive_whole_when_a_system_call_moves_a_part_of_one():
+def test_ranges_arrive_complete_after_a_partial_system_call():
     """As after a signal; here because the reader takes what is there, which ends in the middle of a piece."""
     size_bytes = np.arange(1, 3 * frames.MAX_IOVECS, dtype=np.int64)
     address = np.cumsum(size_bytes) - size_bytes
@@ -188,7 +210,7 @@ def test_pieces_arrive_whole_when_a_system_call_moves_a_part_of_one():
     assert (received == sent).all()
 
 
-def test_a_listener_on_every_address_offers_the_one_toward_the_peer():
+def test_listener_on_all_addresses_offers_the_one_on_the_route_to_the_peer():
     transport = TcpTransport(TransportConfig(host="0.0.0.0"))
     with MemoryRegion.private(4096) as region:
         listener = transport.listen(Pool.packed(region, 4096, 1))
@@ -199,13 +221,13 @@ def test_a_listener_on_every_address_offers_the_one_toward_the_peer():
 # ── interfaces ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_kernel_tells_the_addresses_of_an_interface():
+def test_addresses_of_an_interface_come_from_the_kernel():
     assert address_of("lo", socket.AF_INET) == "127.0.0.1"
     assert address_of("lo", socket.AF_INET6) == "::1"
 
 
-def test_an_unknown_interface_is_refused_naming_those_there_are():
-    with pytest.raises(ConfigInvalid, match=r"--transfer-interface ib7: .* there are: .*lo"):
+def test_unknown_interface_is_refused_with_the_known_names():
+    with pytest.raises(ConfigInvalid, match=r"--transfer-interface ib7: .* use one of .*lo"):
         TcpTransport(TransportConfig(interface="ib7"))
 
 
@@ -214,7 +236,7 @@ ONLY_IPV4 = SimpleNamespace(family=socket.AF_INET, address="127.0.0.1")
 
 
 @pytest.mark.parametrize("addresses", [[ONLY_IPV4, LINK_LOCAL], []])
-def test_an_interface_without_such_an_address_is_refused(monkeypatch, addresses):
+def test_interface_without_an_address_of_the_family_is_refused(monkeypatch, addresses):
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": addresses})
     with pytest.raises(ConfigInvalid, match="no IPv6 address"):
         TcpTransport(TransportConfig(host="::", interface="lo"))
@@ -233,7 +255,7 @@ def test_streams_come_from_the_interface_and_go_to_its_address(host, address):
         listener.close()
 
 
-def test_an_offer_of_the_other_family_is_refused_if_the_interface_has_no_such_address(monkeypatch):
+def test_offer_of_a_family_that_the_interface_lacks_is_refused(monkeypatch):
     with MemoryRegion.private(4096) as region:
         listener = TcpTransport(TransportConfig(host="::1")).listen(Pool.packed(region, 4096, 1))
         monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [ONLY_IPV4]})

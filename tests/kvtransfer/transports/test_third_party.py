@@ -1,4 +1,4 @@
-"""The example of `docs/transports.md`, installed as a package would be and put through the checks of all."""
+"""The example of `docs/transports.md`, installed like a package, passes the tests of every transport."""
 
 import inspect
 import re
@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tandem.conformance import test_transport as conformance
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import known, transports
 from tandem.wire.errors import TransferRefused
+from tests.conformance import test_transport as conformance
+from tests.conformance.pair import Pair
 from tests.kvtransfer import rig as agents
 from tests.kvtransfer.rig import DECODE_PAGES, PROMPT_PAGES, ROOM
 
@@ -46,7 +47,7 @@ def transport(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pair(transport):
-    made = conformance.Pair(transport)
+    made = Pair(transport)
     yield made
     made.close()
 
@@ -57,7 +58,7 @@ def test_the_example_of_the_page_passes(check, pair):
 
 
 @pytest.mark.parametrize("destination", [[3, 4], [2, 3, 4, 5, 6]])
-def test_the_example_refuses_what_is_not_granted(pair, destination):
+def test_the_example_refuses_pages_that_are_not_granted(pair, destination):
     conformance.test_a_write_outside_the_grant_is_refused(pair, destination)
 
 
@@ -66,7 +67,7 @@ def test_the_example_refuses_copies_that_leave_the_pool(pair, offset, size):
     conformance.test_a_copy_that_leaves_the_pool_is_refused(pair, offset, size)
 
 
-def test_agents_hand_off_over_the_example_and_count_what_it_refused(stack, transport):
+def test_agents_hand_off_over_the_example_and_count_its_refusals(stack, transport):
     cluster = agents.Cluster(stack)
     cluster.use(transport)
     prefill, decode = cluster.prefill(verify="always"), cluster.decode()

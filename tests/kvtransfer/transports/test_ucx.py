@@ -1,4 +1,4 @@
-"""What is UCX's own; what every transport does is in test_transports.py."""
+"""Tests specific to UCX; test_transports.py has those of every transport."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def rig():
     made.close()
 
 
-def test_a_handshake_longer_than_it_may_be_is_not_read(rig):
+def test_oversized_handshake_is_not_read(rig):
     with open_stream(TcpOffer(**rig.admission.offer.descriptor)) as stream:
         stream.settimeout(PATIENCE_S)
         lanes.receive_blob(stream)
@@ -29,7 +29,7 @@ def test_a_handshake_longer_than_it_may_be_is_not_read(rig):
             frames.receive_exactly(stream, 1)
 
 
-def test_a_message_longer_than_its_table_says_ends_the_peer_and_lands_nowhere_else(rig):
+def test_message_longer_than_its_table_ends_the_peer_and_lands_nowhere_else(rig):
     stream, lane = rig.stream()
     with stream:
         stream.sendall(frames.table_of(ROOM, copies((0, 0, 1000))))
@@ -41,9 +41,7 @@ def test_a_message_longer_than_its_table_says_ends_the_peer_and_lands_nowhere_el
     assert not rig.pool.array()[1000:].any()
 
 
-def test_a_batch_that_cannot_be_answered_ends_the_endpoint_before_its_pages_are_let_go(
-    rig, monkeypatch
-):
+def test_endpoint_is_closed_before_the_pages_of_a_failed_batch_are_released(rig, monkeypatch):
     """A peer may send before it reads the answer, and closing the endpoint takes in what came."""
     known, are_open = rig.listener._peers[rig.admission.peer], []
     send_bytes, close = frames.send_bytes, UcxLane.close

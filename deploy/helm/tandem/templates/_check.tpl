@@ -1,17 +1,28 @@
-{{/* Refuses values that are right each by itself and wrong together. */}}
+{{/* Rejects combinations of values that contradict each other. */}}
 {{- define "tandem.check" -}}
+{{- $removed := dict
+  "discovery.mode" "routers find nodes by DNS, through the headless Services; leave it out"
+  "serviceAccount" "routers need no permission in the cluster; leave it out, or name an existing account in router.serviceAccountName"
+-}}
+{{- range $path, $instead := $removed -}}
+{{- $value := $.Values -}}
+{{- range splitList "." $path }}{{ $value = get (default dict $value) . }}{{ end -}}
+{{- if $value -}}
+{{- fail (printf "%s was removed: %s" $path $instead) -}}
+{{- end -}}
+{{- end -}}
 {{- $model := .Values.model -}}
 {{- if and $model.init.image (eq $model.volume.type "none") -}}
-{{- fail "model.init.image is set and model.volume.type is none: give the init container a volume to fill, such as emptyDir" -}}
+{{- fail "model.init.image is set and model.volume.type is none: set model.volume.type to a volume that the init container fills, such as emptyDir" -}}
 {{- end -}}
 {{- if and (eq $model.volume.type "emptyDir") (not $model.init.image) -}}
-{{- fail "model.volume.type is emptyDir, which begins empty: set model.init.image to what fills it" -}}
+{{- fail "model.volume.type is emptyDir, which is empty at first: set model.init.image to an image that writes the model to it" -}}
 {{- end -}}
 {{- if and (eq $model.volume.type "hostPath") (not $model.volume.hostPath) -}}
 {{- fail "model.volume.type is hostPath: set model.volume.hostPath to the directory of the hosts that has the models" -}}
 {{- end -}}
 {{- if and (eq .Values.engine "vllm") (not .Values.vllm.image) -}}
-{{- fail "engine is vllm and vllm.image is empty: build deploy/docker/Dockerfile.vllm, and name the image" -}}
+{{- fail "engine is vllm and vllm.image is empty: build deploy/docker/Dockerfile.vllm, and set vllm.image to the image" -}}
 {{- end -}}
 {{- if and (eq .Values.engine "vllm") .Values.simulation.enabled -}}
 {{- fail "engine is vllm and simulation.enabled is true: choose one" -}}
@@ -21,13 +32,13 @@
 {{- end -}}
 {{- $auth := .Values.auth -}}
 {{- if and $auth.existingSecret (or $auth.clusterKey $auth.apiKeys) -}}
-{{- fail "auth.existingSecret has the keys: leave out auth.clusterKey and auth.apiKeys, and name the entry of API keys in auth.apiKeysEntry" -}}
+{{- fail "auth.existingSecret is set and has the keys: leave out auth.clusterKey and auth.apiKeys, and name the entry of API keys in auth.apiKeysEntry" -}}
 {{- end -}}
 {{- if and $auth.apiKeysEntry (not $auth.existingSecret) -}}
-{{- fail "auth.apiKeysEntry is an entry of auth.existingSecret: name that, or give the keys in auth.apiKeys" -}}
+{{- fail "auth.apiKeysEntry is an entry of auth.existingSecret, which is empty: set auth.existingSecret, or set auth.apiKeys instead" -}}
 {{- end -}}
 {{- if and .Values.router.keyLimits (not (include "tandem.apiKeysEntry" .)) -}}
-{{- fail "router.keyLimits says what API keys may use, and there are none: give auth.apiKeys, or auth.existingSecret and auth.apiKeysEntry" -}}
+{{- fail "router.keyLimits limits API keys, and there are none: set auth.apiKeys, or auth.existingSecret and auth.apiKeysEntry" -}}
 {{- end -}}
 {{- range $component := list "prefill" "decode" "router" -}}
 {{- with (index $.Values $component).autoscaling -}}
@@ -35,13 +46,13 @@
 {{- fail (printf "%s.autoscaling.minReplicas is more than maxReplicas" $component) -}}
 {{- end -}}
 {{- if and .enabled (not .metrics) (not .cpuUtilization) -}}
-{{- fail (printf "%s.autoscaling.metrics is empty: name what the number of pods should follow" $component) -}}
+{{- fail (printf "%s.autoscaling.metrics is empty: set at least one metric to scale by" $component) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- if and $.Values.simulation.enabled (index $.Values $role).gpus -}}
-{{- fail (printf "simulation.enabled and %s.gpus: a simulated node runs on the CPU, and simulation.profile says how fast its GPUs would be" $role) -}}
+{{- fail (printf "simulation.enabled and %s.gpus are set: a simulated node runs on the CPU; set gpus to 0, and set the speed of the GPUs in simulation.profile" $role) -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.rdma.enabled .Values.rdma.hostNetwork -}}
@@ -49,16 +60,16 @@
 {{- range .Values.decode.ports }}{{ $taken = append $taken (int .) }}{{ end -}}
 {{- range $name, $port := .Values.prefill.ports -}}
 {{- if has (int $port) $taken -}}
-{{- fail (printf "rdma.hostNetwork: prefill and decode share the hosts' ports, and prefill.ports.%s is one of decode's" $name) -}}
+{{- fail (printf "rdma.hostNetwork is set, so prefill and decode share the ports of hosts: prefill.ports.%s is also in decode.ports; use a different port" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.monitoring.podMonitor.enabled .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) -}}
-{{- fail "monitoring.podMonitor has Prometheus ask nodes, and networkPolicy lets nobody in who does: name Prometheus' namespace in networkPolicy.metricsFrom" -}}
+{{- fail "monitoring.podMonitor is enabled and networkPolicy blocks Prometheus: set networkPolicy.metricsFrom to the namespace of Prometheus" -}}
 {{- end -}}
 {{- with .Values.networkPolicy.transferPorts -}}
 {{- if gt (int .from) (int .to) -}}
-{{- fail "networkPolicy.transferPorts.from is after networkPolicy.transferPorts.to" -}}
+{{- fail "networkPolicy.transferPorts.from is greater than networkPolicy.transferPorts.to" -}}
 {{- end -}}
 {{- end -}}
 {{- end }}

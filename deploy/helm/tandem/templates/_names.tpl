@@ -10,18 +10,14 @@
 {{- printf "%s-%s" (include "tandem.fullname" (first .)) (last .) -}}
 {{- end }}
 
-{{/* What never changes of a pod's labels: the selectors of Services, policies and routers. */}}
+{{/* The pod labels that never change: the selectors of Services and policies. */}}
 {{- define "tandem.selector" -}}
 app.kubernetes.io/name: tandem
 app.kubernetes.io/instance: {{ (first .).Release.Name }}
 app.kubernetes.io/component: {{ last . }}
 {{- end }}
 
-{{- define "tandem.selectorFlag" -}}
-{{- printf "app.kubernetes.io/name=tandem,app.kubernetes.io/instance=%s,app.kubernetes.io/component=%s" (first .).Release.Name (last .) -}}
-{{- end }}
-
-{{/* Of pods: nothing that changes with the chart alone, which would start them all anew. */}}
+{{/* Labels of pods. None changes with the chart's version, because a changed label restarts all pods. */}}
 {{- define "tandem.podLabels" -}}
 {{ include "tandem.selector" . }}
 app.kubernetes.io/part-of: tandem
@@ -64,11 +60,7 @@ api-keys
 {{- end -}}
 {{- end }}
 
-{{- define "tandem.serviceAccountName" -}}
-{{- default (include "tandem.component" (list . "router")) .Values.serviceAccount.name -}}
-{{- end }}
-
-{{/* "true" where the cluster is of this version or later: (list root "1.21"). */}}
+{{/* "true" if the cluster has this version or a later one: (list root "1.21"). */}}
 {{- define "tandem.since" -}}
 {{- if semverCompare (printf ">=%s-0" (last .)) (first .).Capabilities.KubeVersion.Version }}true{{ end -}}
 {{- end }}

@@ -101,11 +101,11 @@ seccompProfile:
 {{- define "tandem.nodeContainerSecurity" -}}
 {{ include "tandem.containerSecurity" . }}
 {{- if and .Values.rdma.enabled .Values.rdma.runAsRoot }}
-  add: [IPC_LOCK] # adapters pin the memory that they write; other users than root would not get it
+  add: [IPC_LOCK] # RDMA adapters pin the memory that they write; the capability has no effect for users other than root
 {{- end }}
 {{- end }}
 
-{{/* What a node and the init container that fills /models mount: (list root readOnly). */}}
+{{/* Mounts of a node, and of the init container that fills /models: (list root readOnly). */}}
 {{- define "tandem.nodeMounts" -}}
 - name: tmp
   mountPath: /tmp

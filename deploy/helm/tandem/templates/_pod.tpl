@@ -85,7 +85,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
-{{/* A probe: (list path periodSeconds failureThreshold). Ten seconds: a busy process is not a dead one. */}}
+{{/* A probe: (list path periodSeconds failureThreshold). The timeout is ten seconds, because a busy process answers late. */}}
 {{- define "tandem.probe" -}}
 httpGet:
   path: {{ index . 0 }}
@@ -95,7 +95,7 @@ timeoutSeconds: 10
 failureThreshold: {{ index . 2 }}
 {{- end }}
 
-{{/* What makes pods start anew when it changes: the root. */}}
+{{/* Hashes of the settings whose change must restart the pods: the root. */}}
 {{- define "tandem.checksums" -}}
 checksum/auth: {{ toJson (list .Values.auth .Values.router.keyLimits) | sha256sum }}
 checksum/simulation: {{ toJson .Values.simulation | sha256sum }}

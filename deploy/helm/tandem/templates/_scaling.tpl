@@ -1,10 +1,10 @@
-{{/* How far down, and how fast: (list root component). */}}
+{{/* Speed of scaling down: (list root component). */}}
 {{- define "tandem.scalingBehavior" -}}
 {{- $scaling := (index (first .).Values (last .)).autoscaling -}}
 scaleDown:
   stabilizationWindowSeconds: {{ int $scaling.scaleDownStabilizationSeconds }}
   policies:
-    # One pod at a time, so that the drained one's requests find room.
+    # Remove one pod at a time, so that the others have room for its requests.
     - type: Pods
       value: 1
       periodSeconds: 60

@@ -1,1 +1,0 @@
-"""The transport `file` of Tandem: KV through a directory that both nodes share."""

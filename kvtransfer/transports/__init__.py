@@ -1,1 +1,0 @@
-"""Ways to get bytes into another process's pool, behind the seam in `base`."""

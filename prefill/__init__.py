@@ -1,1 +1,0 @@
-"""The prefill node: computes the KV of prompts and pushes it into decode nodes' memory."""

@@ -1,0 +1,1 @@
+"""The `tandem` command, and the subcommands that start or control a cluster."""

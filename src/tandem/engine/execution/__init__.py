@@ -1,0 +1,1 @@
+"""One forward on one device or on several ranks."""

@@ -1,0 +1,1 @@
+"""Models: weights, forward, and the comparison with transformers."""

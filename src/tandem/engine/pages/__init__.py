@@ -1,0 +1,1 @@
+"""The pages of KV: the pool, the prefix cache and who holds each page."""

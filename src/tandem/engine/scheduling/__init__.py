@@ -1,0 +1,1 @@
+"""Requests and steps: which tokens the next forward computes."""

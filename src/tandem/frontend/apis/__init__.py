@@ -1,0 +1,1 @@
+"""The APIs: OpenAI, native, Anthropic, Responses, tokenizing."""

@@ -1,0 +1,270 @@
+"""Request handling that all APIs share: run a call's generations concurrently, answer with JSON or a stream.
+
+```
+ JSON ──read──▶ ApiCall: generations ──Edge.run──▶ TextPiece, TextPiece, ... ──Writer──▶ one body, or events
+```
+
+Each API provides a function that parses its body into an `ApiCall`, and a `Writer` for its answers.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from tandem.frontend import timings
+from tandem.frontend.backend import ServedModel
+from tandem.frontend.chat.body import session_of
+from tandem.frontend.chat.generation import Generation
+from tandem.frontend.http.edge import EDGE, Edge
+from tandem.frontend.http.keys import client_of
+from tandem.frontend.http.middleware import public_info
+from tandem.frontend.http.sse import EventStream
+from tandem.frontend.http.tracing import TRACE
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.request_ids import owned_id, record_ids, with_header_id
+from tandem.frontend.text.transcript import Sink, TextPiece, join_pieces
+from tandem.wire.errors import ErrorInfo, InvalidRequest, TandemError
+
+TIMEOUT_MS = "X-Request-Timeout-Ms"
+
+CallT = TypeVar("CallT", bound="ApiCall")
+
+
+class RequestTimedOut(TandemError, code="timeout", status=504):
+    """The request took longer than `--request-timeout-s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The sender of a request and the sender's limits.
+
+    Attributes:
+        client: Name of its key; see `client_of`.
+        start_by_s: Latest useful start, on the loop's clock. None: no limit.
+        end_by_s: When the server cancels the request, on the same clock. None: never.
+        received_s: When the request's head was read, by `time.perf_counter`.
+        include_timings: Whether the answer must contain the timing report.
+    """
+
+    client: str
+    start_by_s: float | None
+    end_by_s: float | None
+    received_s: float
+    include_timings: bool
+
+
+CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
+
+
+@web.middleware
+async def attach_caller(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Attach the `Caller` to a request, before its body is read.
+
+    Raises:
+        InvalidRequest: The timeout header is not a positive number.
+    """
+    received_s = time.perf_counter()
+    http = request.app[EDGE].options.http
+    wait_s, timeout_s = client_timeout_s(request.headers), http.request_timeout_s
+    if timeout_s:
+        wait_s = min(timeout_s, math.inf if wait_s is None else wait_s)
+    now = asyncio.get_running_loop().time()
+    start_by_s = None if wait_s is None else now + wait_s
+    end_by_s = now + timeout_s if timeout_s else None
+    include_timings = request.headers.get(timings.HEADER, "").lower() in {"1", "true"}
+    request[CALLER] = Caller(client_of(request), start_by_s, end_by_s, received_s, include_timings)
+    return await handler(request)
+
+
+def with_caller(
+    request: web.Request, generations: Sequence[Generation], session: str
+) -> list[Generation]:
+    """Return the generations with their client, session, trace and remaining time to start."""
+    caller, trace = request[CALLER], request.get(TRACE)
+    left_s = None
+    if caller.start_by_s is not None:
+        left_s = caller.start_by_s - asyncio.get_running_loop().time()
+    fields = {"client": caller.client, "deadline_s": left_s, "session": session}
+    return [
+        replace(
+            generation,
+            request=msgspec.structs.replace(
+                generation.request, request_id=owned_id(caller.client, generation.id), **fields
+            ),
+            timings=timings.Timings(caller.received_s, is_requested=caller.include_timings),
+            trace=trace,
+        )
+        for generation in generations
+    ]
+
+
+def client_timeout_s(headers: Mapping[str, str]) -> float | None:
+    """Return the client's timeout in seconds. None: its header is absent.
+
+    Raises:
+        InvalidRequest: The header is not a positive number.
+    """
+    if (header := headers.get(TIMEOUT_MS)) is None:
+        return None
+    try:
+        wait_ms = float(header)
+    except ValueError:
+        wait_ms = 0.0
+    if not 0 < wait_ms < math.inf:
+        raise InvalidRequest(f"{TIMEOUT_MS}: must be a positive number of milliseconds")
+    return wait_ms / 1000
+
+
+class ApiCall(Protocol):
+    """A request after its body was parsed and checked."""
+
+    generations: list[Generation]
+    is_stream: bool
+
+
+class StreamSink(Sink, Protocol):
+    """Writes one generation to a stream as events."""
+
+    generation: Generation
+
+    def write_failure(self, error: ErrorInfo) -> None:
+        """Write the final event of a generation that failed with `error`."""
+
+
+class Writer(Protocol):
+    """Writes the answer of one call, as one JSON body or as events."""
+
+    def body(self, pieces: Sequence[TextPiece]) -> bytes:
+        """Return the complete answer as JSON. `pieces` has one piece per generation."""
+
+    def sinks(self, events: EventStream) -> Sequence[StreamSink]:
+        """Return one sink per generation, which writes it to the stream."""
+
+    def trailer(self) -> bytes:
+        """Return the events that follow the last generation, `[DONE]` included; may be empty."""
+
+
+class CollectedAnswer:
+    """Collects the pieces of one generation. A `Sink`."""
+
+    def __init__(self) -> None:
+        self.pieces: list[TextPiece] = []
+
+    def write(self, piece: TextPiece) -> bool:
+        """Store a piece. The sink always has room."""
+        self.pieces.append(piece)
+        return True
+
+    async def drain(self) -> bool:
+        """Return at once."""
+        return True
+
+
+async def answer(
+    request: web.Request,
+    read: Callable[[ServedModel, FrontendOptions, dict[str, Any]], CallT],
+    writer_of: Callable[[CallT, FrontendOptions], Writer],
+) -> web.StreamResponse:
+    """Answer one request.
+
+    Args:
+        read: Parses the API's body.
+        writer_of: Creates the writer of the answer.
+
+    Raises:
+        NoNodeAvailable: No node has reported its model yet.
+        TandemError: Raised by `read` or the backend before anything was sent.
+        ConnectionError: The client has disconnected.
+    """
+    edge = request.app[EDGE]
+    model, options = edge.backend.model(), edge.options
+
+    def read_both(data: dict[str, Any]) -> tuple[CallT, str]:
+        return read(model, options, with_header_id(request, data)), session_of(
+            request.headers, data
+        )
+
+    call, session = await edge.read(await request.read(), read_both)
+    call.generations = with_caller(request, call.generations, session)
+    record_ids(request, [generation.id for generation in call.generations])
+    writer = writer_of(call, options)
+    if not call.is_stream:
+        body = writer.body(await _collect(request, call.generations))
+        return web.Response(body=body, content_type="application/json")
+    async with EventStream(request, options.stall_timeout_s, edge.outbox) as events:
+        await _run_concurrently([_stream(edge, events, sink) for sink in writer.sinks(events)])
+        return await events.finish(writer.trailer())
+
+
+@asynccontextmanager
+async def within_request_timeout(request: web.Request) -> AsyncIterator[None]:
+    """Cancel the block when the request exceeds `--request-timeout-s`.
+
+    Raises:
+        RequestTimedOut: The block was cancelled.
+    """
+    limit = asyncio.timeout_at(request[CALLER].end_by_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        timeout_s = request.app[EDGE].options.http.request_timeout_s
+        raise RequestTimedOut(
+            f"the request was cancelled: it took longer than {timeout_s:g} s"
+        ) from None
+
+
+async def _collect(request: web.Request, generations: Sequence[Generation]) -> list[TextPiece]:
+    """Run the generations to their end and return one piece for each.
+
+    Raises:
+        TandemError: A generation failed; the remaining ones were cancelled.
+    """
+    edge, answers = request.app[EDGE], [CollectedAnswer() for _ in generations]
+    async with within_request_timeout(request):
+        await _run_concurrently(
+            [
+                edge.run(generation, answer)
+                for generation, answer in zip(generations, answers, strict=True)
+            ]
+        )
+    return [join_pieces(answer.pieces) for answer in answers]
+
+
+async def _stream(edge: Edge, events: EventStream, sink: StreamSink) -> None:
+    """Stream one generation. An error after the first event is sent as an event.
+
+    Raises:
+        TandemError: The generation failed before the first event.
+    """
+    try:
+        async with within_request_timeout(events.request):
+            await edge.run(sink.generation, sink)
+    except TandemError as error:
+        if not events.is_started:
+            raise
+        sink.write_failure(public_info(error))
+        await sink.drain()
+
+
+async def _run_concurrently(coroutines: Sequence[Coroutine[None, None, None]]) -> None:
+    """Run the coroutines concurrently. On the first error, cancel the rest and raise that error alone."""
+    if len(coroutines) == 1:
+        await coroutines[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in coroutines:
+                group.create_task(coroutine)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from errors

@@ -1,0 +1,360 @@
+"""Bodies of Anthropic's API, converted to equivalent bodies of `/v1/chat/completions`.
+
+```
+ system, messages of blocks, tools ──▶ ChatBody's fields ──▶ `frontend/chat/openai_body.py` ──▶ OpenAICall
+```
+
+`cache_control` is ignored: every prefix is cached, and the usage reports the cached tokens. The headers
+`anthropic-version` and `anthropic-beta` are ignored too: betas add fields, and unsupported fields are
+rejected by name. `frontend/apis/anthropic.py` writes the answers.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field
+
+from tandem.frontend.backend import ServedModel
+from tandem.frontend.chat.body import Body, GenerationBody, Many, refuse_unsupported, validate
+from tandem.frontend.chat.generation import require_tokenizer, tokenize
+from tandem.frontend.chat.grammars import OpenAIGrammar
+from tandem.frontend.chat.openai_body import (
+    MAX_MESSAGES,
+    THINKING_SWITCHES,
+    OpenAICall,
+    chat_text,
+    read_chat,
+    read_chat_body,
+)
+from tandem.frontend.chat.sampling import MAX_STOPS, OpenAISampling, Stop
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.request_ids import NAMES, RequestIdField
+from tandem.wire.errors import InvalidRequest
+
+T = TypeVar("T")
+BlockT = TypeVar("BlockT", bound=Body)
+
+_SAMPLING = frozenset({"max_tokens", "temperature", "top_p", "top_k"})
+# Fields of Anthropic's API that would change the answer or its metadata.
+UNSUPPORTED_IN_MESSAGES = frozenset(
+    {
+        *(
+            "compaction",
+            "container",
+            "diagnostics",
+            "inference_geo",
+            "mcp_servers",
+            "output_format",
+        ),
+        "thread",
+    }
+)
+# Supported on other routes.
+_OF_OTHER_APIS = (
+    frozenset({"logprobs", "parallel_tool_calls", "reasoning_effort", "top_logprobs"})
+    | (OpenAISampling.names() - _SAMPLING)
+    | OpenAIGrammar.names()
+)
+
+
+def _as_blocks(content: object) -> object:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class TextBlock(Body):
+    """Text. Its citations are ignored, because they repeat the text."""
+
+    type: Literal["text"]
+    text: str
+
+
+# A string is accepted in place of a list with one text block.
+Blocks: TypeAlias = Annotated[
+    Many[T], BeforeValidator(_as_blocks, json_schema_input_type=str | list[T])
+]
+
+
+class ThinkingBlock(Body):
+    """Reasoning of an earlier answer. Its signature is ignored, because this server signs none."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ToolUseBlock(Body):
+    """A tool call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+    def for_chat(self) -> dict[str, Any]:
+        """Return the call in OpenAI's format, except that its arguments stay an object."""
+        function = {"name": self.name, "arguments": self.input}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class ToolResultBlock(Body):
+    """The result of a tool call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Blocks[TextBlock] = Field(default_factory=list)
+    is_error: bool = False
+
+    def for_chat(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Return the result in OpenAI's format.
+
+        Args:
+            names: Tool name of each call so far, by call id.
+        """
+        if self.tool_use_id not in names:
+            raise InvalidRequest(
+                f"messages: no tool_use with id {self.tool_use_id!r} precedes its tool_result"
+            )
+        content = _joined(self.content)
+        return {
+            "role": "tool",
+            "tool_call_id": self.tool_use_id,
+            "name": names[self.tool_use_id],
+            # Chat templates have no field for `is_error`.
+            "content": f"Error: {content}" if self.is_error else content,
+        }
+
+
+UserBlock = Annotated[TextBlock | ToolResultBlock, Discriminator("type")]
+AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Discriminator("type")]
+
+
+class UserMessage(Body):
+    """The user's text and the results of tools."""
+
+    role: Literal["user"]
+    content: Blocks[UserBlock]
+
+
+class AssistantMessage(Body):
+    """An earlier answer."""
+
+    role: Literal["assistant"]
+    content: Blocks[AssistantBlock]
+
+
+class SystemMessage(Body):
+    """Instructions between two turns. The chat template may reject them."""
+
+    role: Literal["system"]
+    content: Blocks[TextBlock]
+
+
+AnyMessage = Annotated[UserMessage | AssistantMessage | SystemMessage, Discriminator("role")]
+
+
+def _is_of_object(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type") != "object":
+        raise ValueError('must be a JSON schema of "type": "object"')
+    return schema
+
+
+class CustomTool(Body):
+    """A tool that the client runs. Anthropic's own tools have other types."""
+
+    type: Literal["custom"] = "custom"
+    name: Annotated[str, Field(min_length=1)]
+    description: str = ""
+    input_schema: Annotated[dict[str, Any], AfterValidator(_is_of_object)]
+    strict: bool = False
+    defer_loading: Literal[False] = False
+    allowed_callers: Many[Literal["direct"]] = Field(default_factory=list)
+    input_examples: Annotated[Many[Any], Field(max_length=0)] = Field(default_factory=list)
+
+    def for_chat(self) -> dict[str, Any]:
+        """Return the tool in OpenAI's format."""
+        about = {"description": self.description} if self.description else {}
+        function: dict[str, Any] = {"name": self.name, **about, "parameters": self.input_schema}
+        if self.strict:
+            function["strict"] = True
+        return {"type": "function", "function": function}
+
+
+class CustomToolChoice(Body):
+    """`tool_choice`."""
+
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str = ""
+    disable_parallel_tool_use: bool = False
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must be a tool call."""
+        return self.type in ("any", "tool")
+
+    def for_chat(self) -> object:
+        """Return the choice in OpenAI's format."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class ThinkingConfig(Body):
+    """`thinking`. Its budget is ignored: Anthropic defines it as a target, and `max_tokens` limits reasoning plus text."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    display: Literal["summarized"] = "summarized"
+
+
+class OutputFormat(Body):
+    """The required format of the text."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """`output_config`. `effort` is passed to the chat template as `reasoning_effort`."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class KeepThinking(Body):
+    """A context edit that changes nothing. Claude Code sends it."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Body):
+    """`context_management`."""
+
+    edits: Many[KeepThinking] = Field(default_factory=list)
+
+
+class CountBody(GenerationBody):
+    """`/v1/messages/count_tokens`."""
+
+    model: str | None = None
+    rid: Annotated[RequestIdField | None, Field(validation_alias=NAMES)] = None
+    system: Blocks[TextBlock] = Field(default_factory=list)
+    messages: Annotated[Many[AnyMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Many[CustomTool] = Field(default_factory=list)
+    tool_choice: CustomToolChoice = CustomToolChoice()
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig = OutputConfig()
+    context_management: ContextManagement = ContextManagement()
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class MessagesBody(CountBody):
+    """`/v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: int | None = None
+    stop_sequences: Annotated[Many[Stop], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
+
+
+def read_messages(model: ServedModel, options: FrontendOptions, data: dict[str, Any]) -> OpenAICall:
+    """Check a body of `/v1/messages`."""
+    refuse_unsupported(data, also=UNSUPPORTED_IN_MESSAGES | _OF_OTHER_APIS)
+    body = validate(MessagesBody, data)
+    chat = _chat(body, model, options) | {"stop": body.stop_sequences}
+    return read_chat(model, options, chat, id_prefix="msg_")
+
+
+def count_prompt(model: ServedModel, options: FrontendOptions, data: dict[str, Any]) -> int:
+    """Return the number of prompt tokens of a body, which may exceed the model's limit.
+
+    Raises:
+        InvalidRequest: The prompt is so long that it was not tokenized.
+    """
+    refuse_unsupported(data, also=UNSUPPORTED_IN_MESSAGES | _OF_OTHER_APIS)
+    chat = _chat(validate(CountBody, data), model, options)
+    text = chat_text(model, read_chat_body(model, chat))
+    [ids] = tokenize(model, [text], add_special_tokens=False)
+    return len(ids)
+
+
+def _chat(body: CountBody, model: ServedModel, options: FrontendOptions) -> dict[str, Any]:
+    """Return the equivalent body of `/v1/chat/completions`."""
+    tools, choice, output = body.tools, body.tool_choice, body.output_config
+    if choice.is_forced and not tools:
+        raise InvalidRequest(f"tool_choice: {choice.type!r} requires tools, and the body has none")
+    shared = {"model", "rid", *_SAMPLING, *GenerationBody.model_fields}
+    chat = body.model_dump(include=shared, exclude_unset=True, exclude_none=True) | {
+        "messages": list(_turns(body)),
+        "tools": [tool.for_chat() for tool in tools],
+        "tool_choice": choice.for_chat(),
+        "parallel_tool_calls": not choice.disable_parallel_tool_use,
+        "chat_template_kwargs": _switches(body, model, options) | body.chat_template_kwargs,
+        "reasoning_effort": output.effort,
+    }
+    if output.format is not None:
+        chat["json_schema"] = output.format.schema_
+    return chat
+
+
+def _turns(body: CountBody) -> Iterator[dict[str, Any]]:
+    """Yield the messages in OpenAI's format. Consecutive messages of one role become one turn."""
+    if body.messages[-1].role == "assistant":
+        raise InvalidRequest(
+            "messages: the last message must not be the assistant's, because answers cannot be continued"
+        )
+    if body.system:
+        yield {"role": "system", "content": _joined(body.system)}
+    names: dict[str, str] = {}
+    for role, messages in groupby(body.messages, key=lambda message: message.role):
+        blocks = [block for message in messages for block in message.content]
+        if role == "assistant":
+            names |= {block.id: block.name for block in _only(ToolUseBlock, blocks)}
+            yield _answer(blocks)
+            continue
+        for kind, run in groupby(blocks, key=type):
+            if kind is ToolResultBlock:
+                yield from (result.for_chat(names) for result in _only(ToolResultBlock, run))
+            else:
+                yield {"role": role, "content": _joined(_only(TextBlock, run))}
+
+
+def _only(kind: type[BlockT], blocks: Iterable[Body]) -> list[BlockT]:
+    return [block for block in blocks if isinstance(block, kind)]
+
+
+def _answer(blocks: Sequence[Body]) -> dict[str, Any]:
+    """Return an earlier answer as one message. Templates render reasoning, then text, then calls."""
+    turn: dict[str, Any] = {"role": "assistant"}
+    if texts := _only(TextBlock, blocks):
+        turn["content"] = _joined(texts)
+    if reasoning := [block.thinking for block in _only(ThinkingBlock, blocks)]:
+        turn["reasoning_content"] = "\n".join(reasoning)
+    if calls := [block.for_chat() for block in _only(ToolUseBlock, blocks)]:
+        turn["tool_calls"] = calls
+    return turn
+
+
+def _joined(blocks: Iterable[TextBlock]) -> str:
+    # With the same separator as the content parts of a chat message.
+    return "\n".join(block.text for block in blocks)
+
+
+def _switches(body: CountBody, model: ServedModel, options: FrontendOptions) -> dict[str, bool]:
+    """Return the template variables that implement `thinking`. A template without any ignores `disabled`."""
+    if body.thinking is None:
+        return {}
+    kind, switches = body.thinking.type, THINKING_SWITCHES & require_tokenizer(model).template_names
+    has_parser = options.reply_formats.reasoning is not None
+    # Without marks around the reasoning, a forced call starts at the first token.
+    is_excluded = body.tool_choice.is_forced and options.reply_formats.reasoning_marks() is None
+    if kind == "enabled" and not has_parser:
+        raise InvalidRequest(
+            "thinking: this server has no reasoning parser; leave it out, or start the server with "
+            "--reasoning-parser"
+        )
+    if kind == "enabled" and is_excluded:
+        raise InvalidRequest("thinking: cannot be enabled together with a forced tool call")
+    if kind == "adaptive" and (is_excluded or not has_parser):
+        return {}
+    return dict.fromkeys(switches, kind != "disabled")

@@ -1,0 +1,189 @@
+"""Routes about the server: health, the model, metrics, the tokenizer, aborts and cache flushes.
+
+`answer_errors` in `frontend/http/middleware.py` converts the errors that they raise.
+"""
+
+import asyncio
+import time
+from contextlib import aclosing
+from typing import Annotated
+
+from aiohttp import web
+from pydantic import Field
+
+from tandem.frontend.backend import NO_PEER, Backend, Health, ServedModel
+from tandem.frontend.chat.body import Body, validate
+from tandem.frontend.http.edge import EDGE, SHUTTING_DOWN
+from tandem.frontend.http.keys import operators_only, owner_of, require_operator
+from tandem.frontend.http.middleware import json_response
+from tandem.frontend.text.tokenizer import tokenizer_hash
+from tandem.wire.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    NoNodeAvailable,
+    Overloaded,
+)
+from tandem.wire.generation import GenerateRequest, SamplingParams, new_request_id
+
+# Poll interval of `/health_generate`. Engines report their progress twice a second.
+_POLL_INTERVAL_S = 0.1
+
+
+class AbortBody(Body):
+    """`/abort_request`."""
+
+    rid: Annotated[str, Field(max_length=512)] = ""
+    abort_all: bool = False
+
+
+# The checked body of an `/abort_request`, for middlewares.
+ABORT_BODY = web.RequestKey("abort_body", AbortBody)
+
+
+def _health_response(health: Health) -> web.Response:
+    status, code = ("ok", 200) if health.is_serving else ("unavailable", 503)
+    return json_response({"status": status, "detail": health.detail}, code)
+
+
+async def health(request: web.Request) -> web.Response:
+    """Report whether a request sent now can be served: 200 or 503."""
+    edge = request.app[EDGE]
+    return _health_response(SHUTTING_DOWN if edge.is_shutting_down else edge.backend.health())
+
+
+async def live(_request: web.Request) -> web.Response:
+    """Report that the process is alive: always 200, even if it cannot serve requests."""
+    return json_response({"status": "ok"})
+
+
+async def health_generate(request: web.Request) -> web.Response:
+    """Generate one token: 200 if it arrives, or if busy engines make progress."""
+    edge = request.app[EDGE]
+    backend, timeout_s = edge.backend, edge.options.health_timeout_s
+    first_counts: dict[object, int] = {}
+
+    def has_progress() -> bool:
+        # The first report of a new engine is not progress.
+        counts = backend.token_counts().items()
+        return any(count > first_counts.setdefault(engine, count) for engine, count in counts)
+
+    probe = asyncio.create_task(_one_token(backend))
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not has_progress():
+                await asyncio.wait({probe}, timeout=_POLL_INTERVAL_S)
+                if probe.done() and not isinstance(probe.exception(), Overloaded):
+                    probe.result()
+                    break
+                if probe.done():
+                    await asyncio.sleep(_POLL_INTERVAL_S)
+    except TimeoutError:
+        raise NoNodeAvailable(f"no token was generated within {timeout_s:g} s") from None
+    finally:
+        probe.cancel()
+        await asyncio.wait({probe})
+    return _health_response(Health(is_serving=True, detail="tokens are generated"))
+
+
+async def _one_token(backend: Backend) -> None:
+    probe = GenerateRequest(
+        request_id=new_request_id(),
+        prompt_ids=[0],
+        sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, seed=0),
+    )
+    async with aclosing(backend.generate(probe, NO_PEER)) as deltas:
+        async for delta in deltas:
+            if delta.token_ids:
+                return
+    raise NoNodeAvailable("the generation ended without a token")
+
+
+async def models(request: web.Request) -> web.Response:
+    """List the model and its adapters, as OpenAI and vLLM do."""
+    model = request.app[EDGE].backend.model()
+    cards = [_model_card(model, adapter) for adapter in ("", *model.adapters)]
+    return json_response({"object": "list", "data": cards})
+
+
+async def one_model(request: web.Request) -> web.Response:
+    """Describe the model or an adapter by its name, as OpenAI does."""
+    model = request.app[EDGE].backend.model()
+    name = request.match_info["name"]
+    if name not in {model.name, *model.adapters}:
+        raise ModelNotFound(name, model.name, *model.adapters)
+    return json_response(_model_card(model, name if name != model.name else ""))
+
+
+def _model_card(model: ServedModel, adapter: str) -> dict[str, object]:
+    parent = {"parent": model.name} if adapter else {}
+    return parent | {
+        "id": adapter or model.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "tandem",
+        "root": model.name,
+        "max_model_len": model.context_length,
+    }
+
+
+async def model_info(request: web.Request) -> web.Response:
+    """Describe the model, as SGLang does."""
+    model = request.app[EDGE].backend.model()
+    return json_response(
+        {
+            "model_path": model.name,
+            "served_model_name": model.name,
+            "tokenizer_path": model.name if model.tokenizer is not None else None,
+            "is_generation": True,
+            "context_length": model.context_length,
+            "max_prompt_tokens": model.max_prompt_tokens,
+            "vocab_size": model.vocab_size,
+            "eos_token_ids": sorted(model.eos_token_ids),
+            "default_sampling_params": model.default_sampling,
+            "weight_version": model.weight_version,
+        }
+    )
+
+
+async def server_info(request: web.Request) -> web.Response:
+    """Describe the backend."""
+    info = request.app[EDGE].backend.server_info()
+    # SGLang's load client reads statistics of speculative decoding from the first entry.
+    return json_response({"internal_states": [{}], **info})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Return the metrics of the backend and of the edge."""
+    edge = request.app[EDGE]
+    parts = [part.rstrip("\n") for part in (edge.backend.metrics(), edge.metrics.render())]
+    text = "".join(f"{part}\n" for part in parts if part)
+    return web.Response(text=text, content_type="text/plain", charset="utf-8")
+
+
+@operators_only
+async def flush_cache(request: web.Request) -> web.Response:
+    """Drop every cached page that no request is using."""
+    await request.app[EDGE].backend.flush_cache()
+    return json_response({"success": True, "message": "the cache was flushed"})
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    """Abort a request of the same key by its id; an unknown id is not an error. Operators may abort any, and all."""
+    edge = request.app[EDGE]
+    body = await edge.read(await request.read(), lambda data: validate(AbortBody, data))
+    request[ABORT_BODY] = body
+    if body.abort_all:
+        require_operator(request)
+        return json_response({"aborted": await edge.abort_all()})
+    if not body.rid:
+        raise InvalidRequest("rid: missing; send the id of the request to abort")
+    return json_response({"aborted": await edge.abort(body.rid, owner_of(request))})
+
+
+async def tokenizer(request: web.Request) -> web.Response:
+    """Serve the tokenizer's files, so that a router without the model can process text."""
+    read = request.app[EDGE].options.tokenizer_files
+    files = read() if read is not None else {}
+    if not files:
+        raise NoNodeAvailable("the tokenizer is not loaded yet, or the model has none")
+    return json_response({"hash": tokenizer_hash(files), "files": dict(files)})

@@ -1,0 +1,174 @@
+"""The HTTP application: its routes and middlewares. `frontend/http/server.py` serves it."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from tandem.frontend import answers
+from tandem.frontend.apis import anthropic, inference, native, openai, responses, routes, tokenizing
+from tandem.frontend.apis.answering import attach_caller
+from tandem.frontend.apis.anthropic_body import CountBody, MessagesBody
+from tandem.frontend.apis.responses_body import ResponsesBody
+from tandem.frontend.backend import Backend
+from tandem.frontend.chat.grammars import NativeGrammar, OpenAIGrammar
+from tandem.frontend.chat.openai_body import ChatBody, CompletionBody
+from tandem.frontend.chat.sampling import CompletionSampling, NativeSampling, OpenAISampling
+from tandem.frontend.http import loads
+from tandem.frontend.http.edge import EDGE, Edge, close_when_shutting_down
+from tandem.frontend.http.keys import check_key
+from tandem.frontend.http.middleware import (
+    allow_origins,
+    answer_errors,
+    answer_preflight,
+    count_requests,
+    read_body,
+)
+from tandem.frontend.http.openapi import DOCUMENT, Route, document, show_document, show_page
+from tandem.frontend.http.tracing import Tracing, create_tracing
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.request_ids import add_id_header
+from tandem.wire.keys import reader_key
+
+__all__ = ["FrontendOptions", "create_app"]
+
+
+def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.Application:
+    """Return the app of one edge worker, or of a node's own HTTP server.
+
+    Serve it with `tandem.frontend.http.server`: a disconnect then cancels its request.
+
+    Args:
+        backend: Generates tokens. It may become ready after the app.
+    """
+    options = options or FrontendOptions()
+    options.reply_formats.load()
+    endpoint = options.http.traces_endpoint
+    tracing = create_tracing(endpoint, options.service) if endpoint else None
+    app = web.Application(
+        client_max_size=options.http.max_body_bytes, middlewares=_middlewares(options, tracing)
+    )
+    if tracing is not None:
+        app.cleanup_ctx.append(tracing.lifespan)
+    app[EDGE] = edge = Edge(backend, options)
+    app.cleanup_ctx.append(edge.lifespan)
+    app.on_response_prepare.extend([close_when_shutting_down, add_id_header])
+    if options.http.cors_origins:
+        app.on_response_prepare.append(allow_origins(options.http.cors_origins))
+    table = route_table(options)
+    for route in table:
+        add = {"get": web.get, "post": web.post, "put": web.put, "delete": web.delete}[
+            route.method
+        ]  # `get` adds HEAD
+        app.add_routes([add(route.path, route.handler)])
+    # Built on the first request, because most processes never receive one.
+    has_keys = bool(options.http.api_keys)
+    describe: Callable[[], dict[str, Any]] = cache(partial(document, table, has_keys=has_keys))
+    app[DOCUMENT] = describe
+    return app
+
+
+def _middlewares(options: FrontendOptions, tracing: Tracing | None) -> list[Middleware]:
+    """Return the middlewares of every route, outermost first."""
+    http = options.http
+    preflight = [answer_preflight(http.cors_origins)] if http.cors_origins else []
+    # The operator key also opens the routes of clients.
+    accepted = [*http.api_keys, *filter(None, [options.operator_key])]
+    # Only nodes serve their tokenizer; routers fetch it with the reader key.
+    is_node = options.tokenizer_files is not None
+    reader = reader_key(options.operator_key) if is_node else ""
+    keys = [check_key(accepted, options.open_paths, reader)] if http.api_keys else []
+    traced = [tracing.trace_request] if tracing is not None else []
+    inner = [answer_errors, *keys, attach_caller, read_body]
+    return [count_requests, *preflight, *traced, *inner]
+
+
+def route_table(options: FrontendOptions) -> list[Route]:
+    """Return all routes, for serving and for the OpenAPI document."""
+    generate = (
+        native.generate,
+        answers.Generated,
+        (native.GenerateBody, NativeSampling, NativeGrammar),
+        answers.Generated,
+    )
+    tokenize = (tokenizing.to_ids, answers.Tokenized, (tokenizing.TokenizeBody,))
+    detokenize = (tokenizing.to_text, answers.Detokenized, (tokenizing.DetokenizeBody,))
+    table = [
+        Route("post", "/generate", *generate),
+        Route("put", "/generate", *generate),
+        Route(
+            "post",
+            "/v1/completions",
+            openai.completions,
+            answers.Completion,
+            (CompletionBody, CompletionSampling, OpenAIGrammar),
+            answers.CompletionChunk,
+        ),
+        Route(
+            "post",
+            "/v1/chat/completions",
+            openai.chat_completions,
+            answers.ChatCompletion,
+            (ChatBody, OpenAISampling, OpenAIGrammar),
+            answers.ChatCompletionChunk,
+        ),
+        Route(
+            "post",
+            "/inference/v1/generate",
+            inference.generate,
+            answers.Inference,
+            (inference.InferenceBody,),
+            answers.InferenceChunk,
+        ),
+        Route(
+            "post",
+            "/v1/responses",
+            responses.create_response,
+            answers.ResponseObject,
+            (ResponsesBody, OpenAISampling),
+            answers.ResponseEvent,
+            has_named_events=True,
+        ),
+        *(Route("post", f"{base}/tokenize", *tokenize) for base in ("", "/v1")),
+        *(Route("post", f"{base}/detokenize", *detokenize) for base in ("", "/v1")),
+        Route(
+            "post",
+            "/v1/messages",
+            anthropic.messages,
+            answers.AnthropicMessage,
+            (MessagesBody,),
+            answers.AnthropicEvent,
+            answers.AnthropicError,
+            has_named_events=True,
+        ),
+        Route(
+            "post",
+            "/v1/messages/count_tokens",
+            anthropic.count_tokens,
+            answers.TokenCount,
+            (CountBody,),
+            error=answers.AnthropicError,
+        ),
+        Route("get", "/v1/models", routes.models),
+        Route("get", "/v1/models/{name:.+}", routes.one_model),
+        Route("get", "/health", routes.health, unavailable=True),
+        Route("get", "/live", routes.live),
+        Route("get", "/health_generate", routes.health_generate),
+        Route("get", "/model_info", routes.model_info),
+        Route("get", "/get_model_info", routes.model_info),
+        Route("get", "/server_info", routes.server_info),
+        Route("get", "/get_server_info", routes.server_info),
+        Route("get", "/get_load", loads.get_load),
+        Route("get", "/v1/loads", loads.v1_loads),
+        Route("get", "/metrics", routes.metrics, media="text/plain"),
+        Route("get", "/openapi.json", show_document),
+        Route("get", "/docs", show_page, media="text/html"),
+        Route("get", "/flush_cache", routes.flush_cache),
+        Route("post", "/flush_cache", routes.flush_cache),
+        Route("post", "/abort_request", routes.abort_request, bodies=(routes.AbortBody,)),
+    ]
+    if options.tokenizer_files is not None:
+        table.insert(0, Route("get", "/tokenizer", routes.tokenizer))
+    return table

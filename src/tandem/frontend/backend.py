@@ -1,0 +1,135 @@
+"""The interface between HTTP and token generation, by a cluster or by one node's engine.
+
+The frontend has no notion of nodes, and a backend has no notion of text.
+"""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tandem.frontend.text.tokenizer import Tokenizer
+from tandem.wire.errors import ModelNotFound
+from tandem.wire.generation import GenerateRequest, SamplingDefaults
+from tandem.wire.messages import NodeLoad, TokenDelta
+from tandem.wire.token_stream import Tap
+
+# Clients may send this name for the served model, whatever its name.
+_ANY_MODEL = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Bootstrap:
+    """The address of a request's other half, if an SGLang-style router chose the pair.
+
+    Attributes:
+        host: Host of the prefill node. An IPv6 host may be bracketed.
+        port: Bootstrap port of the prefill node. None: this node's own `--bootstrap-port`.
+        room: The number by which the two halves find each other.
+    """
+
+    host: str
+    port: int | None
+    room: int
+
+
+NO_PEER = Bootstrap(host="", port=None, room=0)
+"""The request has no other half: a prefill or decode node computes one token by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model's properties that the frontend needs.
+
+    Attributes:
+        context_length: Limit of prompt plus generated tokens.
+        max_prompt_tokens: Limit of the prompt: `context_length - 1`, or less if the KV pool is small.
+        tokenizer: None if the model has none. Requests and answers then contain token ids only.
+        default_sampling: Sampling parameters of requests that set none.
+        weight_version: As in `ModelInfo`.
+        adapters: The LoRA adapters that requests may name.
+    """
+
+    name: str
+    context_length: int
+    max_prompt_tokens: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    tokenizer: Tokenizer | None
+    default_sampling: SamplingDefaults
+    weight_version: str = "default"
+    adapters: tuple[str, ...] = ()
+
+    def resolve_adapter(self, name: str | None) -> str:
+        """Return the adapter that a body's `model` names. Empty: the base model.
+
+        Raises:
+            ModelNotFound: `name` is neither the model nor one of its adapters.
+        """
+        if name is None or name in {_ANY_MODEL, self.name}:
+            return ""
+        if name not in self.adapters:
+            raise ModelNotFound(name, self.name, *self.adapters)
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether a request sent now can be served. `detail` explains the state to people."""
+
+    is_serving: bool
+    detail: str
+
+
+class Backend(Protocol):
+    """Generates tokens for the frontend."""
+
+    def model(self) -> ServedModel:
+        """Return the model served.
+
+        Raises:
+            NoNodeAvailable: The model is unknown, because no node has been reached yet.
+        """
+
+    def generate(
+        self,
+        request: GenerateRequest,
+        bootstrap: Bootstrap | None = None,
+        tap: Tap | None = None,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Yield the tokens of one request, each index once and in order.
+
+        While the caller awaits the next delta, ordinary tokens may go to `tap` instead: ids only, in
+        order with the deltas, never the first or the last token.
+
+        The last delta has `finish`; after a `stop`, its last id is the one that matched. Tokens that
+        arrive while the caller is busy are merged into one delta, so that a slow client accumulates
+        ids, not deltas. Closing the generator early (`aclose`, or cancelling its task) cancels the request at
+        every node within 1 s.
+
+        Raises:
+            TandemError: The request failed, before the first delta or later. No node still holds it.
+        """
+
+    async def abort(self, request_id: str) -> bool:
+        """Abort a request by its id, with the finish reason `abort`. False if the id is unknown."""
+
+    async def flush_cache(self) -> None:
+        """Drop every cached page that no request is using."""
+
+    def health(self) -> Health:
+        """Return whether a request sent now can be served."""
+
+    def token_counts(self) -> Mapping[object, int]:
+        """Return how many tokens each engine had processed at its last report.
+
+        The counts grow while an engine works. An engine that restarted or reconnected gets a new key.
+        """
+
+    def loads(self) -> Sequence[NodeLoad]:
+        """Return the last reported load of each node."""
+
+    def server_info(self) -> Mapping[str, object]:
+        """Return the content of `/server_info`, as JSON-like values."""
+
+    def metrics(self) -> str:
+        """Return the backend's part of `/metrics`, in Prometheus' text format."""

@@ -1,0 +1,1 @@
+"""Request parsing that all APIs share: prompts, sampling parameters, grammars, tools."""

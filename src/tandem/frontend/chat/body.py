@@ -1,0 +1,309 @@
+"""Parse HTTP bodies: from bytes to a checked pydantic model.
+
+Errors in a body raise `InvalidRequest`, whose message names the field. This file has the fields that all APIs
+share. `frontend/apis/native.py` and `frontend/chat/openai_body.py` add those of each API.
+"""
+
+import codecs
+from collections.abc import Callable, Mapping, Set
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import pydantic_core
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
+
+from tandem.frontend.backend import Bootstrap
+from tandem.wire.errors import InvalidRequest
+
+BodyT = TypeVar("BodyT", bound="Body")
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class _HashableFailFast(FailFast):
+    """A hashable `FailFast`, because unions hash their members."""
+
+    __hash__ = object.__hash__
+
+
+# Validation stops at the first wrong entry: listing a million errors takes many seconds.
+Many: TypeAlias = Annotated[list[T], _HashableFailFast()]
+
+_ONE, _LIST = "(one)", "(list)"
+OneOrMany: TypeAlias = Annotated[
+    Annotated[T, Tag(_ONE)] | Annotated[Many[U], Tag(_LIST)],
+    Discriminator(lambda value: _LIST if isinstance(value, list) else _ONE),
+]
+# One value for all prompts, or a list with one value per prompt. See `Body.per_prompt`.
+PerPrompt: TypeAlias = OneOrMany[T, T | None]
+
+
+def with_message(sentence: str) -> WrapValidator:
+    """Report every validation error of the annotated type with this message. Lists must not be empty."""
+
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            checked = handler(value)
+        except ValidationError:
+            raise ValueError(sentence) from None
+        if checked == []:
+            raise ValueError("must not be empty")
+        return checked
+
+    return WrapValidator(check)
+
+
+# Far more than any API has. The body is copied for each of its prompts.
+MAX_FIELDS = 1000
+# Limit of lists, objects and fields together, counted before parsing: 30 MiB of `[]` would take seconds and
+# a GB. Brackets and colons inside strings count too; a text with that many exceeds every context.
+MAX_PARTS = 500_000
+
+# An error quotes at most this many characters of an unknown name.
+_MAX_NAME_CHARS = 64
+
+# Our messages for pydantic's error types.
+_SENTENCES = {
+    "missing": "is missing",
+    "bool_type": "must be true or false",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be a string",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "literal_error": "must be {expected}",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "union_tag_invalid": "{discriminator} {tag!r} is not supported; use {expected_tags}",
+    "union_tag_not_found": "must be an object with {discriminator}",
+}
+
+# Unsupported fields of SGLang, vLLM and OpenAI that would change the answer. A request that sets one is
+# rejected, because otherwise its answer would be silently wrong. Fields that cannot change the answer, such as
+# `user`, are ignored. Unknown names are ignored too, because clients send extras.
+_PROMPT = (
+    *("audio_data", "image_data", "video_data", "input_embeds", "positional_embed_overrides"),
+    *("prompt_embeds", "multi_item_delimiter_indices", "truncate_prompt_tokens", "suffix"),
+    *("chat_template", "documents", "functions", "session_params"),
+    *("reasoning", "task", "web_search_options", "lora_id", "token_indices_to_pool"),
+)
+_CHOICE = (
+    *("allowed_token_ids", "bad_words", "custom_logit_processor", "custom_params"),
+    *("logits_processors", "watermark", "watermarking", "vllm_xargs"),
+    *("guided_whitespace_pattern", "moderation", "use_beam_search", "max_thinking_tokens"),
+    "repetition_detection",
+)
+_OUTPUT = (
+    *("audio", "logprob_token_ids", "prompt_logprobs", "token_ids_logprob", "return_entropy"),
+    *("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs"),
+    *("return_hidden_states", "return_indexer_topk", "return_input_ids_in_sglext"),
+    *("return_output_ids_in_sglext", "return_spec_tokens_details", "sampling_logprobs_mode"),
+    *("return_meta_info", "return_prompt_text", "return_prompt_token_ids"),
+    *("return_routed_experts", "return_sampling_mask"),
+)
+# Each unsupported field with a value that has no effect. This value is accepted, as are null, false and empty ones.
+UNSUPPORTED: Mapping[str, object] = dict.fromkeys((*_PROMPT, *_CHOICE, *_OUTPUT)) | {
+    "beam_width": 1,
+    "modalities": ["text"],
+    "thinking_token_budget": -1,
+}
+# Unsupported on these routes; other routes support some of them.
+UNSUPPORTED_IN_CHATS = frozenset({"echo", "input_ids", "thinking"})
+UNSUPPORTED_IN_INFERENCE = frozenset({"features", "content_parts"})
+
+# Higher priorities leave the queue first. Nodes store 32 bits.
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+# The same limit as for request ids. A salt is a tenant's name or a hash.
+CacheSalt = Annotated[str, Field(max_length=256)]
+
+
+def without_nulls(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are not null: a field that is null is absent."""
+    return {name: value for name, value in data.items() if value is not None}
+
+
+class Body(BaseModel):
+    """Base of all bodies: strict types; unknown fields are ignored; null means absent."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: object) -> object:
+        return without_nulls(data) if isinstance(data, dict) else data
+
+    def per_prompt(self, name: str, count: int, *, is_batch: bool) -> list[Any]:
+        """Return the value of a `PerPrompt` field for each prompt."""
+        value, default = getattr(self, name), type(self).model_fields[name].default
+        if not isinstance(value, list):
+            return [value] * count
+        if not is_batch or len(value) != count:
+            raise InvalidRequest(
+                f"{name}: a list must have one entry for each of the {count} prompts"
+            )
+        return [default if entry is None else entry for entry in value]
+
+    @classmethod
+    def names(cls) -> frozenset[str]:
+        """Return all names of the fields in JSON, aliases included."""
+        names: set[str] = set()
+        for name, field in cls.model_fields.items():
+            match field.validation_alias:
+                case AliasChoices(choices=choices):
+                    names.update(map(str, choices))
+                case alias:
+                    names.add(name if alias is None else str(alias))
+        return frozenset(names)
+
+
+class GenerationBody(Body):
+    """Fields that the bodies of all APIs share, except sampling parameters.
+
+    An SGLang-style router adds the `bootstrap_` fields, which locate the other half of the request.
+    """
+
+    stream: bool = False
+    priority: Priority = 0
+    cache_salt: CacheSalt = ""
+    lora_path: PerPrompt[str] = ""
+    bootstrap_host: PerPrompt[Annotated[str, Field(min_length=1, max_length=255)]] | None = None
+    bootstrap_port: PerPrompt[Annotated[int, Field(ge=1, le=65535)]] | None = None
+    bootstrap_room: PerPrompt[Annotated[int, Field(ge=0, lt=2**63)]] | None = None
+
+    def bootstraps(self, count: int, *, is_batch: bool, n: int) -> list[Bootstrap | None]:
+        """Return the address of each prompt's other half. All None: no router chose the pair.
+
+        Args:
+            n: Generations per prompt. Must be 1 with `bootstrap_` fields, because a room is for one generation.
+        """
+        if self.bootstrap_host is None and self.bootstrap_room is None:
+            return [None] * count
+        hosts, ports, rooms = (
+            self.per_prompt(f"bootstrap_{name}", count, is_batch=is_batch)
+            for name in ("host", "port", "room")
+        )
+        for name, column in (("host", hosts), ("room", rooms)):
+            if None in column:
+                raise InvalidRequest(f"bootstrap_{name}: is missing")
+        if len(set(rooms)) < count or n > 1:
+            raise InvalidRequest(
+                "bootstrap_room: must be different for each prompt, and n must be 1"
+            )
+        return [Bootstrap(*values) for values in zip(hosts, ports, rooms, strict=True)]
+
+
+# Headers of vLLM's and SGLang's routers that name a session. The first one present is used.
+_SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
+# Our field, then OpenAI's current field, then the field that it replaced.
+_SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
+# The same limit as for request ids. Longer names are truncated.
+_MAX_SESSION_CHARS = 256
+
+
+def session_of(headers: Mapping[str, str], data: Mapping[str, object]) -> str:
+    """Return the session that a request names, or empty. It is a routing hint, so invalid values are ignored."""
+    metadata = data.get("metadata")  # Anthropic's field
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    candidates = [*map(headers.get, _SESSION_HEADERS), *map(data.get, _SESSION_FIELDS), user]
+    for value in candidates:
+        if isinstance(value, str) and value:
+            # A header may contain bytes that are not valid text.
+            return value[:_MAX_SESSION_CHARS].encode(errors="replace").decode()
+    return ""
+
+
+def read_json(data: bytes) -> dict[str, Any]:
+    """Return the JSON object in `data`. NaN and infinities pass here; validation rejects them by field."""
+    data = data.removeprefix(codecs.BOM_UTF8)
+    if not data.strip():
+        raise InvalidRequest("the body is empty; send a JSON object")
+    if len(data) > MAX_PARTS and sum(map(data.count, (b"{", b"[", b":"))) > MAX_PARTS:
+        raise InvalidRequest(
+            f"the body has more than {MAX_PARTS} lists, objects and fields; send a smaller one"
+        )
+    try:
+        value = pydantic_core.from_json(data)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    if len(value) > MAX_FIELDS:
+        raise InvalidRequest(f"the body has {len(value)} fields; at most {MAX_FIELDS} are allowed")
+    return value
+
+
+def validate(body_class: type[BodyT], data: Mapping[str, object], prefix: str = "") -> BodyT:
+    """Validate `data` as a body of this class.
+
+    Args:
+        prefix: Prefix of field names in errors, such as `sampling_params`.
+    """
+    try:
+        return body_class.model_validate(data)
+    except ValidationError as error:
+        raise InvalidRequest(_sentence(error, prefix)) from error
+
+
+def _sentence(error: ValidationError, prefix: str) -> str:
+    """Return a message for the first error: the field and the required value."""
+    first = error.errors(include_url=False)[0]
+    loc = (part for part in (prefix, *first["loc"]) if part not in ("", _ONE, _LIST))
+    field = ".".join(map(str, loc))
+    template = _SENTENCES.get(first["type"])
+    sentence = template.format(**first.get("ctx", {})) if template else first["msg"]
+    return f"{field}: {sentence.removeprefix('Value error, ')}" if field else sentence
+
+
+def refuse_unsupported(
+    data: Mapping[str, object], prefix: str = "", also: frozenset[str] = frozenset()
+) -> None:
+    """Reject unsupported fields.
+
+    Args:
+        prefix: Prefix of field names in errors, such as `sampling_params.`.
+        also: Additional unsupported names.
+
+    Raises:
+        InvalidRequest: An unsupported field has a value that would take effect.
+    """
+    for name, value in data.items():
+        is_unsupported = name in UNSUPPORTED or name in also
+        if is_unsupported and value != UNSUPPORTED.get(name) and has_effect(value):
+            raise InvalidRequest(f"{prefix}{name}: not supported here; leave it out")
+
+
+def refuse_unknown(params: Mapping[str, object], known: Set[str]) -> None:
+    """Reject unknown names in `sampling_params`, because most are misspelled."""
+    for name, value in params.items():
+        if value is not None and name not in known and name not in UNSUPPORTED:
+            raise InvalidRequest(
+                f"sampling_params.{name[:_MAX_NAME_CHARS]}: unknown sampling parameter; "
+                "check its spelling or leave it out"
+            )
+
+
+def has_effect(value: object) -> bool:
+    """Return whether a value can take effect. Null, false, empty values and lists of these cannot."""
+    if isinstance(value, list):
+        return any(map(has_effect, value))
+    return value is not None and value is not False and value not in ("", {})

@@ -1,0 +1,244 @@
+"""Create generations from the checked fields of a body: tokenize prompts, one generation per choice."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import Field
+
+from tandem.frontend.backend import Bootstrap, ServedModel
+from tandem.frontend.chat.body import GenerationBody, Many, with_message
+from tandem.frontend.chat.sampling import SamplingBody, engine_params, seeds
+from tandem.frontend.request_ids import owned_id
+from tandem.frontend.text.stops import TextRules
+from tandem.frontend.text.tokenizer import Tokenizer
+from tandem.frontend.timings import RequestReport, Timings, TimingsSink
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.generation import (
+    GenerateRequest,
+    Grammar,
+    LogprobOptions,
+    RequestId,
+    new_request_id,
+)
+
+# Limit of prompts times n in one HTTP request.
+MAX_GENERATIONS = 1024
+# Up to this length texts are tokenized with the GIL held, in about 1.5 ms. Longer ones release the GIL.
+LOCKED_CHARS = 4096
+
+_Ids = Many[int] | Many[Many[int]]
+_FORM = Field(union_mode="left_to_right")
+Texts = Annotated[str | Many[str], _FORM, with_message("must be a string or a list of strings")]
+Ids = Annotated[_Ids, _FORM, with_message("must be a list of integers or a list of such lists")]
+AnyPrompt = Annotated[
+    str | Many[str] | _Ids,
+    _FORM,
+    with_message("must be a string, a list of strings, a list of integers or a list of such lists"),
+]
+
+
+class PromptTooLong(InvalidRequest, code="context_length_exceeded"):
+    """The prompt exceeds the context length, or what fits in the KV pool.
+
+    `http/api_errors.py` has the words that clients of each API know.
+
+    Attributes:
+        num_tokens: Tokens of the prompt. 0: a different process sent the error, and only its message is known.
+    """
+
+    num_tokens = max_prompt_tokens = 0
+    is_lower_bound = False
+
+    def __init__(
+        self, num_tokens: int, max_prompt_tokens: int, *, is_lower_bound: bool = False
+    ) -> None:
+        super().__init__(
+            f"the prompt has {num_tokens} tokens; this model accepts at most {max_prompt_tokens}"
+        )
+        self.num_tokens, self.max_prompt_tokens = num_tokens, max_prompt_tokens
+        self.is_lower_bound = is_lower_bound
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The prompts of one body before tokenization: either all texts or all token ids.
+
+    Attributes:
+        is_batch: Whether the body has a list of prompts, so that the answer is a list too.
+    """
+
+    is_batch: bool
+    texts: Sequence[str] = ()
+    ids: Sequence[list[int]] = ()
+
+    def __len__(self) -> int:
+        return len(self.texts) + len(self.ids)
+
+
+def read_prompts(value: str | list[str] | list[int] | list[list[int]]) -> Prompts:
+    """Return the prompts of a checked field, which has one of four types."""
+    is_batch = not isinstance(value, str) and not isinstance(value[0], int)
+    entries: list[Any] = list(value) if is_batch else [value]
+    if len(entries) > MAX_GENERATIONS:
+        raise InvalidRequest(
+            f"the body has {len(value)} prompts; send at most {MAX_GENERATIONS} in one request"
+        )
+    if isinstance(entries[0], str):
+        return Prompts(is_batch, texts=entries)
+    return Prompts(is_batch, ids=entries)
+
+
+def prompt_ids(
+    model: ServedModel, prompts: Prompts, add_special_tokens: bool = True
+) -> Sequence[list[int]]:
+    """Return the token ids of each prompt, checked against the model's limits.
+
+    Args:
+        add_special_tokens: Whether the tokenizer adds special tokens, such as BOS, to texts.
+    """
+    ids = prompts.ids or tokenize(model, prompts.texts, add_special_tokens)
+    for token_ids in ids:
+        _check(model, token_ids)
+    return ids
+
+
+def require_tokenizer(model: ServedModel) -> Tokenizer:
+    """Return the model's tokenizer."""
+    if model.tokenizer is None:
+        raise InvalidRequest("this model has no tokenizer: send token ids instead of text")
+    return model.tokenizer
+
+
+def tokenize(model: ServedModel, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    """Return the token ids of each text. A text that cannot fit the context is rejected before tokenization."""
+    tokenizer = require_tokenizer(model)
+    for text in texts:
+        min_tokens = tokenizer.min_tokens(text)
+        if min_tokens > model.max_prompt_tokens:
+            raise PromptTooLong(min_tokens, model.max_prompt_tokens, is_lower_bound=True)
+    if sum(map(len, texts)) <= LOCKED_CHARS:
+        return [tokenizer.encode(text, add_special_tokens) for text in texts]
+    return tokenizer.encode_batch(texts, add_special_tokens)
+
+
+def _check(model: ServedModel, ids: list[int]) -> None:
+    if not ids:
+        raise InvalidRequest("the prompt is empty; send at least one token")
+    if len(ids) > model.max_prompt_tokens:
+        raise PromptTooLong(len(ids), model.max_prompt_tokens)
+    check_ids(model, ids)
+
+
+def check_ids(model: ServedModel, ids: Sequence[int]) -> None:
+    """Reject token ids outside the model's vocabulary.
+
+    Args:
+        ids: At least one id.
+    """
+    for token_id in (min(ids), max(ids)):
+        if not 0 <= token_id < model.vocab_size:
+            raise InvalidRequest(
+                f"token id {token_id} is outside the vocabulary of {model.vocab_size}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One generation to run.
+
+    Attributes:
+        rules: Stop rules and display options of its text.
+        tokenizer: None if the model has none. The text is then always empty.
+        bootstrap: Address of its other half, if an SGLang-style router chose the pair.
+        timings: Collects its timings.
+        trace: Receives its timing report at the end.
+    """
+
+    request: GenerateRequest
+    rules: TextRules
+    tokenizer: Tokenizer | None
+    bootstrap: Bootstrap | None = None
+    timings: Timings = field(default_factory=Timings)
+    trace: TimingsSink | None = None
+
+    @property
+    def id(self) -> RequestId:
+        """The client's id of it. In `request`, the name of the client's key precedes the id."""
+        return RequestId(self.request.request_id.removeprefix(owned_id(self.request.client, "")))
+
+    def report(self) -> RequestReport:
+        """Return the timing report so far."""
+        request = self.request
+        return self.timings.report(self.id, request.client, len(request.prompt_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """The options of one prompt of a body."""
+
+    sampling: SamplingBody
+    grammar: Grammar | None
+    logprobs: LogprobOptions | None
+
+
+def create_generations(
+    model: ServedModel,
+    body: GenerationBody,
+    prompts: Prompts,
+    ids: Sequence[list[int]],
+    *,
+    options: Sequence[PromptOptions],
+    request_ids: Sequence[RequestId],
+    adapter: str = "",
+) -> list[Generation]:
+    """Return n generations for each prompt, each with a different seed. Those of one prompt form a group.
+
+    Args:
+        ids: Token ids of each prompt.
+        options: Options of each prompt, all with the same n.
+        request_ids: Id of each generation.
+        adapter: The adapter that the body's `model` names, or empty.
+    """
+    n = options[0].sampling.n
+    if n * len(ids) > MAX_GENERATIONS:
+        raise InvalidRequest(
+            f"the body asks for {len(ids)} prompts times n={n}; at most {MAX_GENERATIONS} are allowed"
+        )
+    bootstraps = body.bootstraps(len(ids), is_batch=prompts.is_batch, n=n)
+    adapters = _adapters(model, body, prompts, adapter)
+    generations: list[Generation] = []
+    for token_ids, bootstrap, each, name in zip(ids, bootstraps, options, adapters, strict=True):
+        group = new_request_id() if n > 1 else ""
+        params = engine_params(each.sampling, model, len(token_ids), each.grammar)
+        for seed in seeds(each.sampling.seed, n, is_left_open=bootstrap is not None):
+            request = GenerateRequest(
+                request_id=request_ids[len(generations)],
+                prompt_ids=token_ids,
+                sampling=msgspec.structs.replace(params, seed=seed),
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+                logprobs=each.logprobs,
+                group=group,
+                adapter=name,
+            )
+            rules = each.sampling.text_rules
+            generations.append(Generation(request, rules, model.tokenizer, bootstrap))
+    return generations
+
+
+def _adapters(
+    model: ServedModel, body: GenerationBody, prompts: Prompts, model_adapter: str
+) -> Sequence[str]:
+    """Return the adapter of each prompt, from `lora_path` or else from the body's `model`."""
+    adapters = body.per_prompt("lora_path", len(prompts), is_batch=prompts.is_batch)
+    for adapter in adapters:
+        if adapter and adapter not in model.adapters:
+            loaded = ", ".join(map(repr, model.adapters)) or "none"
+            raise InvalidRequest(f"lora_path: {adapter!r} is not loaded; loaded adapters: {loaded}")
+        if adapter and model_adapter not in {"", adapter}:
+            raise InvalidRequest(
+                f"lora_path: {adapter!r} conflicts with model, which names {model_adapter!r}"
+            )
+    return [adapter or model_adapter for adapter in adapters]

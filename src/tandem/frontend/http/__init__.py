@@ -1,0 +1,1 @@
+"""HTTP: server, middleware, keys, event streams."""

@@ -1,0 +1,209 @@
+"""State shared by the routes of one app: the backend, the options, the metrics and the running generations.
+
+```
+ serving ──begin_shutdown──▶ shutting down: /health is 503, each answer closes its connection ──▶ stops listening, drains
+```
+
+Load balancers notice the shutdown late. Connections that arrive until then are still served.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import hdrs, web
+from typing_extensions import override
+
+from tandem.frontend.backend import Backend, Health
+from tandem.frontend.chat.body import read_json
+from tandem.frontend.chat.generation import Generation
+from tandem.frontend.http.metrics import FrontendMetrics
+from tandem.frontend.http.sse import Outbox
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.request_ids import is_part
+from tandem.frontend.text.detokenizer import Detokenizer, NoText
+from tandem.frontend.text.transcript import Sink, Transcript
+from tandem.frontend.timings import RequestOutcome, RequestReport, TimingsSink
+from tandem.wire.errors import EngineFailed, InvalidRequest
+from tandem.wire.generation import RequestId
+
+T = TypeVar("T")
+
+# Parsing and tokenizing a body of this size blocks the loop for at most 2 ms. Larger bodies go to a thread.
+INLINE_BYTES = 4096
+# Each reader holds the GIL for 0.2 s while it parses 32 MiB, and engine links time out after 2 s of silence.
+MAX_READERS = 2
+# A killed worker loses the counts since its last pulse.
+PULSE_INTERVAL_S = 0.5
+# `live` returns only the newest generations.
+MAX_LIVE = 200
+SHUTTING_DOWN = Health(
+    is_serving=False, detail="shutting down: send new requests to a different server"
+)
+
+
+class Edge:
+    """Runs and times generations for the routes, and aborts them by id.
+
+    Attributes:
+        timings_sinks: Receive the report of every generation when it ends.
+        is_shutting_down: True once `begin_shutdown` was called.
+    """
+
+    def __init__(self, backend: Backend, options: FrontendOptions) -> None:
+        self.backend = backend
+        self.options = options
+        self.metrics = FrontendMetrics()
+        self.outbox = Outbox()
+        self.timings_sinks: list[TimingsSink] = []
+        self.is_shutting_down = False
+        self._running: dict[RequestId, tuple[Generation, Transcript]] = {}
+        # Not the loop's default executor: a reader keeps running after its client has disconnected, and
+        # would delay DNS lookups there.
+        self._readers = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="reader")
+
+    @override
+    def __repr__(self) -> str:
+        return f"Edge({len(self._running)} running)"
+
+    async def read(self, body: bytes, reader: Callable[[dict[str, Any]], T]) -> T:
+        """Parse a JSON body and return `reader`'s result. Large bodies are read in a thread."""
+        if len(body) <= INLINE_BYTES:
+            return reader(read_json(body))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._readers, lambda: reader(read_json(body)))
+
+    async def run(self, generation: Generation, sink: Sink) -> None:
+        """Run a generation to its end, and write every piece to the sink.
+
+        The backend's generator is finished or cancelled before the last piece is written. It is
+        cancelled when this task is cancelled.
+
+        Raises:
+            InvalidRequest: A generation with this id is already running.
+            ConnectionError: The client has disconnected.
+            TandemError: Raised by the backend.
+        """
+        rules, tokenizer, timings = generation.rules, generation.tokenizer, generation.timings
+        text: Detokenizer = NoText()
+        if tokenizer is not None:
+            text = tokenizer.detokenizer(rules.skip_special_tokens, rules.shown_tokens)
+        transcript = Transcript(rules, text, sink, self.metrics.gaps)
+        with self._registered(generation, transcript):
+            timings.mark_sent()
+            deltas = self.backend.generate(generation.request, generation.bootstrap, transcript)
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    if timings.record_delta(delta):
+                        self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
+                    piece = transcript.take(delta)
+                    if piece is None:
+                        continue
+                    if piece.token_ids and (ttft_s := timings.record_text()) is not None:
+                        self.metrics.time_to_first_token.observe(ttft_s)
+                    if piece.ending is not None:
+                        break
+                    sink.write(piece)
+                    transcript.has_room = await sink.drain()
+                else:
+                    raise EngineFailed("the generation ended without a finish reason")
+            timings.num_output_tokens = transcript.num_tokens
+            self.metrics.duration.observe(timings.finish())
+            sink.write(piece)
+            await sink.drain()
+
+    async def abort(self, request_id: str, owner: str | None) -> bool:
+        """Abort the generations of the client's request `request_id`. False if the owner has none.
+
+        Args:
+            owner: Name of the key that sent the request; None: any key.
+        """
+        return await self._abort(
+            lambda each: (
+                owner in {None, each.request.client}
+                and (each.id == request_id or is_part(each.id, request_id))
+            )
+        )
+
+    async def abort_all(self) -> bool:
+        """Abort every generation of this app. False if none is running."""
+        return await self._abort(lambda _: True)
+
+    async def _abort(self, is_meant: Callable[[Generation], bool]) -> bool:
+        ids = [id_ for id_, (generation, _) in self._running.items() if is_meant(generation)]
+        return any([await self.backend.abort(id_) for id_ in ids])
+
+    def live(self) -> list[RequestReport]:
+        """Return the timing reports of the running generations so far, oldest first."""
+        return [
+            msgspec.structs.replace(
+                generation.report(), outcome="running", num_output_tokens=transcript.num_tokens
+            )
+            for generation, transcript in tuple(self._running.values())[-MAX_LIVE:]
+        ]
+
+    async def lifespan(self, _app: web.Application) -> AsyncIterator[None]:
+        """Measure the loop's lag and update Prometheus while the app runs; for `cleanup_ctx`."""
+        pulse = asyncio.create_task(self._pulse())
+        yield
+        pulse.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await pulse
+        self._readers.shutdown(wait=False, cancel_futures=True)  # all routes have finished
+
+    async def _pulse(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + PULSE_INTERVAL_S
+            await asyncio.sleep(PULSE_INTERVAL_S)
+            self.metrics.loop_lag.observe(max(0.0, loop.time() - due_s))
+            self.metrics.flush_gaps()
+
+    @contextmanager
+    def _registered(self, generation: Generation, transcript: Transcript) -> Iterator[None]:
+        request_id = generation.request.request_id
+        if request_id in self._running:
+            raise InvalidRequest(
+                f"rid: a request with id {generation.id!r} is already running; use a different id"
+            )
+        self._running[request_id] = (generation, transcript)
+        self.metrics.running.inc()
+        outcome: RequestOutcome = "failed"
+        try:
+            yield
+            outcome = "finished"
+        except (ConnectionError, asyncio.CancelledError):
+            outcome = "cancelled"
+            raise
+        finally:
+            generation.timings.outcome = outcome
+            generation.timings.num_output_tokens = transcript.num_tokens
+            self.metrics.output_tokens.inc(transcript.num_tokens)
+            self.metrics.running.dec()
+            del self._running[request_id]
+            self._report(generation)
+
+    def _report(self, generation: Generation) -> None:
+        if sinks := [*self.timings_sinks, *filter(None, [generation.trace])]:
+            report = generation.report()
+            for sink in sinks:
+                sink.request_ended(report)
+
+
+EDGE = web.AppKey("edge", Edge)
+
+
+def begin_shutdown(app: web.Application) -> None:
+    """Answer `/health` with 503 and close each connection after its answer, from now on."""
+    app[EDGE].is_shutting_down = True
+
+
+async def close_when_shutting_down(request: web.Request, response: web.StreamResponse) -> None:
+    """Close the connection after this answer if the server is shutting down."""
+    if request.app[EDGE].is_shutting_down:
+        response.headers[hdrs.CONNECTION] = "close"
+        response.force_close()

@@ -1,0 +1,313 @@
+"""Options of one frontend app, and the HTTP flags that all servers share."""
+
+import ssl
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from tandem.frontend.replies.parser import NO_FORMATS, ReplyFormats
+from tandem.frontend.text.chat_template import read_template
+from tandem.settings.flags import Flag
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid
+
+log = get_logger(__name__)
+
+# The standard path of OTLP over HTTP.
+_TRACES_PATH = "/v1/traces"
+
+TOOL_CALL_PARSER = Flag(
+    "--tool-call-parser",
+    metavar="NAME",
+    help="format of the model's tool calls, such as hermes (see docs/parsers.md), which chats return as tool_calls "
+    "(default: calls stay in the content, unless tool_choice forces one)",
+)
+REASONING_PARSER = Flag(
+    "--reasoning-parser",
+    metavar="NAME",
+    help="format of the model's reasoning, such as qwen3 (see docs/parsers.md), which chats return as reasoning_content "
+    "(default: reasoning stays in the content)",
+)
+CHAT_TEMPLATE = Flag(
+    "--chat-template",
+    metavar="FILE",
+    help="Jinja chat template (default: the model's own)",
+    parse=read_template,
+)
+GENERATION_CONFIG = Flag(
+    "--generation-config",
+    help="source of default sampling parameters: the model's generation_config.json (auto), or the "
+    "API's own defaults (none)",
+)
+
+
+def checked_endpoint(text: str) -> str:
+    """Return the URL that receives traces, with its path. Empty: no traces are sent.
+
+    Raises:
+        ConfigInvalid: The URL is invalid, or OpenTelemetry is not installed.
+    """
+    if not text:
+        return ""
+    if not _is_endpoint(text):
+        raise ConfigInvalid(
+            f"--otlp-traces-endpoint {text}: invalid URL; set the collector's OTLP/HTTP endpoint, "
+            "such as http://HOST:4318"
+        )
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401 -- checks that it is installed
+    except ImportError as error:
+        raise ConfigInvalid(
+            "--otlp-traces-endpoint needs OpenTelemetry: pip install 'tandem-serve[opentelemetry]'"
+        ) from error
+    return text if urlsplit(text).path.strip("/") else text.rstrip("/") + _TRACES_PATH
+
+
+def _is_endpoint(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        has_address = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is not a number, or unbalanced brackets
+        return False
+    return parts.scheme in {"http", "https"} and has_address
+
+
+def _checked_keys(keys: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_checked_key("--api-key", key) for key in keys))
+
+
+def _checked_key(flag: str, key: str) -> str:
+    # Every HTTP client can send printable ASCII without spaces in a header.
+    if not key.isascii() or not key.isprintable() or " " in key or not key:
+        raise ConfigInvalid(f"{flag}: a key must be printable ASCII characters without spaces")
+    return key
+
+
+def _checked_origins(origins: Sequence[str]) -> tuple[str, ...]:
+    return tuple(map(_checked_origin, origins))
+
+
+def _checked_origin(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        is_origin = parts.scheme in {"http", "https"} and f"{parts.scheme}://{parts.netloc}" == text
+        is_valid = is_origin and bool(parts.hostname) and "@" not in text and (parts.port or 1) > 0
+    except ValueError:  # a port that is not a number, or an unclosed bracket
+        is_valid = False
+    if text == "*" or is_valid:
+        return text
+    raise ConfigInvalid(
+        f"--cors-allow-origin {text}: invalid origin; use https://HOST[:PORT] without a path, or *"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths of a server's PEM files.
+
+    Attributes:
+        certfile: The certificate and its intermediate certificates.
+        keyfile: The private key. Empty: `certfile` contains the key too.
+        ca_certs: CA certificates that client certificates must chain to. Empty: clients need none.
+    """
+
+    certfile: Annotated[
+        str, Flag("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate")
+    ] = ""
+    keyfile: Annotated[str, Flag("--ssl-keyfile", metavar="FILE", help="the certificate's key")] = (
+        ""
+    )
+    ca_certs: Annotated[
+        str,
+        Flag(
+            "--ssl-ca-certs",
+            metavar="FILE",
+            help="require client certificates issued by the CAs in this file",
+        ),
+    ] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    """HTTP options of a router or a node.
+
+    Attributes:
+        api_keys: Each key opens every client route. If empty, no key is needed.
+        max_body_bytes: 32 MiB is four times the size of a million token ids.
+        cors_origins: Web origins whose pages may use the server. `*` allows every page.
+    """
+
+    api_keys: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--api-key",
+            metavar="KEY",
+            help="require this key as a bearer token; may be repeated, any one key is accepted",
+            parse=_checked_keys,
+        ),
+    ] = field(default=(), repr=False)
+    key_files: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--api-key-file",
+            metavar="FILE",
+            help="file with one key per line and # comments, so that `ps` shows no keys; may be repeated",
+        ),
+    ] = ()
+    max_body_bytes: Annotated[
+        int,
+        Flag(
+            "--max-body-bytes",
+            "--max-payload-size",
+            metavar="BYTES",
+            ge=1,
+            help="reject larger bodies with 413",
+        ),
+    ] = 32 * 1024 * 1024
+    request_timeout_s: Annotated[
+        float,
+        Flag(
+            "--request-timeout-s",
+            "--request-timeout-secs",
+            metavar="SECONDS",
+            ge=0,
+            help="cancel a request that takes longer and answer 504; 0: no limit",
+        ),
+    ] = 0.0
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--cors-allow-origin",
+            metavar="ORIGIN",
+            help="allow web pages of this origin, https://HOST[:PORT], or * for all; may be repeated",
+            parse=_checked_origins,
+        ),
+    ] = ()
+    traces_endpoint: Annotated[
+        str,
+        Flag(
+            "--otlp-traces-endpoint",
+            metavar="URL",
+            help="send a trace of each request to this OpenTelemetry collector, such as "
+            "http://127.0.0.1:4318",
+            parse=checked_endpoint,
+        ),
+    ] = ""
+    tls: TlsFiles | None = None
+
+    @property
+    def scheme(self) -> str:
+        """`https` or `http`."""
+        return "http" if self.tls is None else "https"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendOptions:
+    """Options of `create_app`.
+
+    Attributes:
+        incremental_streaming_output: Whether `/generate` streams deltas instead of the full text so far.
+        idle_timeout_s: Time limit for the head of the next request, from the connection's start or
+            its last answer. NGINX's default.
+        body_timeout_s: Time limit for a complete body. NGINX limits only the time between two reads
+            to 60 s, so a slow sender can take forever there.
+        stall_timeout_s: Time after which a client that does not read its answer is disconnected.
+            NGINX's default.
+        health_timeout_s: How long `/health_generate` waits for a token.
+        tokenizer_files: Returns the files for `/tokenizer`, empty while unknown. None: no such route.
+        reply_formats: Formats of the model's reasoning and tool calls.
+        service: Service name in traces.
+        operator_key: Opens every route, operator routes included.
+        open_paths: Additional paths that need no key.
+    """
+
+    http: HttpOptions = HttpOptions()
+    incremental_streaming_output: bool = False
+    idle_timeout_s: float = 75.0
+    body_timeout_s: float = 60.0
+    stall_timeout_s: float = 60.0
+    health_timeout_s: float = 20.0
+    tokenizer_files: Callable[[], Mapping[str, str]] | None = None
+    reply_formats: ReplyFormats = NO_FORMATS
+    service: str = "tandem"
+    operator_key: str = field(default="", repr=False)
+    open_paths: frozenset[str] = frozenset()
+
+
+def with_files(options: HttpOptions) -> HttpOptions:
+    """Return the options with the keys from `key_files` added. Checks the TLS files too."""
+    if (tls := options.tls) is not None:
+        for flag, value in (("--ssl-keyfile", tls.keyfile), ("--ssl-ca-certs", tls.ca_certs)):
+            if value and not tls.certfile:
+                raise ConfigInvalid(f"{flag} needs --ssl-certfile")
+        server_context(tls)
+    keys = [*options.api_keys, *(key for path in options.key_files for key in _keys_in(path))]
+    return replace(options, api_keys=tuple(dict.fromkeys(keys)))
+
+
+def warn_of_exposed_keys(options: HttpOptions) -> None:
+    """Log a warning for each key file that every user of the machine can read."""
+    for path in options.key_files:
+        if Path(path).stat().st_mode & stat.S_IROTH:
+            log.warning("api_key_file.readable_by_all", path=path, action=f"chmod o-r {path}")
+
+
+def _keys_in(path: str) -> list[str]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        raise ConfigInvalid(f"--api-key-file {path}: {reason}") from error
+    stripped = [line.strip() for line in lines]
+    keys = [line for line in stripped if line and not line.startswith("#")]
+    if not keys:
+        # Otherwise a file emptied by mistake would open the server to everyone.
+        raise ConfigInvalid(f"--api-key-file {path}: contains no key; write one key per line")
+    return [_checked_key(f"--api-key-file {path}", key) for key in keys]
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """Return a server's TLS context with Python's defaults: TLS 1.2 and later."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    # Otherwise clients may negotiate HTTP/2, which the server does not support.
+    context.set_alpn_protocols(["http/1.1"])
+    _check_readable("--ssl-certfile", files.certfile)
+    if files.keyfile:
+        _check_readable("--ssl-keyfile", files.keyfile)
+    try:
+        # Without an explicit password OpenSSL prompts for one on the terminal.
+        context.load_cert_chain(files.certfile, files.keyfile or None, password="")
+    except OSError as error:
+        raise ConfigInvalid(_chain_sentence(files, error)) from error
+    if files.ca_certs:
+        load_authorities(context, "--ssl-ca-certs", files.ca_certs)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def load_authorities(context: ssl.SSLContext, flag: str, path: str) -> None:
+    """Make `context` trust the certificates in a file."""
+    _check_readable(flag, path)
+    try:
+        context.load_verify_locations(path)
+    except OSError as error:
+        raise ConfigInvalid(f"{flag} {path}: contains no PEM certificates") from error
+
+
+def _check_readable(flag: str, path: str) -> None:
+    try:
+        Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigInvalid(f"{flag} {path}: {error.strerror}") from error
+
+
+def _chain_sentence(files: TlsFiles, error: OSError) -> str:
+    if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
+        return f"--ssl-keyfile {files.keyfile}: is not the key of {files.certfile}"
+    return (
+        f"--ssl-certfile {files.certfile}, --ssl-keyfile {files.keyfile or files.certfile}: cannot be "
+        "loaded; use a certificate and its key, both PEM and unencrypted"
+    )

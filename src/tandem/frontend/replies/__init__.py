@@ -1,0 +1,1 @@
+"""Parsers for the tool calls and the reasoning in a model's reply."""

@@ -1,0 +1,85 @@
+"""The id of a request: from its body, else from its `X-Request-Id` header, else generated.
+
+```
+ body: rid, request_id ─┐
+ X-Request-Id: abc ─────┴▶ abc_<number> ──▶ ids of its generations, which /abort_request accepts
+ answer ◀── X-Request-Id: abc
+```
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from aiohttp import web
+from pydantic import AliasChoices, Field
+
+from tandem.wire.generation import RequestId, new_request_id
+
+HEADER = "X-Request-Id"
+MAX_ID_CHARS = 256
+# Leaves room for the number appended to it.
+_MAX_HEADER_CHARS = 240
+NAMES = AliasChoices("rid", "request_id")
+RequestIdField = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+
+RESPONSE_ID: web.RequestKey[str] = web.RequestKey("response_id", str)
+
+
+def with_header_id(request: web.Request, data: dict[str, Any]) -> dict[str, Any]:
+    """Return the body with the id from the request's header, unless the body already has an id."""
+    header_id = _header_id(request.headers)
+    if not header_id or any(data.get(str(name)) is not None for name in NAMES.choices):
+        return data
+    # Proxies and agents send several requests with one id; the number makes each unique.
+    return {**data, "rid": part_id(header_id, secrets.randbits(32))}
+
+
+def owned_id(client: str, request_id: str) -> RequestId:
+    """Return the id by which this process and the nodes know a request, so that two keys can use the same id.
+
+    Args:
+        client: Name of the key that sent the request; empty on a server without keys.
+    """
+    return RequestId(f"{client}:{request_id}" if client else request_id)
+
+
+def ids_of(request_id: str, count: int) -> list[RequestId]:
+    """Return the ids of a request's generations: the request's id, numbered if there are several."""
+    if count == 1:
+        return [RequestId(request_id)]
+    return [part_id(request_id, index) for index in range(count)]
+
+
+def part_id(request_id: str, index: int) -> RequestId:
+    """Return the id of one generation of a request that has several."""
+    return RequestId(f"{request_id}_{index}")
+
+
+def is_part(part: str, request_id: str) -> bool:
+    """Return whether `part` is `request_id` with one or more numbers appended by `part_id`."""
+    numbers = part.removeprefix(f"{request_id}_")
+    return numbers != part and all(number.isdigit() for number in numbers.split("_"))
+
+
+def record_ids(request: web.Request, ids: Sequence[RequestId]) -> None:
+    """Record the request's id, from its generations' ids, for the header of its answer."""
+    request[RESPONSE_ID] = ids[0] if len(ids) == 1 else ids[0].removesuffix("_0")
+
+
+async def add_id_header(request: web.Request, response: web.StreamResponse) -> None:
+    """Add the request's id to the headers of its answer."""
+    request_id = _header_id(request.headers) or request.get(RESPONSE_ID, "")
+    response.headers[HEADER] = request_id if _is_header_safe(request_id) else new_request_id()
+
+
+def _header_id(headers: Mapping[str, str]) -> str:
+    """Return the id in the client's header. Empty if the header is absent or not a valid id."""
+    header_id = headers.get(HEADER, "")
+    is_valid = _is_header_safe(header_id) and len(header_id) <= _MAX_HEADER_CHARS
+    return header_id if is_valid else ""
+
+
+def _is_header_safe(text: str) -> bool:
+    """Return whether an id can be sent in a header. An id from a body may be any text."""
+    return bool(text) and text.isascii() and text.isprintable()

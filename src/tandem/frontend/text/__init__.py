@@ -1,0 +1,1 @@
+"""Conversion between text and token ids: chat templates, tokenizer, detokenizer, stops."""

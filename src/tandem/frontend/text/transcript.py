@@ -1,0 +1,278 @@
+"""The transcript of one generation: convert its token ids to pieces of text and detect its end. Pure.
+
+```
+ TokenDelta, or ordinary tokens ──▶ Transcript: hide stop token → detokenizer → stops ──▶ TextPiece ──▶ Sink
+```
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import msgspec
+
+from tandem.frontend.text.detokenizer import Detokenizer
+from tandem.frontend.text.stops import StopPatterns, StopStrings, TextRules
+from tandem.telemetry.histogram import Histogram
+from tandem.wire.errors import Aborted, ErrorInfo, TandemError
+from tandem.wire.generation import Finish, TokenLogprobs
+from tandem.wire.messages import TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The finish reason of a generation for the client.
+
+    Attributes:
+        matched: The stop token, stop string or stop pattern, if the reason is `stop`.
+        error: The error, if the reason is `abort`.
+    """
+
+    reason: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    error: ErrorInfo | None = None
+
+
+class TextPiece(msgspec.Struct, frozen=True, gc=False):
+    """The next part of a generation. The last one has an `ending`.
+
+    Attributes:
+        logprobs: Log-probabilities of each of `token_ids`, if requested.
+        prompt_logprobs: All requested log-probabilities of the prompt, on the first piece only.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+    cached_tokens: int = 0
+    ending: Ending | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+
+
+EMPTY_PIECE = TextPiece("", ())
+
+
+def join_pieces(pieces: Sequence[TextPiece]) -> TextPiece:
+    """Join consecutive pieces into one."""
+    return TextPiece(
+        text="".join([piece.text for piece in pieces]),
+        token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
+        cached_tokens=max(piece.cached_tokens for piece in pieces),
+        ending=pieces[-1].ending,
+        logprobs=[entry for piece in pieces for entry in piece.logprobs],
+        prompt_logprobs=[entry for piece in pieces for entry in piece.prompt_logprobs],
+    )
+
+
+class Sink(Protocol):
+    """Receives the pieces of one generation."""
+
+    def write(self, piece: TextPiece) -> bool:
+        """Write the next piece. False: call `drain` before the next write.
+
+        Must neither block nor raise.
+        """
+
+    async def drain(self) -> bool:
+        """Wait until the client has caught up. Return whether there is room for more.
+
+        Raises:
+            ConnectionError: The client has disconnected.
+        """
+
+
+class Transcript:
+    """Converts the backend's deltas of one generation to pieces. Also the generation's `Tap`.
+
+    The text does not depend on how tokens are grouped: with stops, tokens are processed one by one, and
+    tokens after the match are dropped.
+
+    Args:
+        gaps: Histogram of the time between tokens. Tokens that arrive together share the gap equally.
+
+    Attributes:
+        num_tokens: Tokens processed so far, without those after a stop.
+        has_room: True while the sink has room. Also set by `Edge.run` after `drain`.
+    """
+
+    __slots__ = (
+        "_cached_tokens",
+        "_detokenizer",
+        "_end",
+        "_gaps",
+        "_held",
+        "_is_plain",
+        "_last_token_s",
+        "_prompt_logprobs",
+        "_rules",
+        "_sink",
+        "_stops",
+        "has_room",
+        "num_tokens",
+    )
+
+    def __init__(
+        self, rules: TextRules, detokenizer: Detokenizer, sink: Sink, gaps: Histogram
+    ) -> None:
+        self._rules, self._detokenizer = rules, detokenizer
+        self._sink, self._gaps = sink, gaps
+        self._last_token_s = 0.0  # 0: no token yet
+        self.has_room = False
+        self._stops = _stops(rules)
+        self._is_plain = not (
+            rules.patterns or rules.min_new_tokens or rules.is_silent or rules.stream_interval > 1
+        )
+        self._held = EMPTY_PIECE
+        self.num_tokens = self._cached_tokens = 0
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._end: TextPiece | TandemError | None = None
+
+    def take(self, delta: TokenDelta) -> TextPiece | None:
+        """Return the next piece. None: there is nothing to show yet.
+
+        Must not be called after a piece with an ending.
+
+        Raises:
+            InvalidRequest: A stop pattern takes too long on this text.
+        """
+        self._cached_tokens = max(self._cached_tokens, delta.cached_tokens)
+        self._prompt_logprobs += delta.prompt_logprobs
+        if self._end is not None:  # `delta` starts with tokens that `take_ordinary` has processed
+            if isinstance(self._end, TandemError):
+                raise self._end
+            return self._end
+        if not delta.token_ids and delta.finish is None:
+            return None
+        return self._read(delta.token_ids, delta.finish, delta.logprobs)
+
+    def take_ordinary(self, token_ids: Sequence[int]) -> bool:
+        """Write tokens to the sink immediately. False: the caller must send them as a delta.
+
+        Tokens that complete a stop are processed here, but their piece is kept for `take`, because a tap cannot
+        end the generation.
+        """
+        if not self.has_room or self._end is not None:
+            return False
+        stops = self._stops
+        if self._is_plain and (stops is None or len(token_ids) == 1):
+            # A fast path of `_read` without its branches, because most tokens arrive here.
+            self.num_tokens += len(token_ids)
+            self._record_gap(len(token_ids))
+            text, ending = self._detokenizer.push(token_ids), None
+            if stops is not None:
+                text = stops.push(text)
+                ending = None if stops.matched is None else Ending("stop", stops.matched)
+            piece = TextPiece(text, token_ids, self._cached_tokens, ending)
+        else:
+            try:
+                read = self._read(token_ids)
+            except TandemError as error:
+                self._end = error
+                return False
+            if read is None:  # held back
+                return True
+            piece = read
+        if piece.ending is not None:
+            self._end = piece
+            return False
+        self.has_room = self._sink.write(piece)
+        return True
+
+    def _record_gap(self, num_tokens: int) -> None:
+        now_s = time.perf_counter()
+        if self._last_token_s:
+            self._gaps.observe((now_s - self._last_token_s) / num_tokens, num_tokens)
+        else:  # the first token has no gap before it
+            self._gaps.observe(0.0, num_tokens - 1)
+        self._last_token_s = now_s
+
+    def _read(
+        self,
+        ids: Sequence[int],
+        finish: Finish | None = None,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> TextPiece | None:
+        if ids:
+            self._record_gap(len(ids))
+        ending = None if finish is None else _ending(finish)
+        if self._rules.is_silent:
+            is_aborted = ending is not None and ending.reason == "abort"
+            return self._piece("", (), ending if is_aborted else Ending("length"), ())
+        visible = ids if finish is None else self._visible(ids, finish)
+        if self._stops is None:
+            text = self._detokenizer.push(visible)
+            if finish is not None:
+                text += self._detokenizer.finish()
+        else:
+            text, num_read = self._read_to_stop(self._stops, visible)
+            ids = ids if self._stops.matched is None else ids[:num_read]
+            if finish is not None and self._stops.matched is None:
+                text += self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+            if self._stops.matched is not None:
+                ending = Ending("stop", self._stops.matched)
+        self.num_tokens += len(ids)
+        piece = self._piece(text, ids, ending, logprobs[: len(ids)])
+        return piece if self._rules.stream_interval == 1 else self._batch(piece)
+
+    def _read_to_stop(
+        self, stops: StopStrings | StopPatterns, ids: Sequence[int]
+    ) -> tuple[str, int]:
+        """Return the text of `ids` up to a stop, and the number of ids processed."""
+        text = ""
+        for num_read, token_id in enumerate(ids, start=1):
+            new = self._detokenizer.push((token_id,))
+            is_too_early = self.num_tokens + num_read <= self._rules.min_new_tokens
+            text += new if is_too_early else stops.push(new)
+            if stops.matched is not None:
+                return text, num_read
+        return text, len(ids)
+
+    def _visible(self, ids: Sequence[int], finish: Finish) -> Sequence[int]:
+        """Return the ids to detokenize: all except a trimmed stop token."""
+        if finish.matched is None or self._rules.keeps_stop:
+            return ids
+        return ids[:-1] if ids and ids[-1] == finish.matched else ids
+
+    def _piece(
+        self,
+        text: str,
+        ids: Sequence[int],
+        ending: Ending | None,
+        logprobs: Sequence[TokenLogprobs],
+    ) -> TextPiece:
+        prompt_logprobs: Sequence[TokenLogprobs] = ()
+        if self._prompt_logprobs:
+            prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
+        return TextPiece(text, ids, self._cached_tokens, ending, logprobs, prompt_logprobs)
+
+    def _batch(self, piece: TextPiece) -> TextPiece | None:
+        """Merge the piece with the held ones. Return the result, or hold it while it has too few tokens."""
+        held, self._held = self._held, EMPTY_PIECE
+        merged = join_pieces((held, piece))
+        num_tokens = len(merged.token_ids)
+        is_first = num_tokens == self.num_tokens
+        if merged.ending is None and not is_first and num_tokens < self._rules.stream_interval:
+            self._held = merged
+            return None
+        return merged
+
+
+def error_ending(error: ErrorInfo) -> Ending:
+    """Return the ending of a generation that failed."""
+    return Ending("abort", error=error)
+
+
+def _ending(finish: Finish) -> Ending:
+    if finish.reason == "abort":
+        return error_ending(Aborted("the request was aborted").info())
+    if finish.reason == "stop":
+        return Ending("stop", finish.matched)
+    # A prefill half that was handed off generated its one requested token.
+    return Ending("length")
+
+
+def _stops(rules: TextRules) -> StopStrings | StopPatterns | None:
+    if rules.patterns:
+        return StopPatterns(rules.patterns, rules.keeps_stop)
+    return StopStrings(rules.stops, rules.keeps_stop) if rules.stops else None

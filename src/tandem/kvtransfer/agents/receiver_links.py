@@ -1,0 +1,452 @@
+"""Decode's links: one to each requested bootstrap port, made on demand.
+
+`link_session.py` has the states of a link. A Redirect sends a rank to the prefill rank that holds its heads.
+Welcome names the transport that prefill chose; the other offers are then fenced. A link is lost when prefill is
+silent, refuses it, or the connection breaks; the next `link_to` makes a new one.
+
+Every transport call is a job of the link's worker. Jobs run in order, and a message follows the jobs
+queued before it. The last job of a lost link is its fence, which may wait for a stopped writer.
+Everything else runs on the agent's control thread. Links are independent of rooms.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from tandem.kvtransfer.agents.control import TURN_S, ControlThread, HeartbeatSchedule, LinkWorker
+from tandem.kvtransfer.link_session import (
+    LinkAction,
+    LinkEvent,
+    LinkSession,
+    ReceiverLink,
+    receiver_link,
+)
+from tandem.kvtransfer.threads import transport_errors
+from tandem.kvtransfer.transports.base import Listener, PeerAdmission, PeerKey
+from tandem.telemetry.log import get_logger
+from tandem.wire.channel import Heartbeat, Link, Waker, tcp_address, wait
+from tandem.wire.errors import (
+    PeerLost,
+    ProtocolMismatch,
+    TandemError,
+    TransferRefused,
+    error_from_info,
+)
+from tandem.wire.generation import Epoch, Room
+from tandem.wire.hand_off import (
+    PROTOCOL,
+    FromPrefill,
+    Hello,
+    Landed,
+    LinkPing,
+    Redirect,
+    Refused,
+    Released,
+    Welcome,
+)
+from tandem.wire.hosts import resolve
+from tandem.wire.keys import ChannelKey
+from tandem.wire.messages import Message
+
+log = get_logger("kvtransfer.links")
+
+T = TypeVar("T")
+
+# A failed fence is retried, because nothing else makes its pages safe.
+FENCE_RETRY_S = 1.0
+# Polling interval while connecting, which takes a millisecond on one host.
+CONNECTING_TURN_S = 0.002
+# Timeout from `link_to` to the offers. Pinning a terabyte for RDMA takes most of this time; an unreachable resolver
+# takes 20 s.
+OPEN_TIMEOUT_S = 60.0
+
+# States in which the socket is open and Hello has not been sent over it.
+HELLO_IS_DUE = (ReceiverLink.CONNECTING, ReceiverLink.REDIRECTED)
+
+
+@dataclass(eq=False, slots=True)
+class PrefillLink:
+    """A link to one bootstrap port.
+
+    Attributes:
+        session: The link's state; only the control thread uses it, and `close` after that thread.
+        ip: Address of `host`, once resolved.
+        port: Port of the socket: the requested one, or the one that a Redirect named.
+        address: The requested address.
+        admissions: By transport name. The worker adds them before the socket is opened, and removes
+            them once fenced.
+        epoch: Prefill's epoch, once Welcome has arrived.
+        transport: The one that prefill chose; the other offers are then fenced.
+        more_ports: Ports of prefill's other ranks that hold our heads; known once the link is up.
+        heads: Heads sent over this link, as indices in our pages; known once the link is up.
+    """
+
+    host: str
+    port: int
+    address: str
+    worker: LinkWorker
+    deadline_s: float
+    last_received_s: float
+    session: LinkSession[ReceiverLink] = field(default_factory=receiver_link)
+    ip: str = ""
+    admissions: dict[str, PeerAdmission] = field(default_factory=dict)
+    socket: Link[FromPrefill] | None = None
+    epoch: Epoch | None = None
+    transport: str = ""
+    more_ports: Sequence[int] = ()
+    heads: range = range(0)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether prefill sent Welcome and the link is not lost."""
+        return self.session.state is ReceiverLink.UP
+
+
+class PrefillLinks:
+    """All links of a decode node.
+
+    Args:
+        hello: Describes this node; each link adds its offers.
+        listeners: By transport name, best first.
+        control: Runs everything here except the workers' jobs.
+        key: The cluster's secret, which proves to prefill nodes that this node may connect.
+        connect_timeout_s: From the offers to Welcome.
+        heartbeat: Heartbeat settings of the links.
+        on_up: Called when a link is up.
+        on_last_message: Called with every Landed and Released from a link that is up.
+        on_lost: Called once when a link is lost, before its fence begins.
+        on_fenced: Called when no write can arrive over a lost link any more.
+
+    Attributes:
+        links: Links that are up or connecting, by address.
+        num_refused: Number of invalid messages from prefill nodes.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        listeners: Mapping[str, Listener],
+        control: ControlThread,
+        *,
+        key: ChannelKey | None,
+        connect_timeout_s: float,
+        heartbeat: Heartbeat,
+        clock: Callable[[], float],
+        on_up: Callable[[PrefillLink], None],
+        on_last_message: Callable[[PrefillLink, Landed | Released], None],
+        on_lost: Callable[[PrefillLink, TandemError], None],
+        on_fenced: Callable[[PrefillLink], None],
+    ) -> None:
+        self._hello, self._listeners = hello, listeners
+        self._control, self._key, self._clock = control, key, clock
+        self._connect_timeout_s, self._heartbeat = connect_timeout_s, heartbeat
+        self._schedule = HeartbeatSchedule(heartbeat, clock())
+        self._on_up, self._on_last_message = on_up, on_last_message
+        self._on_lost, self._on_fenced = on_lost, on_fenced
+        self.links: dict[str, PrefillLink] = {}
+        self._closing = threading.Event()
+        self.num_refused = 0
+
+    @property
+    def num_violations(self) -> int:
+        """Number of rejected writes, summed over the listeners that count them."""
+        return sum(getattr(each, "num_violations", 0) for each in self._listeners.values())
+
+    def link_to(self, host: str, port: int) -> PrefillLink:
+        """Return the link to a bootstrap port; make one if none exists."""
+        address = tcp_address(host, port)
+        if (link := self.links.get(address)) is None:
+            now_s, worker = self._clock(), LinkWorker("kv-link", self._control)
+            link = PrefillLink(host, port, address, worker, now_s + OPEN_TIMEOUT_S, now_s)
+            self.links[address] = link
+            worker.submit(
+                partial(self._offer, link), partial(self._connect, link), partial(self.drop, link)
+            )
+        return link
+
+    def permit(self, link: PrefillLink, room: Room, page_ids: Sequence[int]) -> None:
+        """Permit prefill's writes into these pages, before the next message is sent. The link must be up.
+
+        If that fails, the link is dropped.
+        """
+        listener, peer = self._receiving(link)
+        link.worker.submit(
+            lambda: listener.permit(peer, room, page_ids),
+            lambda _none: None,
+            partial(self.drop, link),
+        )
+
+    def revoke(
+        self,
+        link: PrefillLink,
+        room: Room,
+        check: Callable[[], T],
+        then: Callable[[T], None],
+        failed: Callable[[TandemError], None],
+    ) -> None:
+        """Revoke a room's pages, then call `check`, both on the worker; see `LinkWorker.submit` for the rest.
+
+        If the revocation fails, the peer is fenced and the link dropped.
+        """
+        listener, peer = self._receiving(link)
+
+        def job() -> T:
+            try:
+                with transport_errors():
+                    listener.revoke(peer, room)
+            except TandemError as error:
+                self._control.post(partial(self.drop, link, error))
+                listener.fence(peer)
+            return check()
+
+        link.worker.submit(job, then, failed)
+
+    def send(self, link: PrefillLink, message: Message) -> None:
+        """Send a message after the jobs queued before it.
+
+        If sending fails, the link is dropped, because messages are not resent.
+        """
+        link.worker.after(partial(self._send, link, message))
+
+    def turn(self, waker: Waker) -> None:
+        """Wait briefly, handle all received messages, send pings, and drop silent links."""
+        links = list(self.links.values())
+        sockets = [link.socket for link in links if link.socket is not None]
+        is_connecting = any(link.session.state in HELLO_IS_DUE for link in links)
+        wait(sockets, CONNECTING_TURN_S if is_connecting else TURN_S, waker)
+        # Read all messages before checking for silence: this thread may have been slow.
+        for link in links:
+            while (message := self._next(link)) is not None:
+                link.last_received_s = self._clock()
+                try:
+                    with transport_errors():
+                        self._handle(link, message)
+                except TandemError as error:
+                    self.drop(link, error)  # the link's rooms then end after its fence
+        self._keep_alive(self._clock())
+
+    def drop(self, link: PrefillLink, error: TandemError) -> None:
+        """Drop a link and start to fence it; no-op if it is already dropped."""
+        self._apply(link, LinkEvent.LOST, error)
+
+    def close(self) -> None:
+        """Close the sockets and, with them, all listeners."""
+        self._closing.set()
+        for link in self.links.values():
+            self._apply(link, LinkEvent.SHUT_DOWN)
+            link.worker.end()
+        for listener in self._listeners.values():
+            listener.close()
+
+    def _apply(self, link: PrefillLink, event: LinkEvent, error: TandemError | None = None) -> None:
+        actions = link.session.apply(event)
+        with ExitStack() as stack:  # all actions run even if one raises: a lost link must be fenced
+            for action in reversed(actions):
+                stack.callback(self._act, link, action, error)
+
+    def _act(self, link: PrefillLink, action: LinkAction, error: TandemError | None) -> None:
+        match action:
+            case LinkAction.OPEN_SOCKET:
+                link.deadline_s = self._clock() + self._connect_timeout_s
+                link.socket = self._socket(link.ip, link.port)
+            case LinkAction.REOPEN_SOCKET:
+                old, link.socket = link.socket, self._socket(link.ip, link.port)
+                if old is not None:
+                    old.close()
+            case LinkAction.CLOSE_SOCKET:
+                if link.socket is not None:
+                    link.socket.close()
+            case LinkAction.REMOVE:
+                log.warning("kv_link.lost", address=link.address, reason=str(error))
+                del self.links[link.address]
+            case LinkAction.REPORT_UP:
+                self._on_up(link)
+            case LinkAction.REPORT_LOST:
+                assert error is not None
+                self._on_lost(link, error)
+            case LinkAction.REPORT_FENCED:
+                self._on_fenced(link)
+            case LinkAction.FENCE:
+                link.worker.submit(
+                    partial(self._cut_off, link),
+                    lambda _none: self._apply(link, LinkEvent.FENCED),
+                    lambda _error: None,  # only after close(), when nobody receives reports
+                )
+                link.worker.end()
+            case LinkAction.FENCE_OTHER_OFFERS:
+                self._fence_other_offers(link)
+            case _:
+                raise AssertionError(action)
+
+    def _offer(self, link: PrefillLink) -> str:
+        """Resolve the link's host and collect an offer from each transport. Runs on the worker."""
+        ip, reasons = resolve(link.host), []
+        for name, listener in self._listeners.items():
+            try:
+                with transport_errors():
+                    link.admissions[name] = listener.admit(ip)
+            except TandemError as error:  # the other transports are still offered
+                log.warning("kv_transport.not_offered", transport=name, reason=str(error))
+                reasons.append(str(error))
+        if not link.admissions:
+            raise TransferRefused("; ".join(reasons))
+        return ip
+
+    def _connect(self, link: PrefillLink, ip: str) -> None:
+        link.ip = ip
+        self._apply(link, LinkEvent.OFFERS_READY)
+
+    def _socket(self, ip: str, port: int) -> Link[FromPrefill]:
+        return Link(tcp_address(ip, port), FromPrefill, self._key, self._heartbeat)
+
+    def _receiving(self, link: PrefillLink) -> tuple[Listener, PeerKey]:
+        """Return the listener that receives prefill's writes, and prefill's key there. The link must be up."""
+        return self._listeners[link.transport], link.admissions[link.transport].peer
+
+    def _send(self, link: PrefillLink, message: Message) -> None:
+        if link.socket is None or not link.session.is_open:
+            return
+        try:
+            with transport_errors():
+                link.socket.send(message)
+        except TandemError as error:
+            # Posted, so that the message's room finishes its transition before it loses the link.
+            self._control.post(partial(self.drop, link, error))
+
+    def _next(self, link: PrefillLink) -> FromPrefill | None:
+        """Return the next message, or None. Handling a message may drop the link or replace its socket."""
+        return link.socket.receive() if link.socket and link.session.is_open else None
+
+    def _handle(self, link: PrefillLink, message: FromPrefill) -> None:
+        match message:
+            case Refused(error=info):
+                self.drop(link, error_from_info(info))
+            case Welcome():
+                self._welcome(link, message)
+            case Redirect():
+                self._redirect(link, message)
+            case LinkPing():
+                pass
+            case Landed() | Released():
+                if message.epoch == link.epoch:
+                    self._on_last_message(link, message)
+                else:
+                    self.num_refused += 1
+
+    def _welcome(self, link: PrefillLink, welcome: Welcome) -> None:
+        num_own = self._hello.layout.num_kv_heads
+        num_heads = num_own if welcome.num_heads is None else welcome.num_heads
+        has_such_heads = welcome.first_head >= 0 and 0 <= num_heads <= num_own - welcome.first_head
+        is_expected = link.session.expects(LinkEvent.WELCOME_ARRIVED)
+        if not is_expected or welcome.transport not in link.admissions or not has_such_heads:
+            self.num_refused += 1
+            return self.drop(
+                link, PeerLost("prefill sent Welcome twice, or for a different offer or rank")
+            )
+        if welcome.protocol != PROTOCOL:
+            self.num_refused += 1
+            return self.drop(link, ProtocolMismatch(welcome.protocol, PROTOCOL))
+        link.epoch, link.transport = welcome.epoch, welcome.transport
+        if link.session.state is ReceiverLink.GREETED:  # else the Redirect named them
+            link.more_ports = welcome.more_ports
+        link.heads = range(welcome.first_head, welcome.first_head + num_heads)
+        log.info(
+            "kv_link.up",
+            address=link.address,
+            transport=link.transport,
+            num_heads=len(link.heads),
+        )
+        self._apply(link, LinkEvent.WELCOME_ARRIVED)
+        return None
+
+    def _fence_other_offers(self, link: PrefillLink) -> None:
+        """Queue the fences of the offers that prefill did not choose, behind the permits of waiting rooms."""
+        if link.session.is_open:
+            # Offers that cannot be fenced now are fenced with the link.
+            fence = partial(self._fence, link, link.transport)
+            link.worker.submit(fence, lambda _none: None, lambda _error: None)
+
+    def _redirect(self, link: PrefillLink, redirect: Redirect) -> None:
+        if not link.session.expects(LinkEvent.REDIRECT_ARRIVED):
+            self.num_refused += 1
+            return self.drop(link, PeerLost("prefill redirected twice"))
+        link.port, link.more_ports = redirect.port, redirect.more_ports
+        self._apply(link, LinkEvent.REDIRECT_ARRIVED)
+        return None
+
+    def _cut_off(self, link: PrefillLink) -> None:
+        """Fence a lost link, and retry until it succeeds. Runs on the worker.
+
+        Raises:
+            TandemError: Every attempt until `close` failed.
+        """
+        while True:
+            try:
+                return self._fence(link)
+            except TandemError:
+                if self._closing.wait(FENCE_RETRY_S):
+                    raise
+
+    def _fence(self, link: PrefillLink, kept: str = "") -> None:
+        """Fence all offers except that of transport `kept`. Runs on the worker.
+
+        Raises:
+            TandemError: An offer could not be fenced. Fenced offers are removed.
+        """
+        failure = None
+        for name in [each for each in link.admissions if each != kept]:
+            try:
+                with transport_errors():
+                    self._listeners[name].fence(link.admissions[name].peer)
+                del link.admissions[name]
+            except TandemError as error:
+                failure = error
+                log.warning(
+                    "kv_fence.failed",
+                    address=link.address,
+                    transport=name,
+                    reason=str(error),
+                    effect="retried when the link ends; pages that prefill may still write stay in quarantine",
+                )
+        if failure is not None:
+            raise failure
+
+    def _keep_alive(self, now_s: float) -> None:
+        is_ping_due = self._schedule.is_ping_due(now_s)
+        for link in list(self.links.values()):
+            try:
+                self._keep_one_alive(link, now_s, is_ping_due=is_ping_due)
+            except PeerLost as error:
+                self.drop(link, error)
+
+    def _keep_one_alive(self, link: PrefillLink, now_s: float, *, is_ping_due: bool) -> None:
+        if not link.is_up and now_s >= link.deadline_s:
+            raise _no_answer(link)
+        if link.socket is None:
+            return None
+        if link.session.state in HELLO_IS_DUE:
+            return self._greet(link, link.socket)
+        if link.is_up:
+            self._schedule.check("prefill", link.last_received_s, now_s)
+        if is_ping_due:
+            link.socket.send(LinkPing(epoch=self._hello.epoch))
+        return None
+
+    def _greet(self, link: PrefillLink, socket: Link[FromPrefill]) -> None:
+        offers = [admission.offer for admission in link.admissions.values()]
+        with contextlib.suppress(PeerLost):  # there is no connection yet
+            socket.send(msgspec.structs.replace(self._hello, offers=offers))
+            self._apply(link, LinkEvent.HELLO_SENT)
+
+
+def _no_answer(link: PrefillLink) -> PeerLost:
+    if link.socket is None:
+        return PeerLost(f"no offer for {link.address} was ready in {OPEN_TIMEOUT_S:g} s")
+    why = f": {refusal}" if (refusal := link.socket.refusal) else ""
+    return PeerLost(f"no answer from {link.socket.address}{why}")

@@ -1,0 +1,110 @@
+"""The options of the KV transfer: flags of a node, and keys of vLLM's `kv_connector_extra_config`."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from tandem.kvtransfer.checksum import Verify
+from tandem.kvtransfer.transports.base import TransportConfig
+from tandem.settings.flags import Flag
+
+# Bounds of the timeouts. Below the minimum, healthy peers would time out.
+MIN_TRANSFER_TIMEOUT_S = 0.1
+MAX_TRANSFER_TIMEOUT_S = 86_400.0
+
+
+class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the KV transfer.
+
+    As JSON, the fields have the names of their flags, with underscores; `vllm serve` takes them by these names.
+
+    Attributes:
+        bootstrap_port: 8998 is SGLang's default.
+        grant_timeout_s: Time that prefill waits for a grant, including decode's queue for pages. Losing an edge
+            worker ends its halves immediately; this timeout ends halves that no edge worker tracks. 300 s is SGLang's
+            default.
+        early_grant_timeout_s: Time that a grant waits for its request; its pages are idle meanwhile.
+        landed_timeout_s: Time that decode waits for granted pages to land, including prefill's queue.
+        verify: `sample` hashes one slab in 64, which detects a corrupting link within a few prompts.
+    """
+
+    backend: Annotated[
+        str,
+        Flag(
+            "--transfer-backend",
+            "--disaggregation-transfer-backend",
+            group="transfer",
+            metavar="NAME",
+            help="transport of KV: auto, shm, tcp, cuda_ipc, nixl, ucx, mooncake, nccl; see "
+            "docs/transports.md",
+        ),
+    ] = msgspec.field(default="auto", name="transfer_backend")
+    interface: Annotated[
+        str,
+        Flag(
+            "--transfer-interface",
+            metavar="NAME",
+            help="network interface for tcp, by its IPv4 or IPv6 address as in --host",
+        ),
+    ] = msgspec.field(default="", name="transfer_interface")
+    bootstrap_port: Annotated[
+        int,
+        Flag(
+            "--bootstrap-port",
+            "--disaggregation-bootstrap-port",
+            metavar="PORT",
+            ge=0,
+            le=65535,
+            help="on prefill: port for grants; on decode: default port of requests that name none",
+        ),
+    ] = 8998
+    grant_timeout_s: Annotated[
+        float,
+        Flag(
+            "--grant-timeout-s",
+            "--grant-timeout",
+            metavar="SECONDS",
+            ge=MIN_TRANSFER_TIMEOUT_S,
+            le=MAX_TRANSFER_TIMEOUT_S,
+            help="on prefill: time that a request waits for decode to grant pages",
+        ),
+    ] = 300.0
+    early_grant_timeout_s: Annotated[
+        float,
+        Flag(
+            "--early-grant-timeout-s",
+            metavar="SECONDS",
+            ge=MIN_TRANSFER_TIMEOUT_S,
+            le=MAX_TRANSFER_TIMEOUT_S,
+            help="on prefill: time that a grant waits for its request, while its pages on decode are idle",
+        ),
+    ] = 30.0
+    landed_timeout_s: Annotated[
+        float,
+        Flag(
+            "--landed-timeout-s",
+            metavar="SECONDS",
+            ge=MIN_TRANSFER_TIMEOUT_S,
+            le=MAX_TRANSFER_TIMEOUT_S,
+            help="on decode: time from a grant until its KV has landed, including prefill's queue",
+        ),
+    ] = 600.0
+    push_granularity: Annotated[
+        Literal["layer", "chunk"],
+        Flag(
+            "--push-granularity",
+            help="on prefill: push KV as layers are computed, or after each chunk of a prompt",
+        ),
+    ] = "layer"
+    verify: Annotated[
+        Verify,
+        Flag(
+            "--verify-kv",
+            help="how much of each page both sides hash; sample: K or V of one layer in 32",
+            aliases={"--no-kv-checksum": "off"},
+        ),
+    ] = msgspec.field(default="sample", name="verify_kv")
+
+    def of_transports(self, host: str) -> TransportConfig:
+        """Return the part that transports need, for a node that listens on `host`."""
+        return TransportConfig(host=host, interface=self.interface)

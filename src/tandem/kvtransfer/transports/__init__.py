@@ -1,0 +1,1 @@
+"""Transports, which write into another process's pool; `base` defines their interface."""

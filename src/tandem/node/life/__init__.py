@@ -1,0 +1,1 @@
+"""The states of a node, and the pipe between its HTTP process and its engine process."""

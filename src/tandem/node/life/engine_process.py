@@ -1,0 +1,174 @@
+"""The parent's handle of the engine process: start, link, drain, stop.
+
+Parent and engine exchange lines of JSON:
+
+```
+ parent ── stdin:  NodeConfig, then DrainOrder, Resume ... ──▶ engine       end of file: stop
+ parent ◀── stdout: Ready or StartFailed, then Drained ... ─── engine
+```
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from tandem.node.config import NodeConfig
+from tandem.telemetry.log import get_logger
+from tandem.wire.engine_client import EngineClient
+from tandem.wire.errors import EngineFailed, ErrorInfo, TandemError, error_from_info
+from tandem.wire.messages import ModelInfo
+
+log = get_logger(__name__)
+
+# By default glibc returns the memory of each step's tensors to the kernel, and the next step faults it in again.
+# Keeping the memory saves a tenth of a decode step (measured). Values set by the user take precedence.
+MALLOC_SETTINGS = {
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+
+# All ranks of a node run on one host. By default gloo would listen on an address that other hosts can reach.
+GLOO_SETTINGS = {"GLOO_SOCKET_IFNAME": "lo"}
+
+# transformers shards a model over all visible GPUs, even when not requested.
+WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine is ready to serve."""
+
+    epoch: int
+    engine_port: int
+    bootstrap_port: int | None
+    max_prompt_tokens: int
+    model: ModelInfo
+
+
+class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine could not start."""
+
+    error: ErrorInfo
+
+
+class Drained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """No request is left. `number` identifies the drain that this report answers."""
+
+    number: int
+
+
+class DrainOrder(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Reject new requests, and hand over the remaining ones after `timeout_s`. `Drained` repeats `number`."""
+
+    number: int
+    timeout_s: float
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Accept requests again."""
+
+
+Order = DrainOrder | Resume
+EngineReport = Ready | StartFailed | Drained
+
+
+class EngineProcess:
+    """One engine process, run as `python -P -m module`.
+
+    `on_drained` is called when no request is left after the last `drain`.
+    """
+
+    def __init__(self, module: str, config: NodeConfig, on_drained: Callable[[], None]) -> None:
+        self._module = module
+        self._config = config
+        self._on_drained = on_drained
+        self._process: asyncio.subprocess.Process | None = None
+        self._num_drains = 0
+
+    async def start(self) -> Ready | TandemError:
+        """Start the process; return its `Ready`, or the error if it could not start."""
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            self._module,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=self._environment(),
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")
+        line = await self._process.stdout.readline()
+        if not line:
+            status = await self._process.wait()
+            return EngineFailed(f"the engine process exited with status {status} during start-up")
+        report = msgspec.json.decode(line, type=Ready | StartFailed)
+        if isinstance(report, StartFailed):
+            await self._process.wait()
+            return error_from_info(report.error)
+        return report
+
+    def _environment(self) -> dict[str, str]:
+        environment = MALLOC_SETTINGS | GLOO_SETTINGS | os.environ
+        return environment | (WITHOUT_GPUS if self._config.engine.device == "cpu" else {})
+
+    def drain(self, timeout_s: float) -> None:
+        """Order the engine to reject new requests and hand over the rest after `timeout_s`. Call after `start`."""
+        self._num_drains += 1
+        self._order(DrainOrder(number=self._num_drains, timeout_s=timeout_s))
+
+    def resume(self) -> None:
+        """Order the engine to accept requests again."""
+        self._num_drains += 1  # invalidates a `Drained` that is in flight
+        self._order(Resume())
+
+    def _order(self, order: Order) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+
+    async def wait(self) -> int:
+        """Process the engine's reports until it exits; return its exit status."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            if msgspec.json.decode(line, type=Drained).number == self._num_drains:
+                self._on_drained()
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        """Kill the process, so that `stop` returns soon."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Stop the process by closing its standard input; kill it after `timeout_s`."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
+        except TimeoutError:
+            log.warning("engine.killed", reason=f"it did not stop within {timeout_s:g} s")
+            self._process.kill()
+            await self._process.wait()
+
+
+async def keep_linked(
+    make: Callable[[], EngineClient], use: Callable[[EngineClient], None]
+) -> None:
+    """Keep the node linked to its engine until cancelled; replace every lost link.
+
+    If the node's process was frozen, its links are lost although the engine is alive.
+    """
+    while True:
+        client = make()
+        use(client)
+        await client.run()
+        log.warning("engine.link_lost", address=client.address, action="reconnecting")

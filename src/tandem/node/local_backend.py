@@ -1,0 +1,217 @@
+"""The frontend's `Backend` for a node's own engine.
+
+On prefill and decode nodes a request is one half and carries the address of the other half (`Bootstrap`), so that
+routers for SGLang's disaggregation work with these nodes. On a colocated node it is a whole request.
+"""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+import msgspec
+
+from tandem import __version__
+from tandem.frontend.backend import NO_PEER, Bootstrap, Health, ServedModel
+from tandem.frontend.text.tokenizer import Tokenizer
+from tandem.node.config import NodeConfig, transports_of
+from tandem.node.life.engine_process import Ready
+from tandem.node.life.life import Life, NodeState, num_left, refusal
+from tandem.node.metrics import NodeScrape, render
+from tandem.wire.engine_client import EngineClient
+from tandem.wire.errors import InvalidRequest, NoNodeAvailable
+from tandem.wire.generation import GenerateRequest, Room
+from tandem.wire.messages import (
+    OWN_ENGINE,
+    NodeInfo,
+    NodeLoad,
+    StartColocated,
+    StartDecode,
+    StartPrefill,
+    TokenDelta,
+)
+from tandem.wire.token_stream import Tap
+
+# Silence after which an engine counts as hung: three times the longest chunk of a large model on a CPU. A healthy
+# engine answers every ping, and an idle one is pinged in every other interval.
+LOOP_SILENCE_S = 30.0
+
+
+class LocalBackend:
+    """Serves the engines of one node, from before the first is ready until after the last has ended.
+
+    The supervisor changes `life`.
+    """
+
+    def __init__(
+        self, config: NodeConfig, tokenizer: Tokenizer | None, tokenizer_hash: str
+    ) -> None:
+        self._config, self.life = config, Life(config.role)
+        self._tokenizer, self._tokenizer_hash = tokenizer, tokenizer_hash
+        self._ready: Ready | None = None
+        self._client: EngineClient | None = None
+
+    def attach(self, config: NodeConfig, ready: Ready) -> None:
+        """Start to serve an engine; requests are accepted after the first `link`."""
+        self._config, self._ready = config, ready
+
+    def link(self, client: EngineClient) -> None:
+        """Use a new link to the engine: the first one, or the replacement of a lost one."""
+        if self._client is not None:
+            # Keep the last values until the engine reports again, so that counters do not restart at 0.
+            client.load, client.measured = self._client.load, self._client.measured
+        self._client = client
+
+    def detach(self) -> None:
+        """Reject requests from now on, because the engine is stopping or has ended."""
+        self._ready = self._client = None
+
+    @property
+    def num_left(self) -> int:
+        """Number of requests in the engine at its last report."""
+        return num_left(self._load())
+
+    def model(self) -> ServedModel:
+        """Return the model that the engine serves."""
+        ready = self._engine()
+        return ServedModel(
+            name=ready.model.name,
+            context_length=ready.model.context_length,
+            max_prompt_tokens=ready.max_prompt_tokens,
+            vocab_size=ready.model.vocab_size,
+            eos_token_ids=frozenset(ready.model.eos_token_ids),
+            tokenizer=self._tokenizer,
+            default_sampling=ready.model.default_sampling,
+            weight_version=ready.model.weight_version,
+            adapters=tuple(ready.model.adapters),
+        )
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        bootstrap: Bootstrap | None = None,
+        tap: Tap | None = None,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Generate the answer of a whole request, or run this node's half of it."""
+        if self._client is None:
+            raise NoNodeAvailable(self.life.describe())
+        if self.life.is_draining:
+            raise refusal()
+        with self._client.generate(self._start(request, bootstrap)) as stream:
+            async for delta in stream.read(tap):
+                yield delta
+
+    def _start(
+        self, request: GenerateRequest, bootstrap: Bootstrap | None
+    ) -> StartPrefill | StartDecode | StartColocated:
+        role = self._config.role
+        request = msgspec.structs.replace(request, client="")
+        if role == "colocated" or bootstrap is NO_PEER:
+            return StartColocated(request=request)
+        if bootstrap is None:
+            raise InvalidRequest(
+                f"this is a {role} node, which runs one half of a request; use the router, or set "
+                "bootstrap_host, bootstrap_port and bootstrap_room"
+            )
+        room = Room(bootstrap.room)
+        if role == "prefill":
+            return StartPrefill(request=request, room=room)
+        port = bootstrap.port or self._config.transfer.bootstrap_port
+        return StartDecode(
+            request=request, room=room, bootstrap_host=bootstrap.host, bootstrap_port=port
+        )
+
+    async def abort(self, request_id: str) -> bool:
+        """Stop a request; return False if no request has this id."""
+        return self._client is not None and self._client.abort(request_id)
+
+    async def flush_cache(self) -> None:
+        """Drop the cached pages that no request reads."""
+        if self._client is None:
+            raise NoNodeAvailable(self.life.describe())
+        self._client.flush_cache()
+
+    def health(self) -> Health:
+        """Return whether the node serves, and a description of its state."""
+        if self._client is None:
+            return Health(is_serving=False, detail=self.life.describe())
+        if not self._client.is_up:
+            return Health(is_serving=False, detail="the engine does not answer")
+        limit_s = max(
+            min(LOOP_SILENCE_S, self._config.step_timeout_s), 5 * self._config.heartbeat.interval_s
+        )
+        if (silent_s := self._client.silent_s) > limit_s:
+            # The link can be up although the loop hangs: its heartbeats do not depend on the loop.
+            return Health(
+                is_serving=False,
+                detail=f"the engine's loop has been stuck for {silent_s:.0f} s; the node exits when a step "
+                f"takes {self._config.step_timeout_s:g} s",
+            )
+        is_serving = self.life.state is NodeState.SERVING
+        return Health(is_serving=is_serving, detail=self.life.describe(self.num_left))
+
+    def token_counts(self) -> Mapping[object, int]:
+        """Return how many tokens the engine had processed at its last report; empty without a link."""
+        client = self._client
+        if client is None or not client.is_up:
+            return {}
+        return {client: client.load.prompt_tokens + client.load.generated_tokens}
+
+    def loads(self) -> Sequence[NodeLoad]:
+        """Return the load of this node."""
+        return [self._load()]
+
+    def server_info(self) -> Mapping[str, object]:
+        """Return a `NodeInfo` as JSON values; raise `NoNodeAvailable` until the engine is ready."""
+        config, ready = self._config, self._engine()
+        info = NodeInfo(
+            role=config.role,
+            version=__version__,
+            epoch=ready.epoch,
+            engine_port=ready.engine_port,
+            bootstrap_port=ready.bootstrap_port,
+            is_healthy=self.health().is_serving,
+            is_draining=self.life.is_draining,
+            max_prompt_tokens=ready.max_prompt_tokens,
+            load=self._load(),
+            tp_size=config.engine.tp_size,
+            transports=self._transports(),
+            zone=config.zone,
+            heartbeat_interval_ms=config.heartbeat_interval_ms,
+            takes_prompts=config.role != "prefill",
+            engine="vllm" if config.simulation.engine == "vllm" else OWN_ENGINE,
+            model=msgspec.structs.replace(ready.model, tokenizer_hash=self._tokenizer_hash),
+        )
+        built: dict[str, object] = msgspec.to_builtins(info)
+        return built
+
+    def _transports(self) -> list[str]:
+        if self._config.role == "colocated":
+            return []
+        return transports_of(self._config)
+
+    def metrics(self) -> str:
+        """Return the metrics in Prometheus' text format."""
+        return render(self._view())
+
+    def _view(self) -> NodeScrape:
+        config, client = self._config, self._client
+        return NodeScrape(
+            role=config.role,
+            state=self.life.state,
+            facts={
+                "model": config.served_model_name,
+                "fingerprint": "" if self._ready is None else self._ready.model.fingerprint,
+                "device": config.engine.device,
+                "tp_size": str(config.engine.tp_size),
+                "transports": ",".join(self._transports()),
+                "zone": config.zone,
+            },
+            load=self._load(),
+            measured=None if client is None else client.measured,
+        )
+
+    def _engine(self) -> Ready:
+        if self._ready is None:
+            raise NoNodeAvailable(self.life.describe())
+        return self._ready
+
+    def _load(self) -> NodeLoad:
+        return NodeLoad() if self._client is None else self._client.load

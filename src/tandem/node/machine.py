@@ -1,0 +1,210 @@
+"""Resolves `auto` for this machine: the device, the chunk size, and the type of weights on a CPU.
+
+Nothing here imports torch, except the probe in a separate process: `python -m tandem.node.machine`.
+"""
+
+import fcntl
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from tandem.engine.config import EngineConfig, EngineOptions
+from tandem.engine.weight_files import read_object
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid
+
+log = get_logger(__name__)
+
+# Defaults of flags that `with_machine_defaults` resolves.
+DEFAULTS = {"engine.device": "auto", "engine.chunked_prefill_size": 0}
+# Tokens per chunk. A CPU takes about half a second for such a chunk of the embedded model.
+CPU_CHUNK, GPU_CHUNK = 512, 8192
+GPU_FILES = "nvidia[0-9]*"
+# CPU flags of instructions that multiply bfloat16, as in /proc/cpuinfo; the first match is logged.
+FAST_BFLOAT16 = {
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX-512 with bfloat16",
+    "bf16": "Arm's bfloat16 instructions",
+}
+PROBE_LIMIT_S = 60.0
+
+CpuDtype = Literal["bfloat16", "float32"]
+
+
+class DtypeChoice(NamedTuple):
+    """A type of weights and the reason for it, a clause that starts with `the CPU`."""
+
+    dtype: CpuDtype
+    reason: str
+
+
+# ── the device ───────────────────────────────────────────────────────────────────────────────────
+
+
+def num_gpus(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of NVIDIA GPUs that this process can use, from device files and CUDA_VISIBLE_DEVICES."""
+    num_files = len(list((root / "dev").glob(GPU_FILES)))
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return num_files
+    named = [name for name in visible.split(",") if name.strip()]
+    return min(num_files, len(named)) if "-1" not in named else 0
+
+
+def with_machine_defaults(config: EngineOptions, gpus: int | None = None) -> EngineOptions:
+    """Return the options with `auto` and 0 replaced by this machine's device and chunk size.
+
+    Args:
+        gpus: Number of GPUs; None: `num_gpus()`.
+    """
+    device = config.device
+    if device == "auto":
+        gpus = num_gpus() if gpus is None else gpus
+        is_usable = gpus > 0 and config.simulation is None and not is_cpu_build()
+        device = ("cuda" if config.tp_size > 1 else "cuda:0") if is_usable else "cpu"
+    chunk = config.chunked_prefill_size or (CPU_CHUNK if device == "cpu" else GPU_CHUNK)
+    return msgspec.structs.replace(config, device=device, chunked_prefill_size=chunk)
+
+
+def warn_of_unused_gpus(config: EngineOptions) -> None:
+    """Log a warning if this machine has GPUs that the installed torch cannot use."""
+    if config.device == "cpu" and config.simulation is None and num_gpus() and is_cpu_build():
+        advice = "pip install 'tandem-serve[cuda]', or set --device cpu"
+        log.warning("gpus.unused", reason="torch is a build for CPUs", advice=advice)
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed torch is a build without CUDA."""
+    try:
+        return importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+# ── the type of weights on a CPU ─────────────────────────────────────────────────────────────────
+
+
+def cpu_flags(
+    root: Path = Path("/"), environment: Mapping[str, str] = os.environ
+) -> frozenset[str]:
+    """Return the instruction sets of this CPU; empty if they cannot be read.
+
+    Excludes bfloat16 instructions if `ONEDNN_MAX_CPU_ISA` forbids them to oneDNN, which computes the products.
+    """
+    try:
+        lines = (root / "proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    listed = (line.partition(":") for line in lines)
+    flags = frozenset(
+        word
+        for name, _, words in listed
+        if name.strip() in ("flags", "Features")
+        for word in words.split()
+    )
+    limit = environment.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    has_bfloat16 = limit in ("ALL", "DEFAULT") or any(name in limit for name in ("BF16", "AMX"))
+    return flags if has_bfloat16 else flags - FAST_BFLOAT16.keys()
+
+
+def dtype_from_flags(flags: frozenset[str]) -> DtypeChoice | None:
+    """Return the type that a CPU with these flags multiplies faster; None if there are no flags."""
+    if not flags:
+        return None
+    for flag, name in FAST_BFLOAT16.items():
+        if flag in flags:
+            return DtypeChoice("bfloat16", f"the CPU has {name}")
+    return DtypeChoice("float32", "the CPU has no instructions for bfloat16")
+
+
+def cpu_choice(cache_dir: Path, flags: frozenset[str] | None = None) -> DtypeChoice:
+    """Return the type of weights for this CPU, from its flags or else from a cached measurement of half a second.
+
+    Args:
+        cache_dir: Directory of the cached measurement.
+        flags: Flags of the CPU; None: those of this machine.
+    """
+    if (choice := dtype_from_flags(cpu_flags() if flags is None else flags)) is not None:
+        return choice
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    version = importlib.metadata.version("torch")
+    path = cache_dir / f"cpu-dtype-{platform.machine()}-{platform.node()}-{version}"
+    # Nodes of one machine may start together; only one measures, and all make the same choice.
+    with path.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if (cached := file.read()) not in ("bfloat16", "float32"):
+            cached = _run_probe()
+            file.truncate(0)
+            file.write(cached)
+    dtype: CpuDtype = "bfloat16" if cached == "bfloat16" else "float32"
+    return DtypeChoice(dtype, "the CPU multiplied it faster in a measurement")
+
+
+def with_dtype(config: EngineConfig, cache_dir: Path) -> EngineConfig:
+    """Return the config with `--dtype auto` replaced by the faster type on a CPU.
+
+    Applies to 16-bit checkpoints. For float32 and quantized checkpoints and on GPUs `auto` stays, which means the
+    type of the checkpoint.
+
+    Args:
+        config: Config of the engine.
+        cache_dir: As for `cpu_choice`.
+
+    Raises:
+        ConfigInvalid: The model's config.json cannot be read.
+    """
+    if config.dtype != "auto" or config.device != "cpu" or config.simulation is not None:
+        return config
+    facts = read_object(Path(config.model_dir) / "config.json")
+    text = facts.get("text_config")
+    layers = [facts, text] if isinstance(text, dict) else [facts]
+    own = next(
+        (x for each in layers for x in (each.get("dtype"), each.get("torch_dtype")) if x), None
+    )
+    if own not in ("bfloat16", "float16") or "quantization_config" in facts:
+        return config
+    choice = cpu_choice(cache_dir)
+    log.info("dtype.chosen", dtype=choice.dtype, checkpoint=own, reason=choice.reason)
+    return msgspec.structs.replace(config, dtype=choice.dtype)
+
+
+def _run_probe() -> str:
+    command = [sys.executable, "-P", "-m", "tandem.node.machine"]
+    try:
+        done = subprocess.run(  # noqa: S603 - our own module
+            command, check=True, capture_output=True, text=True, timeout=PROBE_LIMIT_S
+        )
+    except (subprocess.SubprocessError, OSError) as error:
+        raise ConfigInvalid(
+            f"--dtype auto cannot measure this CPU ({error}); set --dtype float32 or bfloat16"
+        ) from error
+    return done.stdout.strip()
+
+
+def probe(rows: int = 256, size: int = 1024, rounds: int = 5) -> CpuDtype:
+    """Return the type in which this CPU is faster at a matrix product of a layer's size."""
+    import torch
+
+    def least_s(dtype: torch.dtype) -> float:
+        left, right = torch.ones(rows, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+        times = []
+        for _ in range(rounds):
+            began_s = time.perf_counter()
+            left @ right
+            times.append(time.perf_counter() - began_s)
+        return min(times)
+
+    return "bfloat16" if least_s(torch.bfloat16) <= least_s(torch.float32) else "float32"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(probe())

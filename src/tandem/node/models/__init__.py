@@ -1,0 +1,1 @@
+"""Models by name or path, and new weights for a running node."""

@@ -1,0 +1,1 @@
+"""Tiers of a node: pages in host memory, in files or in a store."""

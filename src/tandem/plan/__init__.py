@@ -1,1 +1,0 @@
-"""Calculates how many nodes of which kind a load requires."""

@@ -1,0 +1,1 @@
+"""The prefill node: computes the KV of prompts and pushes it into the memory of decode nodes."""

@@ -1,1 +1,0 @@
-"""Measures the forwards of one node, and fits a profile to the measurements."""

@@ -1,0 +1,1 @@
+"""The router's console: a web page and the JSON document behind it."""

@@ -1,0 +1,1 @@
+"""The choice of the prefill and the decode node of a request."""

@@ -1,0 +1,283 @@
+"""Chooses the pair of a request's next attempt: the pair of its group, or the cheapest pair by the policy.
+
+```
+ prefill nodes ──Rating.costs──▶ cost of each ──▶ the cheapest of each zone ─┐
+                                                                            ├─▶ the cheapest pair
+ decode nodes ──────────────────▶ ...         ──▶ the cheapest of each zone ─┘   + crossing, if zones differ
+
+
+ a group: first request ──▶ no pair ──▶ a pair ──▶ ... ──▶ last request ends: forgotten
+                                         │  ▲
+                                         └──┘ a new pair, if the pair fails or is removed
+```
+"""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tandem.router.metrics import RouterMetrics
+from tandem.router.nodes.cluster import Cluster
+from tandem.router.nodes.snapshot import Candidates, ClusterSnapshot, NodeSnapshot
+from tandem.router.pairing.policy import (
+    ANYTHING,
+    Draw,
+    Pair,
+    Policy,
+    RoutingRequest,
+    tokens_to_compute,
+)
+from tandem.wire.errors import NoNodeAvailable, TandemError
+from tandem.wire.generation import GenerateRequest
+
+# Hundreds of nodes form tens of thousands of pairs. The console shows those in use.
+MAX_PAIRS = 256
+
+
+@dataclass(slots=True, eq=False)
+class PairGroup:
+    """Requests with the same prompt, which run on one pair; `pair` is None until it is chosen."""
+
+    pair: Pair | None = None
+    num_running: int = 0
+
+
+class PairGroups:
+    """The groups with running requests. A group is forgotten when its last request ends."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, PairGroup] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @contextmanager
+    def entered(self, name: str) -> Iterator[PairGroup]:
+        """Count a request inside the block and yield its group; without a name, a new, unshared group."""
+        if not name:
+            yield PairGroup()
+            return
+        group = self._groups.setdefault(name, PairGroup())
+        group.num_running += 1
+        try:
+            yield group
+        finally:
+            group.num_running -= 1
+            if not group.num_running:
+                del self._groups[name]
+
+
+@dataclass(slots=True, eq=False)
+class PairUse:
+    """Attempts of one edge worker on one pair.
+
+    Attributes:
+        num_running, num_started: Attempts running now, and started since the pair was first used.
+        num_tokens: Prompt tokens of all attempts.
+    """
+
+    num_running: int = 0
+    num_started: int = 0
+    num_tokens: int = 0
+
+
+class Pairing:
+    """Chooses pairs, and counts the attempts on each.
+
+    Args:
+        rng: Source of randomness for policies that need one.
+    """
+
+    def __init__(
+        self, cluster: Cluster, policy: Policy, rng: random.Random, metrics: RouterMetrics
+    ) -> None:
+        self._cluster, self._metrics = cluster, metrics
+        self._policy, self._rng = policy, rng
+        self._turns = itertools.count()
+        # In the order of the last attempt.
+        self.uses: dict[Pair, PairUse] = {}
+
+    def begin(self, pair: Pair, num_tokens: int) -> PairUse:
+        """Count an attempt with a prompt of `num_tokens`. Its owner counts its end in the returned object."""
+        use = self.uses[pair] = self.uses.pop(pair, PairUse())
+        use.num_running += 1
+        use.num_started += 1
+        use.num_tokens += num_tokens
+        return use
+
+    def forget(self, urls: set[str]) -> None:
+        """Forget idle pairs with a node not in `urls`, and the least recently used idle pairs beyond `MAX_PAIRS`."""
+        num_over = len(self.uses) - MAX_PAIRS
+        self.uses = {
+            pair: use
+            for position, (pair, use) in enumerate(self.uses.items())
+            if use.num_running or (position >= num_over and urls.issuperset(pair.urls))
+        }
+
+    def pair_for(
+        self,
+        group: PairGroup,
+        request: GenerateRequest,
+        fingerprint: str,
+        failed: Set[Pair],
+        after: TandemError | None = None,
+    ) -> Pair:
+        """Return the group's pair if it can serve and has not failed this request, else a new pair.
+
+        Args:
+            failed: Pairs that failed this request.
+            after: Error of the last attempt, if there was one.
+
+        Raises:
+            NoNodeAvailable: A role has no node. The message includes `after`.
+        """
+        pair = group.pair
+        if pair is None or pair in failed or not self._serves(pair, fingerprint):
+            with self._metrics.pairing.time():
+                group.pair = pair = self._choose(request, fingerprint, failed, after)
+        return pair
+
+    def _serves(self, pair: Pair, fingerprint: str) -> bool:
+        nodes = [self._cluster.view(url) for url in pair.urls]
+        return all(
+            node.is_up and not node.is_aside and node.fingerprint == fingerprint for node in nodes
+        )
+
+    def _choose(
+        self,
+        request: GenerateRequest,
+        fingerprint: str,
+        failed: Set[Pair],
+        after: TandemError | None,
+    ) -> Pair:
+        routing = RoutingRequest.of(request)
+        try:
+            pair = choose(
+                self._cluster.servable(),
+                fingerprint,
+                self._policy,
+                next(self._turns),
+                self._rng,
+                routing=routing,
+                avoid={url for pair in failed for url in pair.urls},
+            )
+        except NoNodeAvailable as error:
+            if after is None:
+                raise
+            raise NoNodeAvailable(f"{after.message}; {error.message}") from after
+        pair = self._without_prefill(pair, request, routing)
+        self._count_fresh(pair, routing)
+        return pair
+
+    def _without_prefill(
+        self, pair: Pair, request: GenerateRequest, routing: RoutingRequest
+    ) -> Pair:
+        """Return the pair, or its decode node alone if that computes the prompt itself.
+
+        Tokens in decode's tiers do not count as cached. The threshold limits how much a prompt slows other answers on
+        the node, and if reading a tier fails or is late, the node must compute these tokens after all.
+        """
+        decode = self._cluster.view(pair.decode)
+        has_no_prefill = self._cluster.view(pair.prefill).role == "decode"
+        threshold, num_cached = self._cluster.local_prefill_threshold, routing.cached_tokens(decode)
+        if not has_no_prefill and not stays_on_decode(request, decode, threshold, num_cached):
+            return pair
+        reason = "no_prefill" if has_no_prefill else "little_to_compute"
+        self._metrics.local_prompts.labels(reason).inc()
+        return Pair(prefill="", decode=pair.decode)
+
+    def _count_fresh(self, pair: Pair, routing: RoutingRequest) -> None:
+        """Add this prompt to the expected work of its nodes until their next load report includes it."""
+        computing = pair.prefill or pair.decode
+        snapshot = self._cluster.view(computing)
+        self._cluster.node(pair.decode).count_fresh(routing.num_tokens)
+        found = routing.found_in(snapshot)
+        self._metrics.count_prompt(routing.num_tokens, found)
+        if pair.prefill:
+            # The same cost as in the rating: a fetched token costs a share of computing it.
+            saved = routing.saved_tokens(snapshot) if snapshot.tiers else found["device"]
+            self._cluster.node(computing).count_fresh(routing.num_tokens - round(saved))
+
+
+def choose(
+    snapshot: ClusterSnapshot,
+    fingerprint: str,
+    policy: Policy,
+    turn: int,
+    rng: random.Random,
+    *,
+    routing: RoutingRequest = ANYTHING,
+    avoid: Set[str] = frozenset(),
+) -> Pair:
+    """Return the pair for one attempt at a request on the model with this fingerprint.
+
+    Both nodes are chosen together, as the pair with the lowest total cost, which includes moving KV between zones.
+
+    Args:
+        avoid: URLs of nodes that failed this request; used only if there is no other node.
+
+    Raises:
+        NoNodeAvailable: A role has no usable node with this model.
+    """
+    draw = Draw(turn, rng)
+    prefills = _usable(snapshot.in_use("prefill", fingerprint), avoid)
+    decodes = _usable(snapshot.in_use("decode", fingerprint), avoid)
+    prefill_costs = policy.prefill.costs(prefills, routing, draw)
+    decode_costs = policy.decode.costs(decodes, routing, draw)
+    crossing = max(policy.prefill.crossing(routing), policy.decode.crossing(routing))
+    _, prefill, decode = min(
+        (
+            (
+                prefill_cost + decode_cost + (crossing if prefill.zone != decode.zone else 0),
+                prefill,
+                decode,
+            )
+            for prefill_cost, prefill in _cheapest_by_zone(prefills, prefill_costs, turn)
+            for decode_cost, decode in _cheapest_by_zone(decodes, decode_costs, turn)
+        ),
+        key=lambda found: found[0],
+    )
+    return Pair(prefill=prefill.url, decode=decode.url)
+
+
+def _usable(nodes: Candidates, avoid: Set[str]) -> Candidates:
+    if not len(nodes):
+        raise NoNodeAvailable(
+            "no pair of nodes can serve this model now: send the request again later"
+        )
+    others = [node for node in nodes.nodes if node.url not in avoid] if avoid else []
+    return Candidates(others) if others else nodes
+
+
+def _cheapest_by_zone(
+    nodes: Candidates, costs: Sequence[float], turn: int
+) -> list[tuple[float, NodeSnapshot]]:
+    """Return the cheapest node of each zone with its cost. Ties go to the first node from position `turn` on."""
+    first = turn % len(nodes)
+    if len(set(nodes.zones)) == 1:
+        cost = min(costs)
+        index = costs.index(cost, first if cost in costs[first:] else 0)
+        return [(cost, nodes.nodes[index])]
+    found: dict[str, tuple[float, NodeSnapshot]] = {}
+    for index in (*range(first, len(nodes)), *range(first)):
+        cost, zone = costs[index], nodes.zones[index]
+        if zone not in found or cost < found[zone][0]:
+            found[zone] = (cost, nodes.nodes[index])
+    return list(found.values())
+
+
+def stays_on_decode(
+    request: GenerateRequest, decode: NodeSnapshot, threshold: int, num_cached: int = 0
+) -> bool:
+    """Return whether a decode node should compute a prompt itself.
+
+    The first token of a short prompt then comes sooner, but other answers on the node slow down. So the node's backlog
+    is limited.
+
+    Args:
+        threshold: Limit of the node's backlog in prompt tokens, including this prompt.
+    """
+    num_new = tokens_to_compute(request, num_cached)
+    return decode.takes_prompts and decode.backlog_tokens + num_new <= threshold

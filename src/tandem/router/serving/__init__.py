@@ -1,0 +1,1 @@
+"""One request in the router: its attempts, replays and progress."""

@@ -1,0 +1,185 @@
+"""The frontend's `Backend` on a cluster: admits requests, runs each until its last token, and counts outcomes."""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+import msgspec
+
+from tandem.frontend.backend import Bootstrap, Health, ServedModel
+from tandem.router.admission import Admission
+from tandem.router.config import AdmissionConfig
+from tandem.router.metrics import RouterMetrics, WorkerCounts
+from tandem.router.nodes.cluster import Cluster
+from tandem.router.pairing.pairing import PairGroups, Pairing
+from tandem.router.pairing.policy import Policy
+from tandem.router.serving.progress import Progress, RequestTimeline
+from tandem.router.serving.request import NodeWait, Request, RequestContext
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import NoNodeAvailable, PeerLost, TandemError
+from tandem.wire.generation import GenerateRequest
+from tandem.wire.messages import NodeLoad, TokenDelta
+from tandem.wire.token_stream import Tap
+
+log = get_logger(__name__)
+
+
+class ClusterBackend:
+    """Generates on a cluster.
+
+    Args:
+        cluster: The nodes; the caller runs `cluster.run`.
+        max_attempts: Limit of attempts at one request; at least 1.
+        node_wait_s: Seconds that a request waits while a role has no node.
+        rng: Source of randomness for policies that need one.
+
+    Attributes:
+        pairing: The choice of pairs, with the attempts on each pair.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        policy: Policy,
+        max_attempts: int,
+        rng: random.Random,
+        node_wait_s: float = 0.0,
+        *,
+        admission: AdmissionConfig | None = None,
+    ) -> None:
+        self._cluster = cluster
+        self._groups, self._requests = PairGroups(), dict[str, Request]()
+        self._metrics = RouterMetrics()
+        admission = admission or AdmissionConfig()
+        self._node_wait = NodeWait(node_wait_s, admission.limits.max_requests)
+        self.pairing = Pairing(cluster, policy, rng, self._metrics)
+        self._shared = RequestContext(
+            cluster, self.pairing, self._node_wait, max_attempts, self._metrics
+        )
+        self._admission = Admission(cluster.servable, admission, self._metrics)
+        cluster.roster.on_change = self._admission.schedule_start
+        cluster.on_node_up = self._node_wait.wake_all
+
+    @property
+    def leftovers(self) -> dict[str, int]:
+        """Resources held for requests, by name: all zero once every request has ended."""
+        return self._admission.leftovers | {
+            "waiting for nodes": len(self._node_wait),
+            "requests": len(self._requests),
+            "groups": len(self._groups),
+        }
+
+    def model(self) -> ServedModel:
+        """Return the model served now or, while requests may wait for nodes, the model served last.
+
+        Raises:
+            NoNodeAvailable: No pair can serve, and no model is known for which a request could wait.
+        """
+        try:
+            return self._cluster.model()
+        except NoNodeAvailable:
+            last = self._cluster.last_model
+            if last is None or not self._node_wait.limit_s:
+                raise
+            return last
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        bootstrap: Bootstrap | None = None,
+        tap: Tap | None = None,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Wait for admission and yield the tokens of one request; see `Backend`.
+
+        Args:
+            bootstrap: Unused, because this router pairs the nodes itself.
+        """
+        timeline, running = RequestTimeline(), Request(self._shared)
+        self._requests[request.request_id] = running
+        try:
+            async with self._admission.admitted(request) as admitted:
+                if admitted is None:
+                    yield Progress(request).aborted()
+                    return
+                timeline.end("queue")
+                progress = Progress(admitted.request, tap, timeline=timeline)
+                outcome = "failed"
+                with (
+                    self._metrics.in_flight.track_inprogress(),
+                    self._groups.entered(progress.group) as group,
+                ):
+                    try:
+                        running.begin(progress, group)
+                        while (delta := await running.next()) is not None:
+                            if delta.finish is not None:
+                                # Set before the yield: the reader may close the generator there.
+                                outcome = "finished"
+                            yield delta
+                    except (GeneratorExit, asyncio.CancelledError):
+                        outcome = "finished" if progress.is_finished else "cancelled"
+                        raise
+                    except TandemError:
+                        running.release()
+                        yield progress.final_timings()
+                        raise
+                    finally:
+                        running.release()
+                        admitted.count_output(len(progress.sent_ids))
+                        self._metrics.requests.labels(outcome).inc()
+        finally:
+            if self._requests.get(request.request_id) is running:
+                del self._requests[request.request_id]
+
+    async def abort(self, request_id: str) -> bool:
+        """End a waiting or running request with reason `abort`. Return False if it is not here."""
+        request = self._requests.get(request_id)
+        if request is not None and not self._admission.abort(request_id):
+            request.abort()
+        return request is not None
+
+    async def flush_cache(self) -> None:
+        """Drop the cached pages that no request uses, on every node that is up."""
+        for node in self._cluster.roster:
+            if node.is_up and node.client is not None:
+                try:
+                    node.client.flush_cache()
+                except PeerLost as error:  # the cache is lost with the node
+                    log.debug("node.flush_unsent", url=node.url, reason=error.message)
+
+    def health(self) -> Health:
+        """Return whether a pair can serve now, and what is missing."""
+        return self._cluster.health()
+
+    def token_counts(self) -> Mapping[object, int]:
+        """Return how many tokens each engine had processed at its last report, by its link."""
+        clients = [node.client for node in self._cluster.roster]
+        return {
+            client: client.load.prompt_tokens + client.load.generated_tokens
+            for client in clients
+            if client is not None and client.is_up
+        }
+
+    def loads(self) -> Sequence[NodeLoad]:
+        """Return the loads of the prefill nodes, then of the decode nodes."""
+        snapshot = self._cluster.snapshot()
+        return [node.load for node in (*snapshot.prefills, *snapshot.decodes)]
+
+    def server_info(self) -> Mapping[str, object]:
+        """Return the nodes with their loads, as JSON-like values."""
+        health, snapshot = self.health(), self._cluster.snapshot()
+        return {
+            "role": "router",
+            "is_serving": health.is_serving,
+            "detail": health.detail,
+            "nodes": [
+                msgspec.to_builtins(node) for node in (*snapshot.prefills, *snapshot.decodes)
+            ],
+        }
+
+    def counts(self) -> WorkerCounts:
+        """Return the request counts of this edge worker."""
+        return self._metrics.counts()
+
+    def metrics(self) -> str:
+        """Return the metrics of this edge worker in Prometheus' text format."""
+        return self._metrics.render(self._cluster.snapshot(), self._cluster.tier_blocks())

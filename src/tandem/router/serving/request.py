@@ -1,0 +1,350 @@
+"""One request from admission to its last token. A single task pulls the tokens from here.
+
+```
+ choose a pair ──▶ attempt 0 on (prefill, decode), or on decode alone ──finish──▶ done
+   ▲                    │ a node failed, and another attempt may help
+   └────────────────────┘ a different pair, prompt + sent tokens, the index continues
+```
+
+Streams, nodes that come up and an abort all set the same event. `Replays` decides by the error of an attempt whether
+another attempt follows:
+
+```
+ an error that a retry cannot fix ────────────────────────────▶ the client gets it
+ rejected for lack of room: a different pair, once; then ─────▶ the client gets it, with the time of a retry
+ handed over by a draining node: a different pair; does not count as an attempt
+ lost, failed, timed out: a different pair, up to `max_attempts` ─▶ AttemptsUsedUp
+```
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from tandem.router.metrics import RouterMetrics
+from tandem.router.nodes.cluster import Cluster
+from tandem.router.nodes.node import NodeWork, halves
+from tandem.router.pairing.pairing import PairGroup, Pairing, PairUse
+from tandem.router.pairing.policy import Pair, RoutingRequest, tokens_to_compute
+from tandem.router.serving.progress import Progress
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import (
+    AttemptsUsedUp,
+    NodeDraining,
+    NoNodeAvailable,
+    Overloaded,
+    TandemError,
+)
+from tandem.wire.messages import StartColocated, TokenDelta
+
+log = get_logger(__name__)
+
+# A rolling update of a large cluster hands a long answer over a few times. More hand-overs mean a broken node.
+MAX_HAND_OVERS = 32
+
+
+class Replays:
+    """Decides whether another attempt follows a failed one. At most `max_attempts` may fail."""
+
+    def __init__(self, max_attempts: int) -> None:
+        self._max_attempts = max_attempts
+        self._num_failed = self._num_handed_over = 0
+        self._was_rejected = False
+
+    def after(self, error: TandemError) -> None:
+        """Return if another attempt may help after `error`.
+
+        Raises:
+            TandemError: The error for the client, if no attempt follows.
+        """
+        if not error.is_retryable:
+            raise error
+        if isinstance(error, Overloaded):
+            if self._was_rejected:
+                raise error
+            self._was_rejected = True
+            return
+        if isinstance(error, NodeDraining) and self._num_handed_over < MAX_HAND_OVERS:
+            self._num_handed_over += 1
+            return
+        self._num_failed += 1
+        if self._num_failed < self._max_attempts:
+            return
+        if self._max_attempts == 1:
+            raise error
+        raise AttemptsUsedUp(self._num_failed, error) from error
+
+
+class NodeWait:
+    """Requests that wait for a node of a missing role, limited in number and time."""
+
+    def __init__(self, limit_s: float, max_requests: int) -> None:
+        self.limit_s, self._max_requests = limit_s, max_requests
+        # Ordered, so that the longest wait comes first and a simulation depends only on its seed.
+        self._events: dict[asyncio.Event, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def wake_all(self) -> None:
+        """Wake all waiting requests, because a node may have come up."""
+        for event in self._events:
+            event.set()
+
+    async def wait(self, event: asyncio.Event, deadline: float) -> bool:
+        """Clear an event and wait for it. Return False if too many requests wait or `deadline` (loop time) passes."""
+        if len(self._events) >= self._max_requests:
+            return False
+        event.clear()
+        self._events[event] = None
+        try:
+            async with asyncio.timeout_at(deadline):
+                await event.wait()
+        except TimeoutError:
+            return False
+        finally:
+            del self._events[event]
+        return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestContext:
+    """Objects that all requests of one edge worker share."""
+
+    cluster: Cluster
+    pairing: Pairing
+    node_wait: NodeWait
+    max_attempts: int
+    metrics: RouterMetrics
+
+
+class Attempt:
+    """One attempt at a request: its two halves on a pair, or all of it on decode. Its owner must call `release`.
+
+    Args:
+        wake: Set whenever a message arrives.
+
+    Raises:
+        TandemError: A node was lost after it had been chosen, or rejects the request. Nothing remains to be released.
+    """
+
+    def __init__(
+        self,
+        shared: RequestContext,
+        progress: Progress,
+        pair: Pair,
+        number: int,
+        wake: asyncio.Event,
+    ) -> None:
+        cluster = shared.cluster
+        self._progress, self._pair = progress, pair
+        self._prefill: NodeWork | None = None
+        self._arrived: deque[tuple[str, TokenDelta]] = deque()
+        self._is_decoding = False
+        request, decode = progress.remaining(), cluster.node(pair.decode)
+        if not pair.prefill:
+            start = StartColocated(request=request, attempt=number)
+            num_cached = RoutingRequest.of(request).cached_tokens(cluster.view(pair.decode))
+            self._decode = decode.start(start, wake, tokens_to_compute(request, num_cached))
+        else:
+            prefill = cluster.node(pair.prefill)
+            start_decode, start_prefill = halves(request, prefill, number)
+            self._decode = decode.start(start_decode, wake)
+            try:
+                self._prefill = prefill.start(start_prefill, wake)
+            except TandemError:
+                self._decode.release()
+                raise
+        self._use: PairUse | None = shared.pairing.begin(pair, len(request.prompt_ids))
+
+    def take(self) -> TokenDelta | None:
+        """Return the next delta that is new to the client, or None.
+
+        Raises:
+            TandemError: A half failed before the request ended.
+        """
+        self._decode.stream.tap = None
+        while not self._progress.is_finished and (arrived := self._next()) is not None:
+            node, delta = arrived
+            if delta.phases:
+                self._progress.timeline.add(delta.phases, node)
+            if new := self._progress.accept(delta):
+                return new
+        return None
+
+    def open_tap(self) -> None:
+        """Pass ordinary tokens of decode directly to the client, until another message arrives.
+
+        This is possible once decode has sent a token: from then on only its tokens can follow.
+        """
+        if self._is_decoding:
+            self._decode.stream.tap = self._progress
+
+    def release(self) -> None:
+        """Cancel the halves that still run, and release their shares of both nodes. Safe to call twice."""
+        if self._prefill is not None:
+            self._prefill.release()
+        self._decode.release()
+        if self._use is not None:
+            self._use.num_running -= 1
+            self._use = None
+
+    def _next(self) -> tuple[str, TokenDelta] | None:
+        """Return the next message of either stream; prefill's first, because it sends the first token."""
+        if self._arrived:
+            return self._arrived.popleft()
+        prefill, decode = self._prefill, self._decode
+        if prefill is None:
+            delta = decode.stream.take()
+            if delta is not None and delta.token_ids:
+                decode.finish_prompt()
+        else:
+            if not prefill.is_finished and (delta := prefill.stream.take()) is not None:
+                return self._pair.prefill, delta
+            # The two links are not synchronised. Log-probabilities of the prompt come before all tokens, so decode's
+            # tokens wait until prefill has sent them. Decode's failure does not wait.
+            awaits_prefill = self._progress.awaits_prompt_logprobs and prefill.stream.is_open
+            if awaits_prefill and not decode.stream.is_empty:
+                return None
+            delta = decode.stream.take()
+            if delta is not None:
+                # Decode sends only after every page has landed, so prefill's half is finished and can no longer fail.
+                prefill.finish()
+        if delta is None:
+            return None
+        self._is_decoding = self._is_decoding or bool(delta.token_ids)
+        if prefill is not None and delta.finish is not None:
+            # Phases that prefill reported after its half was finished belong before the last delta.
+            late = prefill.stream.take_all()
+            self._arrived.extend((self._pair.prefill, each) for each in late)
+        self._arrived.append((self._pair.decode, delta))
+        return self._arrived.popleft()
+
+
+class RequestAborted(Exception):
+    """The request was aborted by its id."""
+
+
+class Request:
+    """One admitted request. After `begin`, its task awaits `next` until that returns None, then calls `release`."""
+
+    def __init__(self, shared: RequestContext) -> None:
+        self._shared, self._cluster = shared, shared.cluster
+        self._replays = Replays(shared.max_attempts)
+        self._wake = asyncio.Event()
+        self._is_aborted = False
+        self._fingerprint = ""
+        self._number = 0
+        self._pair: Pair | None = None
+        self._attempt: Attempt | None = None
+        self._failed: set[Pair] = set()
+        self._last_error: TandemError | None = None
+
+    def begin(self, progress: Progress, group: PairGroup) -> None:
+        """Start serving `progress`, until `release`."""
+        self._progress, self._group = progress, group
+
+    def abort(self) -> None:
+        """End the request with reason `abort`, also while it waits."""
+        self._is_aborted = True
+        self._wake.set()
+
+    async def next(self) -> TokenDelta | None:
+        """Wait for the next delta that is new to the client; None after the last.
+
+        Raises:
+            TandemError: The request failed, and no further attempt follows.
+        """
+        try:
+            while not self._progress.is_finished:
+                self._check_aborted()
+                if self._pair is None:
+                    self._pair = await self._choose_pair()
+                try:
+                    attempt = self._attempt or self._begin_attempt(self._pair)
+                    delta = attempt.take()
+                except TandemError as error:
+                    self._lose(self._pair, error)
+                    continue
+                if delta is not None:
+                    return delta
+                attempt.open_tap()
+                await self._wake.wait()
+                self._wake.clear()
+        except RequestAborted:
+            return self._progress.aborted()
+        return None
+
+    def _check_aborted(self) -> None:
+        if self._is_aborted:
+            raise RequestAborted
+
+    async def _choose_pair(self) -> Pair:
+        """Choose the pair of the next attempt. If a role has no node, wait for one.
+
+        Raises:
+            NoNodeAvailable: No node came up in time.
+        """
+        deadline = asyncio.get_running_loop().time() + self._shared.node_wait.limit_s
+        while True:
+            self._check_aborted()
+            try:
+                pair = self._pair_now()
+            except NoNodeAvailable:
+                if not await self._shared.node_wait.wait(self._wake, deadline):
+                    raise
+                continue
+            # A router that is cut off from the network loses its nodes one by one within a short time. Without this
+            # check, each of them would cost the request an attempt.
+            if self._last_error is None or await self._are_alive(pair):
+                break
+        self._check_aborted()
+        self._progress.timeline.end("pair", pair.decode)
+        return pair
+
+    def _pair_now(self) -> Pair:
+        # A request keeps its model, even if the cluster changes to a different one.
+        self._fingerprint = self._fingerprint or self._cluster.fingerprint()
+        request = self._progress.routed_request()
+        return self._shared.pairing.pair_for(
+            self._group, request, self._fingerprint, self._failed, self._last_error
+        )
+
+    async def _are_alive(self, pair: Pair) -> bool:
+        clients = [self._cluster.node(url).client for url in pair.urls]
+        return all([client is not None and await client.is_alive() for client in clients])
+
+    def _begin_attempt(self, pair: Pair) -> Attempt:
+        number, self._number = self._number, self._number + 1
+        self._wake.clear()
+        self._check_aborted()
+        self._attempt = Attempt(self._shared, self._progress, pair, number, self._wake)
+        return self._attempt
+
+    def release(self) -> None:
+        """Release the running attempt. Safe to call twice."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.release()
+
+    def _lose(self, pair: Pair, error: TandemError) -> None:
+        """Release a failed attempt and prepare the next on a different pair.
+
+        Raises:
+            TandemError: No further attempt follows.
+        """
+        self.release()
+        self._pair = None
+        self._replays.after(error)
+        self._progress.timeline.lose_attempt()
+        self._failed.add(pair)
+        self._last_error = error
+        self._shared.metrics.replays.labels(error.code).inc()
+        log.warning(
+            "request.replay",
+            request_id=self._progress.request_id,
+            num_sent=len(self._progress.sent_ids),
+            prefill=pair.prefill,
+            decode=pair.decode,
+            error=error.message,
+        )

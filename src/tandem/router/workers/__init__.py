@@ -1,0 +1,1 @@
+"""The router's processes: the launcher and its edge workers."""

@@ -1,0 +1,1 @@
+"""Settings: config fields with flags, set by command line, `TANDEM_*` variables and config file."""

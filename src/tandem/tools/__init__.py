@@ -1,0 +1,1 @@
+"""Clients of a running cluster: bench, batch, doctor and top."""

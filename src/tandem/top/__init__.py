@@ -1,1 +1,0 @@
-"""`tandem top`: the router's dashboard in a terminal."""

@@ -1,0 +1,93 @@
+"""`python -m tandem.vllm.node.engine`: the engine process of a node that runs vLLM."""
+
+from typing import TYPE_CHECKING
+
+from tandem.node.answers import Answers
+from tandem.node.config import NodeConfig
+from tandem.node.life.ending import StepWatch, end_process
+from tandem.node.life.engine_process import Ready
+from tandem.node.loop import EngineLoop
+from tandem.node.metrics import Measures
+from tandem.node.process.engine_host import Parent, host, run_until_lost
+from tandem.telemetry import log as logs
+from tandem.vllm.node.role import VllmRole
+from tandem.vllm.versions import check_version
+from tandem.wire.channel import Inbox, Waker, tcp_address
+from tandem.wire.generation import new_epoch
+from tandem.wire.keys import cluster_key
+from tandem.wire.messages import ToEngine
+
+if TYPE_CHECKING:
+    from tandem.vllm.node.generator import VllmGenerator
+
+log = logs.get_logger(__name__)
+
+
+class VllmProcess:
+    """Builds vLLM's engine from the config and runs the node's loop on it."""
+
+    def __init__(self, config: NodeConfig, parent: Parent) -> None:
+        self._config, self._parent = config, parent
+        self._generator: VllmGenerator | None = None
+
+    def run(self) -> int:
+        """Serve until the loop ends; return the exit status."""
+        version = check_version()
+        from tandem.vllm.node.environment import prepare_environment
+
+        prepare_environment(self._config)
+        from tandem.vllm.node.generator import (
+            VllmGenerator,  # imports vLLM, which reads the environment
+        )
+
+        config, epoch, waker = self._config, new_epoch(), Waker()
+        self._generator = generator = VllmGenerator(config)
+        model = generator.model
+        log.info("engine.loaded", engine=f"vLLM {version}", fingerprint=model.fingerprint)
+        key = cluster_key(config.host, is_insecure=config.is_insecure)
+        address = tcp_address(config.host, config.engine_port)
+        inbox: Inbox[ToEngine] = Inbox(address, ToEngine, key, config.heartbeat)
+        answers = Answers(inbox, epoch, generator.journal)
+        role = VllmRole(
+            config.role,
+            generator,
+            answers,
+            max_running=generator.max_running,
+            max_waiting=config.engine.max_waiting_requests,
+        )
+        watch = StepWatch(config.step_timeout_s, generator.steps)
+        loop = EngineLoop(
+            role,
+            inbox,
+            answers,
+            waker,
+            heartbeat=config.heartbeat,
+            measures=Measures(generator.steps, generator.transfer_times),
+            on_drained=self._parent.report_drained,
+            on_pass=watch.on_pass,
+        )
+        self._parent.follow(loop)
+        self._parent.report(
+            Ready(
+                epoch=epoch,
+                engine_port=inbox.port,
+                bootstrap_port=generator.bootstrap_port if config.role == "prefill" else None,
+                # Decode's prompt includes the first token of the answer.
+                max_prompt_tokens=generator.max_tokens - (1 if config.role == "colocated" else 2),
+                model=model,
+            )
+        )
+        try:
+            return int(not run_until_lost(loop))
+        finally:
+            watch.stop()
+            inbox.close()
+
+    def close(self) -> None:
+        """Stop vLLM's workers and close all links."""
+        if self._generator is not None:
+            self._generator.close()
+
+
+if __name__ == "__main__":
+    end_process(host(VllmProcess))

@@ -1,0 +1,27 @@
+"""Environment variables that vLLM reads when it is imported."""
+
+import os
+
+from tandem.node.config import NodeConfig
+
+# Turn off vLLM's usage reports and its verbose log. Values set by the operator take precedence.
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # Run a single rank in the node's engine process.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+
+def prepare_environment(config: NodeConfig) -> None:
+    """Set the variables that the operator has not set. Call before vLLM is imported."""
+    settings = dict(ENVIRONMENT)
+    if config.engine.device == "cpu":
+        settings["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, config.engine.kv_bytes >> 30))
+        if config.engine.num_threads:
+            settings |= {
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": str(config.engine.num_threads),
+            }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)

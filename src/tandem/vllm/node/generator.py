@@ -1,0 +1,340 @@
+"""Runs vLLM's EngineCore in this process; the node's loop calls each step."""
+
+import argparse
+import shlex
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from vllm import SamplingParams
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventPublisher,
+)
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.engine.arg_utils import EngineArgs
+from vllm.renderers import renderer_from_config
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.executor import Executor
+
+from tandem.engine.errors import DeviceLost
+from tandem.engine.scheduling.step import StepCounts
+from tandem.kvtransfer.agents.receiver import DecodeAgent
+from tandem.kvtransfer.agents.sender import PrefillAgent
+from tandem.kvtransfer.events import ReceiverTimes, SenderTimes
+from tandem.node.config import NodeConfig
+from tandem.vllm.connector import TandemConnector, fingerprint
+from tandem.vllm.hand_offs import WorkerReports
+from tandem.vllm.node.adapters import add_argument, digest_of, read_adapters
+from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
+from tandem.vllm.node.prefixes import CachedBlocks
+from tandem.vllm.node.requests import output_of, sampling_params
+from tandem.vllm.worker import DecodeWorker, PrefillWorker
+from tandem.wire.errors import ConfigInvalid, InvalidRequest, TandemError
+from tandem.wire.generation import GenerateRequest
+from tandem.wire.messages import ModelInfo
+
+
+class CacheEvents:
+    """An `EventPublisher` that records vLLM's KV events and forwards them to the operator's publisher."""
+
+    def __init__(self, cached: CachedBlocks, publisher: EventPublisher) -> None:
+        self._cached, self._publisher = cached, publisher
+
+    def publish(self, batch: EventBatch) -> None:
+        """Record and forward the events of a step, oldest first."""
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                self._cached.on_stored(event)
+            elif isinstance(event, BlockRemoved):
+                self._cached.on_removed(event.block_hashes)
+            elif isinstance(event, AllBlocksCleared):
+                self._cached.on_cleared()
+        self._publisher.publish(batch)
+
+    def shutdown(self) -> None:
+        """Shut down the publisher."""
+        self._publisher.shutdown()
+
+    def get_publisher_config(self) -> KVEventsConfig | None:
+        """Return the settings of the publisher."""
+        return self._publisher.get_publisher_config()
+
+
+class VllmGenerator:
+    """A `Generator` that runs vLLM.
+
+    Args:
+        config: The node's config. Arguments after `--` are those of `vllm serve` and override ours.
+
+    Attributes:
+        steps: Number and duration of the steps that computed something.
+        journal: Changes of the cached prefixes, for routers.
+
+    Raises:
+        ConfigInvalid: vLLM rejects the settings; the message says what to do.
+    """
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._config, self.steps = config, StepCounts()
+        args = _arguments(config)
+        self._adapters = read_adapters(args.lora_modules, config.served_model_name)
+        self._vllm_config = vllm_config = _vllm_config(config, args, digest_of(self._adapters))
+        self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+        self._inputs = InputProcessor(vllm_config, renderer_from_config(vllm_config))
+        self._tasks = self._core.get_supported_tasks()
+        self._scheduler: Any = self._core.scheduler
+        self._connector: TandemConnector | None = self._scheduler.connector
+        cached = CachedBlocks()
+        self.journal = cached.journal
+        self._publisher = CacheEvents(cached, self._scheduler.kv_event_publisher)
+        self._scheduler.kv_event_publisher = self._publisher
+        self._load_adapters()
+
+    @property
+    def _keeps_all(self) -> bool:
+        return self._connector is None or self._connector.keeps_all
+
+    @property
+    def bootstrap_port(self) -> int:
+        """Port on which prefill's first rank listens for grants."""
+        agent = _local_agent()
+        return (
+            agent.port if isinstance(agent, PrefillAgent) else self._config.transfer.bootstrap_port
+        )
+
+    @property
+    def transfer_times(self) -> SenderTimes | ReceiverTimes | None:
+        """Durations of hand-offs; None unless the first rank runs in this process."""
+        agent = _local_agent()
+        return None if agent is None else agent.times
+
+    @property
+    def max_running(self) -> int:
+        """Maximum number of requests that vLLM runs at once."""
+        return int(self._vllm_config.scheduler_config.max_num_seqs)
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of prompt plus generated tokens of one request."""
+        cache = self._vllm_config.cache_config
+        # vLLM reserves one block, the null block.
+        num_tokens = (self._scheduler.kv_cache_config.num_blocks - 1) * cache.block_size
+        return min(int(self._vllm_config.model_config.max_model_len), int(num_tokens))
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model."""
+        config, model = self._config, self._vllm_config.model_config
+        configured = model.try_get_generation_config().get("eos_token_id")
+        eos = model.hf_text_config.eos_token_id if configured is None else configured
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        return ModelInfo(
+            name=config.served_model_name,
+            fingerprint=fingerprint(self._vllm_config, self._scheduler.kv_cache_config),
+            context_length=model.max_model_len,
+            vocab_size=model.get_vocab_size(),
+            eos_token_ids=sorted(ids),
+            default_sampling=config.default_sampling,
+            weight_version=config.weight_version,
+            adapters=list(self._adapters),
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+        # A batch in flight can outlive its requests and still carries reports of the workers.
+        return bool(self._scheduler.has_requests() or self._core.batch_queue)
+
+    def check(self, request: GenerateRequest, hand_off: HandOffParams | None) -> EngineCoreRequest:
+        """Convert a request for `add`, or raise `InvalidRequest` or `NoNodeAvailable`."""
+        prompt_ids = list(request.prompt_ids)
+        if hand_off is not None and hand_off.is_decode and hand_off.draws_first:
+            prompt_ids.append(prompt_ids[-1])  # placeholder for the first token
+        prompt: dict[str, object] = {
+            "type": "token",
+            "prompt_token_ids": prompt_ids,
+            "cache_salt": request.cache_salt or None,
+        }
+        if request.adapter and request.adapter not in self._adapters:
+            raise InvalidRequest(f"this node has no adapter {request.adapter!r}")
+        try:
+            return self._inputs.process_inputs(
+                str(request.request_id),
+                prompt,
+                self._params(request, hand_off),
+                supported_tasks=self._tasks,
+                lora_request=self._adapters.get(request.adapter),
+                priority=-request.priority,
+            )
+        except TandemError:
+            raise
+        except Exception as error:
+            # vLLM's limits are narrower than ours: its temperature is at most 2, for example. Its grammar libraries raise
+            # exceptions of many types.
+            words = " ".join(str(error).split())[:500]
+            raise InvalidRequest(f"vLLM rejects the request: {words}") from error
+
+    def _load_adapters(self) -> None:
+        """Load each adapter once, so that a faulty one fails at start-up."""
+        for name, adapter in self._adapters.items():
+            try:
+                self._core.add_lora(adapter)
+            except Exception as error:
+                words = " ".join(str(error).split())[:500]
+                raise ConfigInvalid(
+                    f"vLLM cannot load adapter {name!r}: {words}", topic="docs/vllm.md"
+                ) from error
+
+    def _params(self, request: GenerateRequest, hand_off: HandOffParams | None) -> SamplingParams:
+        params = sampling_params(request, hand_off)
+        if params.prompt_logprobs is not None and hand_off is not None and not self._keeps_all:
+            raise InvalidRequest(
+                "log-probabilities of the prompt are not available: this model has sliding windows or recurrent state, "
+                "so decode, not prefill, computes the last prompt token"
+            )
+        return params
+
+    def add(self, request_id: str, checked: object) -> None:
+        """Queue a checked request under a unique id."""
+        assert isinstance(checked, EngineCoreRequest)
+        checked.request_id = request_id
+        request, wave = self._core.preprocess_add_request(checked)
+        self._core.add_request(request, wave)
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request; an unknown id is ignored."""
+        self._core.abort_requests([request_id])
+
+    def step(self) -> list[StepOutput]:
+        """Run one step.
+
+        Raises:
+            DeviceLost: vLLM failed, and the state of its scheduler is unreliable.
+        """
+        began_s = time.perf_counter()
+        try:
+            outputs, is_executed = self._core.step_fn()
+            self._core.post_step(is_executed)
+        except Exception as error:
+            raise DeviceLost(f"vLLM failed: {error!r}") from error
+        if is_executed:
+            self.steps.num_collected += 1
+            self.steps.device_seconds.observe(time.perf_counter() - began_s)
+        return [output_of(each) for batch in (outputs or {}).values() for each in batch.outputs]
+
+    def take_transfers(self) -> WorkerReports:
+        """Return the transfers that ended since the last call."""
+        return WorkerReports() if self._connector is None else self._connector.take_transfers()
+
+    def counts(self) -> EngineCounts:
+        """Return the current counts."""
+        num_running, num_waiting = self._scheduler.get_request_counts()
+        pool = self._scheduler.kv_cache_manager.block_pool
+        return EngineCounts(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_pages=pool.num_gpu_blocks - 1,
+            pages_free=pool.get_num_free_blocks(),
+            page_size=self._vllm_config.cache_config.block_size,
+            moved_bytes=0 if self._connector is None else self._connector.moved_bytes,
+        )
+
+    def flush_cache(self) -> None:
+        """Drop the cached blocks that no request reads."""
+        self._core.reset_prefix_cache()
+        # vLLM would publish these events in its next step, which an idle node does not run.
+        events = self._scheduler.kv_cache_manager.take_events()
+        if events:
+            self._publisher.publish(EventBatch(ts=time.time(), events=events))
+
+    def close(self) -> None:
+        """Stop vLLM's workers and close all links."""
+        self._core.shutdown()
+
+
+def _local_agent() -> PrefillAgent | DecodeAgent | None:
+    """Return the agent of the rank in this process; None if vLLM runs its ranks in other processes."""
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    worker = getattr(connector, "worker", None)
+    return worker.agent if isinstance(worker, PrefillWorker | DecodeWorker) else None
+
+
+def _arguments(config: NodeConfig) -> argparse.Namespace:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="--engine vllm", add_help=False))
+    add_argument(parser)
+    try:
+        args: argparse.Namespace = parser.parse_args([*_own_flags(config), *config.vllm_args])
+    except (SystemExit, ValueError) as error:
+        raise ConfigInvalid(
+            f"vLLM does not accept the arguments {shlex.join(config.vllm_args)}",
+            topic="docs/vllm.md",
+        ) from error
+    if args.lora_modules and not args.enable_lora:
+        raise ConfigInvalid("--lora-modules needs --enable-lora", topic="docs/vllm.md")
+    return args
+
+
+def _vllm_config(config: NodeConfig, args: argparse.Namespace, adapters: str) -> VllmConfig:
+    try:
+        engine_args = EngineArgs.from_cli_args(args)
+        if config.role != "colocated":
+            engine_args.kv_transfer_config = _transfer(config, adapters)
+        if engine_args.kv_events_config is None:
+            engine_args.kv_events_config = KVEventsConfig(
+                enable_kv_cache_events=True, publisher="null"
+            )
+        vllm_config = engine_args.create_engine_config()
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        words = " ".join(str(error).split())
+        raise ConfigInvalid(
+            f"vLLM rejects these settings: {words}", topic="docs/vllm.md"
+        ) from error
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1:
+        raise ConfigInvalid(
+            "--data-parallel-size: a node is one engine; remove the flag and start more nodes",
+            topic="docs/vllm.md",
+        )
+    if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
+        raise ConfigInvalid(
+            "--nnodes, --distributed-executor-backend ray: the workers of a node run on one host; remove these flags",
+            topic="docs/vllm.md",
+        )
+    return vllm_config
+
+
+def _own_flags(config: NodeConfig) -> Sequence[str]:
+    """Convert our own settings to flags of vLLM."""
+    engine = config.engine
+    flags = {
+        "--model": engine.model_dir,
+        "--dtype": engine.dtype,
+        "--tensor-parallel-size": engine.tp_size,
+        "--max-num-seqs": engine.max_running_requests,
+        "--max-model-len": engine.context_length,
+    }
+    words = [word for flag, value in flags.items() if value for word in (flag, str(value))]
+    return words + ([] if engine.is_prefix_cache_enabled else ["--no-enable-prefix-caching"])
+
+
+def _transfer(config: NodeConfig, adapters: str) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="TandemConnector",
+        kv_role="kv_producer" if config.role == "prefill" else "kv_consumer",
+        kv_load_failure_policy="fail",
+        kv_connector_extra_config={
+            **msgspec.to_builtins(config.transfer),
+            "host": config.host,
+            "is_insecure": config.is_insecure,
+            "adapters": adapters,
+        },
+    )

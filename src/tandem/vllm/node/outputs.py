@@ -1,0 +1,115 @@
+"""The interface between the role and vLLM's engine, so that the role does not import vLLM."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tandem.vllm.hand_offs import WorkerReports
+from tandem.wire.generation import Finish, GenerateRequest, TokenLogprobs
+from tandem.wire.messages import ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The output of one step for one request.
+
+    Attributes:
+        cached_tokens: Prompt tokens that were in the prefix cache; set in the first output only.
+        finish: None while the request runs.
+        error: Why vLLM failed the request; empty otherwise.
+        prompt_logprobs: Log-probabilities of the prompt tokens from index 1 on.
+    """
+
+    request_id: str
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    cached_tokens: int = 0
+    finish: Finish | None = None
+    error: str = ""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """Current numbers of requests and blocks; bytes moved since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    pages_free: int = 0
+    page_size: int = 0
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffParams:
+    """How this half of a request meets the other one. `bootstrap_*` only on decode.
+
+    Attributes:
+        draws_first: Whether prefill samples the first token of the answer; see the function `draws_first`.
+    """
+
+    room: int
+    draws_first: bool
+    bootstrap_host: str = ""
+    bootstrap_port: int = 0
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether this half decodes."""
+        return bool(self.bootstrap_host)
+
+    def params(self) -> dict[str, object]:
+        """Return the request's `kv_transfer_params`."""
+        params: dict[str, object] = {"bootstrap_room": self.room, "draws_first": self.draws_first}
+        if self.bootstrap_host:
+            params |= {
+                "bootstrap_host": self.bootstrap_host,
+                "bootstrap_port": self.bootstrap_port,
+            }
+        return params
+
+
+def draws_first(request: GenerateRequest) -> bool:
+    """Whether prefill samples the first token of a handed-off request.
+
+    The token then reaches the client sooner and equals that of a single process, in bfloat16 too. On decode vLLM treats
+    it as part of the prompt, to which grammars, penalties and log-probabilities do not apply: with these it is off.
+    """
+    sampling = request.sampling
+    has_penalty = sampling.frequency_penalty or sampling.presence_penalty
+    is_plain = sampling.grammar is None and request.logprobs is None and not has_penalty
+    return is_plain and sampling.max_new_tokens - request.num_prior_tokens > 1
+
+
+class Generator(Protocol):
+    """The part of vLLM's engine that the role uses."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+
+    def check(self, request: GenerateRequest, hand_off: HandOffParams | None) -> object:
+        """Convert a request for `add`, or raise `InvalidRequest` or `NoNodeAvailable`."""
+
+    def add(self, request_id: str, checked: object) -> None:
+        """Queue a checked request under a unique id."""
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request; an unknown id is ignored."""
+
+    def step(self) -> list[StepOutput]:
+        """Run one step."""
+
+    def take_transfers(self) -> WorkerReports:
+        """Return the transfers that ended since the last call: `handed_off`, `failed` and `landed`."""
+
+    def counts(self) -> EngineCounts:
+        """Return the current counts."""
+
+    def flush_cache(self) -> None:
+        """Drop the cached blocks that no request reads."""
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model."""

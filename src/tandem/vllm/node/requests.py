@@ -1,0 +1,121 @@
+"""Converts requests to vLLM's types, and vLLM's outputs to ours."""
+
+import json
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+from tandem.vllm.node.outputs import HandOffParams, StepOutput
+from tandem.wire.errors import NoNodeAvailable
+from tandem.wire.generation import Finish, GenerateRequest, Grammar, TokenLogprobs
+
+
+def sampling_params(request: GenerateRequest, hand_off: HandOffParams | None) -> SamplingParams:
+    """Return a request's parameters for vLLM.
+
+    Args:
+        hand_off: Which half of the request this is; None: a whole request.
+
+    Raises:
+        NoNodeAvailable: A lost node began the request, and vLLM cannot continue it.
+    """
+    sampling, prior = request.sampling, request.num_prior_tokens
+    if prior:
+        _check_replay(request)
+    logprobs = request.logprobs
+    is_decode = hand_off is not None and hand_off.is_decode
+    is_prefill = hand_off is not None and not is_decode
+    prompt_logprobs = None
+    if logprobs is not None and logprobs.prompt_start >= 0 and not is_decode:
+        prompt_logprobs = logprobs.num_top
+    # Tokens of the answer that are part of vLLM's prompt.
+    before = prior + (hand_off is not None and is_decode and hand_off.draws_first)
+    num_new = 1 if is_prefill else max(1, sampling.max_new_tokens - before)
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        max_tokens=num_new,
+        min_tokens=max(0, min(sampling.min_new_tokens - before, num_new)),
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        logit_bias=sampling.logit_bias or None,
+        # A continued request must not repeat the random numbers of the tokens it already has.
+        seed=None if sampling.seed is None else (sampling.seed + before) % (1 << 63),
+        logprobs=None if logprobs is None else logprobs.num_top,
+        prompt_logprobs=prompt_logprobs,
+        structured_outputs=None if sampling.grammar is None else _structured(sampling.grammar),
+        detokenize=False,
+        extra_args=None if hand_off is None else {"kv_transfer_params": hand_off.params()},
+    )
+
+
+def _check_replay(request: GenerateRequest) -> None:
+    """Refuse to continue a request whose answer so far must not become part of vLLM's prompt."""
+    sampling = request.sampling
+    has_penalty = (
+        sampling.frequency_penalty
+        or sampling.presence_penalty
+        or sampling.repetition_penalty != 1.0
+    )
+    if sampling.grammar is not None or has_penalty:
+        what = "a grammar" if sampling.grammar is not None else "penalties"
+        raise NoNodeAvailable(
+            f"the node that ran this request was lost, and vLLM cannot continue it with {what}; send the request again"
+        )
+
+
+def _structured(grammar: Grammar) -> StructuredOutputsParams:
+    match grammar.kind:
+        case "json_schema":
+            return StructuredOutputsParams(json=grammar.text)
+        case "json_object":
+            return StructuredOutputsParams(json_object=True)
+        case "regex":
+            return StructuredOutputsParams(regex=grammar.text)
+        case "ebnf":
+            return StructuredOutputsParams(grammar=grammar.text)
+        case "structural_tag":
+            return StructuredOutputsParams(structural_tag=json.dumps(json.loads(grammar.text)))
+
+
+def output_of(output: EngineCoreOutput) -> StepOutput:
+    """Convert an output of vLLM."""
+    finish, error = None, ""
+    match output.finish_reason:
+        case None:
+            pass
+        case FinishReason.STOP:
+            last = output.new_token_ids[-1] if output.new_token_ids else None
+            matched = output.stop_reason if isinstance(output.stop_reason, int) else last
+            finish = Finish(reason="stop", matched=matched)
+        case FinishReason.LENGTH:
+            finish = Finish(reason="length")
+        case reason:
+            error = f"vLLM ended the request: {reason}"
+    rows = output.new_logprobs
+    prompt = output.new_prompt_logprobs_tensors
+    stats = output.prefill_stats
+    return StepOutput(
+        output.request_id,
+        output.new_token_ids,
+        [] if rows is None else _logprobs(rows.logprob_token_ids, rows.logprobs),
+        0 if stats is None else stats.num_local_cached_tokens,
+        finish,
+        error,
+        [] if prompt is None else _logprobs(prompt.logprob_token_ids, prompt.logprobs),
+    )
+
+
+def _logprobs(token_ids: Any, logprobs: Any) -> list[TokenLogprobs]:
+    """Convert vLLM's rows: first the sampled token, then the most likely ones, in descending order."""
+    return [
+        TokenLogprobs(logprob=values[0], top=list(zip(ids[1:], values[1:], strict=True)))
+        for ids, values in zip(token_ids.tolist(), logprobs.tolist(), strict=True)
+    ]

@@ -1,0 +1,138 @@
+"""The connecting end of a channel, for asyncio."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Generic, Self
+
+import zmq
+
+from tandem.wire.channel import DEFAULT_HEARTBEAT, Heartbeat, In, Link, tcp_address
+from tandem.wire.errors import PeerLost
+from tandem.wire.hosts import resolve
+from tandem.wire.keys import ChannelKey
+from tandem.wire.messages import Message
+
+# Messages per callback. A backlog of steps is merged, and other tasks still get their turn.
+MAX_DRAINED = 64
+# A plain int: `&` on the enum takes a third of a poll's time.
+_READABLE = int(zmq.POLLIN)
+
+
+class AsyncLink(Generic[In]):
+    """A `Link` on the running asyncio loop. Create and use it on that loop only.
+
+    Messages go to a callback: a router has hundreds of links, and waking a task for each heartbeat
+    costs more than the heartbeat.
+
+    Args:
+        address: ZMQ address. Its host is an IP address; `open` resolves a host name.
+        on_messages: Called with one or more messages that arrived together. Invalid frames are skipped.
+            An exception that it raises ends the link; `wait_lost` raises it again.
+
+    Raises:
+        PeerLost: The address is invalid, or this process has too many open files.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        incoming: Any,
+        on_messages: Callable[[list[In]], None],
+        key: ChannelKey | None = None,
+        heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
+    ) -> None:
+        self._link: Link[In] = Link(address, incoming, key, heartbeat)
+        self.address, self._on_messages = address, on_messages
+        self._loop = asyncio.get_running_loop()
+        self._lost = asyncio.Event()
+        self._failure: Exception | None = None
+        self._monitor_fd = self._link.handshakes.monitor.fileno()
+        self._fd = self._link.socket.fileno()
+        self._loop.add_reader(self._fd, self._receive)
+        self._loop.add_reader(self._monitor_fd, self._poll_monitor)
+        # ZMQ's descriptors are edge-triggered: they signal only what arrives after a failed read.
+        self._poll_monitor()
+
+    @classmethod
+    async def open(
+        cls,
+        address: str,
+        incoming: Any,
+        on_messages: Callable[[list[In]], None],
+        key: ChannelKey | None = None,
+        heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
+    ) -> Self:
+        """Resolve the host name in `address`, if any, and return a link.
+
+        Raises:
+            PeerLost: As in the constructor, or the name cannot be resolved.
+        """
+        scheme, _, place = address.partition("://")
+        if scheme == "tcp":
+            host, _, port = place.rpartition(":")
+            address = tcp_address(await asyncio.to_thread(resolve, host), port)
+        return cls(address, incoming, on_messages, key, heartbeat)
+
+    @property
+    def refusal(self) -> str:
+        """Why the last handshake failed; empty if none failed."""
+        return self._link.handshakes.reason
+
+    def send(self, message: Message) -> None:
+        """Send without waiting.
+
+        Raises:
+            PeerLost: The link is not connected, was lost or is closed.
+        """
+        if self._lost.is_set() or self._link.socket.closed:
+            raise PeerLost(f"link to {self.address} was lost or closed")
+        try:
+            self._link.send(message)
+        finally:
+            # The send may have consumed the descriptor's edge: poll again, outside the caller's stack.
+            if self._is_readable():
+                self._loop.call_soon(self._receive)
+
+    async def wait_lost(self) -> None:
+        """Return when the established connection is lost: reset, closed, or silent for too long.
+
+        From then on `send` raises `PeerLost`, although ZMQ would reconnect: the next peer at this address
+        is a new life of the process, and the owner opens a new link to it.
+
+        Raises:
+            Exception: Raised by `on_messages`.
+        """
+        await self._lost.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _is_readable(self) -> bool:
+        # A heartbeat signals the descriptor too. Reading EVENTS clears it at half the cost of a failed receive.
+        return bool(int(self._link.socket.getsockopt(zmq.EVENTS)) & _READABLE)
+
+    def _receive(self) -> None:
+        messages: list[In] = []
+        while len(messages) < MAX_DRAINED and not self._link.socket.closed and self._is_readable():
+            if (message := self._link.receive()) is not None:
+                messages.append(message)
+        if messages and not self._lost.is_set():
+            try:
+                self._on_messages(messages)
+            except Exception as error:  # noqa: BLE001 - `wait_lost` raises it again
+                self._failure = error
+                self._lost.set()
+        if len(messages) == MAX_DRAINED:
+            # If the peer sends faster than this process reads, messages never run out: let other tasks run.
+            self._loop.call_soon(self._receive)
+
+    def _poll_monitor(self) -> None:
+        self._link.handshakes.poll()
+        if self._link.handshakes.is_lost:
+            self._lost.set()
+
+    def close(self) -> None:
+        """Close the socket and discard unsent messages. Safe to call twice."""
+        if not self._link.socket.closed:
+            self._loop.remove_reader(self._fd)
+            self._loop.remove_reader(self._monitor_fd)
+            self._link.close()
