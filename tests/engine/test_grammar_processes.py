@@ -261,12 +261,12 @@ def test_process_that_waits_for_a_core_keeps_its_priority(
     assert os.getpriority(os.PRIO_PROCESS, new_pid()) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
-# The error after a signal, and the cause that is logged.
+# The error after a signal, and the cause and the level that are logged.
 SIGNALS = {
-    "SIGKILL": (EngineFailed, "signal 9"),  # an operator, or the kernel lacks memory
-    "SIGUSR1": (EngineFailed, "signal 10"),
-    "SIGSEGV": (InvalidRequest, "signal 11"),
-    "SIGABRT": (InvalidRequest, "signal 6"),
+    "SIGKILL": (EngineFailed, ("signal 9", "error")),  # an operator, or the kernel lacks memory
+    "SIGUSR1": (EngineFailed, ("signal 10", "error")),
+    "SIGSEGV": (InvalidRequest, ("signal 11", "warning")),  # the grammar's fault
+    "SIGABRT": (InvalidRequest, ("signal 6", "warning")),
     "SIGALRM": (InvalidRequest, None),  # the limit of time
 }
 
@@ -290,11 +290,11 @@ def test_signal_that_ends_a_process_decides_the_error(
             until(lambda: not Path(f"/proc/{new_pid()}").exists())
             constraint.accept(model[1]["a"])
         error = error_of(constraint)
-    kind, cause = SIGNALS[name]
+    kind, logged = SIGNALS[name]
     assert type(error) is kind
     assert error.is_retryable == (kind is EngineFailed)
-    ends = [(each["kind"], each["cause"], each["log_level"]) for each in logs]
-    assert ends == ([("regex", cause, "error")] if cause else [])
+    ends = [(each["kind"], (each["cause"], each["log_level"])) for each in logs]
+    assert ends == ([("regex", logged)] if logged else [])
     assert len(allowed_by(begin(grammar))) == 7  # in a new process
 
 

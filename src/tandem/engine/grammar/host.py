@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
@@ -36,6 +37,9 @@ from tandem.wire.errors import EngineFailed, InvalidRequest, TandemError
 
 log = get_logger(__name__)
 
+# The thread that compiles has this much less priority than the engine, which may compute on the same cores. Masks have
+# the engine's priority, because its next step waits for them.
+_COMPILE_NICE = 10
 # By these the library ends after a grammar has exhausted the stack or memory, or has revealed a bug.
 _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
 
@@ -132,9 +136,11 @@ def _follow(link: Connection, library: Library | TandemError, order: Compile) ->
     if isinstance(library, TandemError):
         raise library
     limits = order.limits
-    _limit_memory(limits.memory_bytes)
-    signal.setitimer(signal.ITIMER_REAL, limits.compile_s)  # SIGALRM ends the process
-    answers = _Answers(compile_text(library, order.grammar))
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(os.nice, _COMPILE_NICE).result()  # starts the thread, while there is memory
+        _limit_memory(limits.memory_bytes)
+        signal.setitimer(signal.ITIMER_REAL, limits.compile_s)  # SIGALRM ends the process
+        answers = _Answers(thread.submit(compile_text, library, order.grammar).result())
     signal.setitimer(signal.ITIMER_REAL, 0)
     masks, left_s = Masks(), limits.cpu_s
     while left_s > 0:

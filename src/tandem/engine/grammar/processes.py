@@ -211,6 +211,8 @@ class _Host:
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[number],
+                # Two threads that share one heap of glibc use 64 MB of addresses less, which the limit counts.
+                env={**os.environ, "MALLOC_ARENA_MAX": "1"},
             )
 
     @property
@@ -264,13 +266,15 @@ class _Link:
         try:
             reply = msgspec.msgpack.decode(self._socket.recv_bytes(), type=Masks | Ended)
         except (EOFError, OSError):
-            error = EngineFailed("the grammar process and its host ended; try again")
-            reply = Ended(error.info(), "unknown")
+            lost = EngineFailed("the grammar process and its host ended; try again")
+            reply = Ended(lost.info(), "unknown")
         if isinstance(reply, Masks):
             return reply
+        error = error_from_info(reply.error)
         if reply.cause:
-            log.error("grammar.process_ended", kind=self._kind, cause=reply.cause)
-        raise error_from_info(reply.error)
+            report = log.warning if isinstance(error, InvalidRequest) else log.error
+            report("grammar.process_ended", kind=self._kind, cause=reply.cause)
+        raise error
 
     def _cpu_s(self) -> float:
         with suppress(OSError):  # the process has ended
