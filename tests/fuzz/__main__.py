@@ -1,6 +1,6 @@
 """Fuzz everything that listens, and grammars, one target after the other: `python -m tests.fuzz --seconds 60`.
 
-A target fails when it raises, hangs for 25 s or grows beyond 4 GiB; what made it do so is left in
+A target fails when it raises, hangs for 120 s or grows beyond 4 GiB; what made it do so is left in
 `--directory`, and `python -m tests.fuzz.target NAME FILE` does it again.
 """
 
