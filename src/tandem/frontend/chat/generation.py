@@ -1,7 +1,7 @@
 """Create generations from the checked fields of a body: tokenize prompts, one generation per choice."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -11,7 +11,7 @@ from tandem.frontend.backend import Bootstrap, ServedModel
 from tandem.frontend.chat.body import GenerationBody, Many, with_message
 from tandem.frontend.chat.sampling import SamplingBody, engine_params, seeds
 from tandem.frontend.request_ids import owned_id
-from tandem.frontend.text.stops import TextRules
+from tandem.frontend.text.stops import SearchBudget, TextRules
 from tandem.frontend.text.tokenizer import Tokenizer
 from tandem.frontend.timings import RequestReport, Timings, TimingsSink
 from tandem.wire.errors import InvalidRequest
@@ -209,8 +209,12 @@ def create_generations(
     bootstraps = body.bootstraps(len(ids), is_batch=prompts.is_batch, n=n)
     adapters = _adapters(model, body, prompts, adapter)
     generations: list[Generation] = []
+    budget = SearchBudget(n * len(ids))
     for token_ids, bootstrap, each, name in zip(ids, bootstraps, options, adapters, strict=True):
         group = new_request_id() if n > 1 else ""
+        rules = each.sampling.text_rules
+        if rules.patterns:  # prompts with different parameters have different rules
+            rules = replace(rules, budget=budget)
         params = engine_params(each.sampling, model, len(token_ids), each.grammar)
         for seed in seeds(each.sampling.seed, n, is_left_open=bootstrap is not None):
             request = GenerateRequest(
@@ -223,7 +227,6 @@ def create_generations(
                 group=group,
                 adapter=name,
             )
-            rules = each.sampling.text_rules
             generations.append(Generation(request, rules, model.tokenizer, bootstrap))
     return generations
 

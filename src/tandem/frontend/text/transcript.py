@@ -274,5 +274,5 @@ def _ending(finish: Finish) -> Ending:
 
 def _stops(rules: TextRules) -> StopStrings | StopPatterns | None:
     if rules.patterns:
-        return StopPatterns(rules.patterns, rules.keeps_stop)
+        return StopPatterns(rules.patterns, rules.keeps_stop, rules.budget)
     return StopStrings(rules.stops, rules.keeps_stop) if rules.stops else None
