@@ -150,8 +150,7 @@ async def test_metrics_include_backend_and_edge(client):
 
 async def test_flush_cache_reaches_the_backend(client, backend):
     assert (await post(client, "/flush_cache", None))[0] == 200
-    assert (await get(client, "/flush_cache"))[0] == 200
-    assert backend.num_flushes == 2
+    assert backend.num_flushes == 1
 
 
 async def test_unknown_route_404_names_the_docs_page(client):

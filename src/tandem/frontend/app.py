@@ -165,7 +165,6 @@ def route_table(options: FrontendOptions) -> list[Route]:
         Route("get", "/metrics", routes.metrics, media="text/plain"),
         Route("get", "/openapi.json", show_document),
         Route("get", "/docs", show_page, media="text/html"),
-        Route("get", "/flush_cache", routes.flush_cache),
         Route("post", "/flush_cache", routes.flush_cache),
         Route("post", "/abort_request", routes.abort_request, bodies=(routes.AbortBody,)),
     ]
