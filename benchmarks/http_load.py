@@ -178,7 +178,7 @@ class _Load:
 
     async def _connect(self, body: str, *, is_stream: bool) -> None:
         content = body.encode()
-        head = f"POST {self.plan.path} HTTP/1.1\r\nHost: benchmark\r\nContent-Type: application/json\r\n"
+        head = f"POST {self.plan.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         request = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
         transport, _ = await asyncio.get_running_loop().create_connection(
             lambda: _Connection(self, request, is_stream=is_stream), "127.0.0.1", self.plan.port

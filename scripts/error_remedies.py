@@ -9,6 +9,8 @@ REMEDIES = {
     "unauthorized": "Send one of the server's keys (`--api-key`, `--api-key-file`) as `Authorization: Bearer KEY`. "
     "[Routes of operators](../threat-model.md#what-is-for-operators) need the key that `tandem operator-key` prints.",
     "forbidden": "Set `TANDEM_CLUSTER_KEY` and send the [operator key](../threat-model.md#what-is-for-operators).",
+    "host_not_allowed": "Use `localhost`, or start the server with `--allowed-host` or API keys: [web pages](../http.md#web-pages).",
+    "origin_not_allowed": "Start the server with `--cors-allow-origin` or API keys: [web pages](../http.md#web-pages).",
     "model_not_found": "Use a model that `GET /v1/models` lists, or set its name with `--served-model-name`.",
     "node_unknown": "Use an id or URL that `GET /nodes` lists.",
     "body_too_large": "Send less, or raise `--max-body-bytes`.",

@@ -249,7 +249,7 @@ def test_http_flags_go_to_the_router_only(tmp_path):
     assert http.tls.certfile == certificates.cert
     for node in (prefill, decode):
         assert not any(
-            name.startswith(("api-key", "ssl", "max-body", "request-timeout", "cors"))
+            name.startswith(("api-key", "ssl", "max-body", "request-timeout", "cors", "allowed"))
             for name in node.settings
         )
 

@@ -39,11 +39,11 @@ async def is_served(client) -> bool:
         head("GET", "/health", "X-Long: " + "a" * MILLION),
         head("GET", "/health", *[f"X-{index}: a" for index in range(50_000)]),
         head("GET", "/" + "a" * MILLION),
-        b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\nX: \x00\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: \x00\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"BREW /generate HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"BREW /generate HTTP/1.1\r\nHost: localhost\r\n\r\n",
         head("POST", "/generate", "Content-Length: -3"),
         head("POST", "/generate", "Content-Length: 3", "Content-Length: 4"),
         head("POST", "/generate", "Content-Length: 3", CHUNKED) + chunk(b"{}"),
@@ -154,7 +154,7 @@ async def test_endless_request_head_is_disconnected(backend):
     async with (
         asyncio.timeout(PATIENCE_S),
         serve(backend, HURRIED) as client,
-        connected(client, b"GET /health HTTP/1.1\r\nHost: x\r\nX: ") as slow,
+        connected(client, b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ") as slow,
     ):
         closed = asyncio.create_task(slow.closed())
         while not closed.done():

@@ -131,9 +131,10 @@ def test_keys_from_flags_and_files_are_deduplicated(tmp_path):
 
 def test_limit_and_origin_flags_are_parsed():
     flags = "--max-body-bytes 9 --request-timeout-s 1.5 --cors-allow-origin https://a.example:8443"
-    options = read(*flags.split(), "--cors-allow-origin", "*")
+    options = read(*flags.split(), "--cors-allow-origin", "*", "--allowed-host", "API.example")
     assert (options.max_body_bytes, options.request_timeout_s) == (9, 1.5)
     assert options.cors_origins == ("https://a.example:8443", "*")
+    assert options.allowed_hosts == ("api.example",)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ SEEDS = {
     ],
 }
 HTTP_SEEDS = [
-    f"{line} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+    f"{line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
     for line, body in (
         ("POST /generate", '{"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}'),
         ("POST /v1/completions", '{"model": "m", "prompt": [5, 6], "max_tokens": 2}'),
@@ -200,7 +200,7 @@ def http() -> Iterator[Target]:
                 while client.recv(65536):
                     pass
         with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert client.recv(64).startswith(b"HTTP/1.1 200")
 
     yield take

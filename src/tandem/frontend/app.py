@@ -19,14 +19,9 @@ from tandem.frontend.chat.sampling import CompletionSampling, NativeSampling, Op
 from tandem.frontend.http import loads
 from tandem.frontend.http.edge import EDGE, Edge, close_when_shutting_down
 from tandem.frontend.http.keys import check_key
-from tandem.frontend.http.middleware import (
-    allow_origins,
-    answer_errors,
-    answer_preflight,
-    count_requests,
-    read_body,
-)
+from tandem.frontend.http.middleware import answer_errors, count_requests, read_body
 from tandem.frontend.http.openapi import DOCUMENT, Route, document, show_document, show_page
+from tandem.frontend.http.origins import allow_origins, answer_preflight, refuse_pages
 from tandem.frontend.http.tracing import Tracing, create_tracing
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.request_ids import add_id_header
@@ -79,9 +74,10 @@ def _middlewares(options: FrontendOptions, tracing: Tracing | None) -> list[Midd
     # Only nodes serve their tokenizer; routers fetch it with the reader key.
     is_node = options.tokenizer_files is not None
     reader = reader_key(options.operator_key) if is_node else ""
-    keys = [check_key(accepted, options.open_paths, reader)] if http.api_keys else []
+    # With API keys, a page has to send one.
+    guard = check_key(accepted, options.open_paths, reader) if http.api_keys else refuse_pages(http)
     traced = [tracing.trace_request] if tracing is not None else []
-    inner = [answer_errors, *keys, attach_caller, read_body]
+    inner = [answer_errors, guard, attach_caller, read_body]
     return [count_requests, *preflight, *traced, *inner]
 
 

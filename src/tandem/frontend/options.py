@@ -13,6 +13,7 @@ from tandem.frontend.text.chat_template import read_template
 from tandem.settings.flags import Flag
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid
+from tandem.wire.hosts import bare_host
 
 log = get_logger(__name__)
 
@@ -104,6 +105,10 @@ def _checked_origin(text: str) -> str:
     )
 
 
+def _checked_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(bare_host("--allowed-host", host).lower() for host in hosts)
+
+
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
     """Paths of a server's PEM files.
@@ -138,6 +143,7 @@ class HttpOptions:
         api_keys: Each key opens every client route. If empty, no key is needed.
         max_body_bytes: 32 MiB is four times the size of a million token ids.
         cors_origins: Web origins whose pages may use the server. `*` allows every page.
+        allowed_hosts: Names of this machine, besides its own, in `Host` headers. In lower case.
     """
 
     api_keys: Annotated[
@@ -184,6 +190,16 @@ class HttpOptions:
             metavar="ORIGIN",
             help="allow web pages of this origin, https://HOST[:PORT], or * for all; may be repeated",
             parse=_checked_origins,
+        ),
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--allowed-host",
+            metavar="HOST",
+            help="accept this name in the Host header of requests to a loopback address without API keys; may be "
+            "repeated",
+            parse=_checked_hosts,
         ),
     ] = ()
     traces_endpoint: Annotated[

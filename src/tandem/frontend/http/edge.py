@@ -52,6 +52,7 @@ class Edge:
     Attributes:
         timings_sinks: Receive the report of every generation when it ends.
         is_shutting_down: True once `begin_shutdown` was called.
+        is_loopback_only: Whether only this machine can connect. Set by `serving`.
     """
 
     def __init__(self, backend: Backend, options: FrontendOptions) -> None:
@@ -60,7 +61,7 @@ class Edge:
         self.metrics = FrontendMetrics()
         self.outbox = Outbox()
         self.timings_sinks: list[TimingsSink] = []
-        self.is_shutting_down = False
+        self.is_shutting_down = self.is_loopback_only = False
         self._running: dict[RequestId, tuple[Generation, Transcript]] = {}
         # Not the loop's default executor: a reader keeps running after its client has disconnected, and
         # would delay DNS lookups there.

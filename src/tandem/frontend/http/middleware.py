@@ -1,15 +1,13 @@
-"""Middlewares of every route: count answers, read bodies, handle CORS, convert errors to JSON.
+"""Middlewares of every route: count answers, read bodies, convert errors to JSON.
 
-Errors have OpenAI's format, `{"error": {"message", "type", "code"}}`, except on Anthropic's routes. Web pages
-may use the server only if the operator allows their origin (CORS: Fetch standard, section 3.3).
+Errors have OpenAI's format, `{"error": {"message", "type", "code"}}`, except on Anthropic's routes.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
-from aiohttp import hdrs, web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from tandem.frontend.chat.generation import PromptTooLong
 from tandem.frontend.http.absent_routes import replacement_for
@@ -25,8 +23,6 @@ _RETRY_AFTER_S = 1
 # NGINX's status for a client that closed the request. Only metrics report it.
 _CLIENT_GONE = 499
 _SLOW_BODY = 408
-
-OnPrepare = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
 
 class BodyTimedOut(InvalidRequest, code="body_timeout", status=408):
@@ -160,46 +156,3 @@ async def read_body(request: web.Request, handler: Handler) -> web.StreamRespons
     except TimeoutError:
         raise BodyTimedOut(f"the body did not arrive within {timeout_s:g} s") from None
     return await handler(request)
-
-
-def answer_preflight(origins: Sequence[str]) -> Middleware:
-    """Return a middleware that answers the CORS preflight requests of browsers."""
-
-    @web.middleware
-    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-        has_method = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
-        is_preflight = request.method == hdrs.METH_OPTIONS and has_method
-        if not is_preflight or not _allowed(request, origins):
-            return await handler(request)
-        headers = {
-            hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, HEAD, POST, PUT",
-            hdrs.ACCESS_CONTROL_MAX_AGE: "7200",  # Chromium's upper limit
-        }
-        # Allow every requested header: the server uses no cookies.
-        if names := request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS):
-            headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = names
-        return web.Response(status=204, headers=headers)
-
-    return answer
-
-
-def allow_origins(origins: Sequence[str]) -> OnPrepare:
-    """Return a hook that lets pages of these origins read each answer."""
-
-    async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
-        if "*" not in origins:
-            response.headers[hdrs.VARY] = hdrs.ORIGIN  # caches must store one answer per origin
-        if allowed := _allowed(request, origins):
-            response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = allowed
-
-    return set_headers
-
-
-def _allowed(request: web.Request, origins: Sequence[str]) -> str | None:
-    """Return the origin to allow. None: no browser sent the request, or its origin is not allowed."""
-    origin = request.headers.get(hdrs.ORIGIN)
-    if origin is None:
-        return None
-    if "*" in origins:
-        return "*"
-    return origin if origin in origins else None

@@ -20,6 +20,7 @@ from tandem.frontend.options import server_context
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.hosts import listener_on
+from tandem.wire.keys import is_loopback
 
 # Connections that the kernel queues while the loop is busy: Linux's default limit. If the queue is full,
 # a client retries only after a second.
@@ -126,6 +127,7 @@ async def serving(
     options = app[EDGE].options
     tls = None if options.http.tls is None else server_context(options.http.tls)
     set_stall_timeout(sock, options.stall_timeout_s)
+    app[EDGE].is_loopback_only = is_loopback(sock.getsockname()[0])
     runner = web.AppRunner(
         app,
         handler_cancellation=True,

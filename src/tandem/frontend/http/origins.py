@@ -1,0 +1,133 @@
+"""Web pages: which may use the server (CORS), and what all others must not do.
+
+A browser sends the requests of every page that its user visits, also to servers that only the user reaches. Without
+API keys such a page could run requests, flush caches and make a node connect to any host.
+
+```
+ a page of an origin that --cors-allow-origin lists   everything; the browser asks first: Fetch standard, section 3.3
+ the server's own page                                everything
+ any other page                                       GET, HEAD and OPTIONS, whose answers the browser hides from it
+ a page whose name resolves to this machine           nothing (DNS rebinding): its Host header is that name
+```
+
+Only a loopback listener checks `Host`: behind other listeners it may be a service's or a proxy's name.
+"""
+
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from urllib.parse import urlsplit
+
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler, Middleware
+
+from tandem.frontend.http.edge import EDGE
+from tandem.frontend.options import HttpOptions
+from tandem.wire.errors import TandemError
+from tandem.wire.hosts import is_address
+
+OnPrepare = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
+
+# Methods that change nothing here.
+_SAFE_METHODS = frozenset({hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS})
+# What browsers report for the server's own pages and for the user.
+_OWN_SITES = frozenset({"same-origin", "none"})
+# Domains that nobody can register: RFC 6761, RFC 6762, and ICANN's decision of July 2024.
+_LOCAL_DOMAINS = (".localhost", ".local", ".internal")
+# The length of the longest host name.
+_MAX_SHOWN_CHARS = 253
+
+
+class PageRefused(TandemError, code="origin_not_allowed", status=403):
+    """A web page of a different origin sent the request."""
+
+
+class HostRefused(TandemError, code="host_not_allowed", status=403):
+    """The request to a loopback address has a `Host` header that does not name this machine."""
+
+
+def refuse_pages(http: HttpOptions) -> Middleware:
+    """Return a middleware that rejects requests of other origins' pages. For servers without API keys."""
+    # HTTP/1.0 has no Host header.
+    names = frozenset({"", "localhost", socket.gethostname().lower(), *http.allowed_hosts})
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        host = request.headers.get(hdrs.HOST, "")
+        if request.app[EDGE].is_loopback_only and not _is_local(host, names):
+            raise HostRefused(
+                f"the Host header is {host[:_MAX_SHOWN_CHARS]!r}, which is not a name of this machine: a web page may "
+                "have made it resolve to this server. Use localhost, or start the server with --allowed-host HOST or "
+                "--api-key"
+            )
+        is_refused = request.method not in _SAFE_METHODS and _is_foreign(request, host)
+        if is_refused and _allowed(request, http.cors_origins) is None:
+            origin = request.headers.get(hdrs.ORIGIN, "")[:_MAX_SHOWN_CHARS]
+            raise PageRefused(
+                f"a web page of the origin {origin!r} sent this request: start the server with --cors-allow-origin "
+                "ORIGIN, or with --api-key, which the page then has to send"
+            )
+        return await handler(request)
+
+    return check
+
+
+def _is_local(host: str, names: frozenset[str]) -> bool:
+    """Return whether a `Host` header names this machine."""
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:  # unbalanced brackets
+        return False
+    # A page cannot make an address resolve to this machine.
+    return name in names or name.endswith(_LOCAL_DOMAINS) or is_address(name)
+
+
+def _is_foreign(request: web.Request, host: str) -> bool:
+    """Return whether a page of a different origin sent the request. Only browsers send these headers."""
+    if (site := request.headers.get("Sec-Fetch-Site")) is not None:
+        return site not in _OWN_SITES
+    # Without TLS, browsers send the first header to loopback addresses only.
+    origin = request.headers.get(hdrs.ORIGIN)
+    return origin is not None and origin.partition("://")[2].lower() != host.lower()
+
+
+def answer_preflight(origins: Sequence[str]) -> Middleware:
+    """Return a middleware that answers the CORS preflight requests of browsers."""
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        has_method = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
+        is_preflight = request.method == hdrs.METH_OPTIONS and has_method
+        if not is_preflight or not _allowed(request, origins):
+            return await handler(request)
+        headers = {
+            hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, HEAD, POST, PUT, DELETE",
+            hdrs.ACCESS_CONTROL_MAX_AGE: "7200",  # Chromium's upper limit
+        }
+        # Allow every requested header: the server uses no cookies.
+        if names := request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS):
+            headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = names
+        return web.Response(status=204, headers=headers)
+
+    return answer
+
+
+def allow_origins(origins: Sequence[str]) -> OnPrepare:
+    """Return a hook that lets pages of these origins read each answer."""
+
+    async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
+        if "*" not in origins:
+            response.headers[hdrs.VARY] = hdrs.ORIGIN  # caches must store one answer per origin
+        if allowed := _allowed(request, origins):
+            response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = allowed
+
+    return set_headers
+
+
+def _allowed(request: web.Request, origins: Sequence[str]) -> str | None:
+    """Return the origin to allow. None: no browser sent the request, or its origin is not allowed."""
+    origin = request.headers.get(hdrs.ORIGIN)
+    if origin is None:
+        return None
+    if "*" in origins:
+        return "*"
+    return origin if origin in origins else None
