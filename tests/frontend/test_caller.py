@@ -32,6 +32,34 @@ async def test_backend_receives_client_and_deadline(backend, path):
 
 
 async def test_no_keys_and_no_header_mean_no_client_and_no_deadline(client, backend):
+PRIORITIES = (-7, 0, 3, 9)
+
+
+async def priorities_of(backend, options, path) -> list[int]:
+    """Return what the backend gets for `PRIORITIES`."""
+    async with serve(backend, options) as client:
+        for priority in PRIORITIES:
+            body, headers = ROUTES[path] | {"priority": priority}, {"Authorization": "Bearer k"}
+            assert (await post(client, path, body, headers=headers))[0] == 200
+    return [request.priority for request in backend.requests]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("limit", [None, 3])
+async def test_priority_is_lowered_to_the_limit_of_the_key(backend, path, limit):
+    options = FrontendOptions(http=HttpOptions(api_keys=("k",)))
+    if limit is not None:
+        limits = {hashlib.sha256(b"k").hexdigest()[:8]: limit}
+        options = dataclasses.replace(options, max_priority=limits.__getitem__)
+    expected = [min(each, limit or 0) for each in PRIORITIES]
+    assert await priorities_of(backend, options, path) == expected
+
+
+async def test_without_keys_every_priority_is_allowed(backend):
+    sent = await priorities_of(backend, FrontendOptions(), "/generate")
+    assert sent == list(PRIORITIES)
+
+
     await post(client, "/generate", GENERATE, headers={"Authorization": "Bearer x"})
     assert {(request.client, request.deadline_s) for request in backend.requests} == {("", None)}
 

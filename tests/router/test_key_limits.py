@@ -1,7 +1,7 @@
 import pytest
 
 from tandem.router.arguments import parse
-from tandem.router.key_limits import KeyLimit, KeyUsage, read_limits
+from tandem.router.key_limits import KeyLimit, KeyUsage, max_priority, read_limits
 from tandem.wire.errors import ConfigInvalid, RateLimited
 
 NODES = ["--prefill", "http://p:1", "--decode", "http://d:1"]
@@ -32,12 +32,21 @@ def test_limits_are_read_from_a_file(tmp_path):
         ("[alice]\nrequests_in_flight = 1", "sha256sum"),
         ("[default]\nrequests = 1", "requests"),
         ("[default]\nrequests_in_flight = -1", "at least 1"),
+        ("[default]\nmax_priority = -1", "at least 1"),
         ("[default", "--key-limits"),
     ],
 )
 def test_invalid_limits_file_is_rejected_with_a_remedy(tmp_path, text, said):
     with pytest.raises(ConfigInvalid, match=said):
         read_limits(written(tmp_path, text))
+
+
+def test_section_sets_the_highest_priority_of_its_key(tmp_path):
+    path = written(tmp_path, "[default]\nmax_priority = 2\n[0a1b2c3d]\nrequests_in_flight = 8")
+    limits = read_limits(path)
+    assert max_priority(limits, "ffffffff") == 2
+    assert max_priority(limits, "0a1b2c3d") == max_priority({}, "ffffffff") == 0
+    assert limits["default"].divided(4).max_priority == 2
 
 
 def test_key_limits_without_api_keys_are_rejected(tmp_path):

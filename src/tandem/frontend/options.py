@@ -237,6 +237,8 @@ class FrontendOptions:
         reply_formats: Formats of the model's reasoning and tool calls.
         service: Service name in traces.
         operator_key: Opens every route, operator routes included.
+        max_priority: Returns the highest priority of a key's requests by the key's name. Higher priorities are
+            lowered to it. Without API keys every priority is allowed.
         open_paths: Additional paths that need no key.
     """
 
@@ -250,6 +252,7 @@ class FrontendOptions:
     reply_formats: ReplyFormats = NO_FORMATS
     service: str = "tandem"
     operator_key: str = field(default="", repr=False)
+    max_priority: Callable[[str], int] = lambda _client: 0
     open_paths: frozenset[str] = frozenset()
 
 

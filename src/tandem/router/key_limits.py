@@ -1,4 +1,4 @@
-"""Limits of an API key: requests in flight, requests per minute and tokens per minute.
+"""Limits of an API key: requests in flight, requests per minute, tokens per minute, and priority.
 
 The classes do no I/O and read no clock: the caller passes the time. The file of limits:
 
@@ -10,6 +10,7 @@ tokens_per_minute = 200_000  # prompt and output tokens together
 
 [b5bb9d80]                   # first 8 hex digits of the key's SHA-256
 requests_in_flight = 256
+max_priority = 10            # higher priorities of its requests are lowered to this
 ```
 """
 
@@ -30,15 +31,17 @@ _CLIENT = re.compile("[0-9a-f]{8}")
 
 
 class KeyLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of one key; 0: unlimited."""
+    """Limits of one key. 0: unlimited, except for `max_priority`, which is a priority."""
 
     requests_in_flight: int = 0
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
+    max_priority: int = 0
 
     def divided(self, num_workers: int) -> "KeyLimit":
         """Return the share of one of several edge workers, rounded up: at least 1 of each limit that is set."""
-        return KeyLimit(
+        return msgspec.structs.replace(
+            self,
             requests_in_flight=math.ceil(self.requests_in_flight / num_workers),
             requests_per_minute=math.ceil(self.requests_per_minute / num_workers),
             tokens_per_minute=math.ceil(self.tokens_per_minute / num_workers),
@@ -125,6 +128,17 @@ class KeyState:
         self.num_in_flight -= 1
 
 
+def limit_of(limits: Mapping[str, KeyLimit], client: str) -> KeyLimit | None:
+    """Return the limits of a key by its name, or None if it has none."""
+    return limits.get(client) or limits.get(DEFAULT)
+
+
+def max_priority(limits: Mapping[str, KeyLimit], client: str) -> int:
+    """Return the highest priority of a key's requests."""
+    limit = limit_of(limits, client)
+    return 0 if limit is None else limit.max_priority
+
+
 class KeyUsage:
     """Usage of all keys at one edge worker."""
 
@@ -134,7 +148,7 @@ class KeyUsage:
 
     def of(self, client: str, now: float) -> KeyState | None:
         """Return the usage of a key; None if the key has no limits."""
-        limit = self._limits.get(client) or self._limits.get(DEFAULT)
+        limit = limit_of(self._limits, client)
         if not client or limit is None:
             return None
         if client not in self._usage:

@@ -87,12 +87,18 @@ async def attach_caller(request: web.Request, handler: Handler) -> web.StreamRes
 def with_caller(
     request: web.Request, generations: Sequence[Generation], session: str
 ) -> list[Generation]:
-    """Return the generations with their client, session, trace and remaining time to start."""
+    """Return the generations with their client, session, trace and remaining time to start.
+
+    A priority above the limit of the client's key is lowered to it, so that clients cannot overtake each other.
+    """
     caller, trace = request[CALLER], request.get(TRACE)
     left_s = None
     if caller.start_by_s is not None:
         left_s = caller.start_by_s - asyncio.get_running_loop().time()
-    fields = {"client": caller.client, "deadline_s": left_s, "session": session}
+    fields: dict[str, Any] = {"client": caller.client, "deadline_s": left_s, "session": session}
+    if caller.client and generations:
+        limit = request.app[EDGE].options.max_priority(caller.client)
+        fields["priority"] = min(generations[0].request.priority, limit)
     return [
         replace(
             generation,

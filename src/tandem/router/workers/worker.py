@@ -10,6 +10,7 @@ import random
 import signal
 import socket
 import sys
+from functools import partial
 
 import msgspec
 import uvloop
@@ -21,6 +22,7 @@ from tandem.frontend.options import FrontendOptions
 from tandem.frontend.replies.parser import reply_formats
 from tandem.router.console.console import OverviewApi, PageFiles, RequestObserver
 from tandem.router.control import WorkerLink, WorkerStart, read_start, socket_of
+from tandem.router.key_limits import max_priority
 from tandem.router.membership.membership import Members
 from tandem.router.nodes.api import NodesApi
 from tandem.router.nodes.cluster import Cluster
@@ -67,6 +69,7 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
         http=config.http,
         reply_formats=reply_formats(config.tool_call_parser, config.reasoning_parser),
         operator_key=operator_key(config.cluster_secret),
+        max_priority=partial(max_priority, config.admission.key_limits),
         service="tandem-router",
     )
     app = create_app(backend, options)
