@@ -116,6 +116,25 @@ async def test_reader_key_opens_only_reader_routes(is_node):
     assert opened == (asked if is_node else set())
 
 
+async def test_every_route_accepts_the_key_in_either_header(backend):
+    keys = tuple(f"key-{number}" for number in range(1000))
+    async with serve(backend, FrontendOptions(http=HttpOptions(api_keys=keys))) as client:
+
+        async def ask_with(headers) -> set[int]:
+            statuses = set()
+            for path in ("/v1/models", "/v1/models/smol", "/get_load"):
+                async with client.get(path, headers=headers) as response:
+                    statuses.add(response.status)
+            return statuses
+
+        for key in (keys[0], keys[-1]):
+            assert await ask_with({"x-api-key": key}) == {200}
+            assert await ask_with({"Authorization": f"Bearer {key}"}) == {200}
+        for wrong in ("key-1000", "key-", ""):
+            assert await ask_with({"x-api-key": wrong}) == {401}
+        assert await ask_with({"Authorization": "Bearer no", "x-api-key": keys[0]}) == {401}
+
+
 def test_derived_keys_hide_the_secret():
     key = operator_key("secret")
     assert len({"secret", key, reader_key(key)}) == 3
@@ -153,7 +172,7 @@ async def test_preflight_of_an_allowed_origin_needs_no_key(backend):
     async with serve(backend, options(ORIGIN)) as client:
         status, headers = await ask(client, QUESTION)
     assert (status, headers["Access-Control-Allow-Origin"]) == (204, ORIGIN)
-    assert "POST" in headers["Access-Control-Allow-Methods"]
+    assert headers["Access-Control-Allow-Methods"] == "GET, HEAD, POST, PUT, DELETE"
     assert headers["Access-Control-Allow-Headers"] == "authorization,content-type"
     assert headers["Vary"] == "Origin"
 
