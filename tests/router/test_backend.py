@@ -14,6 +14,7 @@ from tandem.router.serving.backend import ClusterBackend
 from tandem.wire.errors import (
     Aborted,
     AttemptsUsedUp,
+    DeadlinePassed,
     EngineFailed,
     InvalidRequest,
     KVCorrupted,
@@ -513,6 +514,31 @@ async def test_error_without_a_pair_includes_the_last_failure():
                 _, _, decode, _ = await setup.pair_of()
                 decode.engine.close()
         assert raised.group_contains(NoNodeAvailable, match=r"connection broke; no pair of nodes")
+
+
+async def test_client_deadline_ends_the_wait_for_a_node():
+    async with cluster(node_wait_s=PATIENCE_S) as setup:
+        setup.decodes[0].engine.close()
+        await until_async(lambda: not setup.backend.health().is_serving)
+        with pytest.raises(DeadlinePassed, match=r"deadline passed: .*decode"):
+            await read(setup.backend, request(deadline_s=0.2))
+
+
+async def test_client_deadline_ends_the_wait_for_a_node_after_a_failed_attempt():
+    async with cluster(node_wait_s=PATIENCE_S) as setup:
+        with pytest.raises(ExceptionGroup) as raised:
+            async with reading(setup, request(deadline_s=1.0)):
+                _, _, decode, _ = await setup.pair_of()
+                decode.engine.close()
+        assert raised.group_contains(DeadlinePassed)
+
+
+async def test_node_wait_before_the_client_deadline_ends_with_no_node():
+    async with cluster(node_wait_s=0.05) as setup:
+        setup.decodes[0].engine.close()
+        await until_async(lambda: not setup.backend.health().is_serving)
+        with pytest.raises(NoNodeAvailable):
+            await read(setup.backend, request(deadline_s=PATIENCE_S))
 
 
 async def test_stream_continues_after_the_only_decode_node_restarts():

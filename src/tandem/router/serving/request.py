@@ -30,6 +30,7 @@ from tandem.router.serving.progress import Progress
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import (
     AttemptsUsedUp,
+    DeadlinePassed,
     NodeDraining,
     NoNodeAvailable,
     Overloaded,
@@ -92,7 +93,11 @@ class NodeWait:
             event.set()
 
     async def wait(self, event: asyncio.Event, deadline: float) -> bool:
-        """Clear an event and wait for it. Return False if too many requests wait or `deadline` (loop time) passes."""
+        """Clear an event and wait for it. Return False if too many requests wait.
+
+        Raises:
+            TimeoutError: `deadline`, in the loop's time, passed.
+        """
         if len(self._events) >= self._max_requests:
             return False
         event.clear()
@@ -100,8 +105,6 @@ class NodeWait:
         try:
             async with asyncio.timeout_at(deadline):
                 await event.wait()
-        except TimeoutError:
-            return False
         finally:
             del self._events[event]
         return True
@@ -284,16 +287,23 @@ class Request:
 
         Raises:
             NoNodeAvailable: No node came up in time.
+            DeadlinePassed: The client's deadline passed first.
         """
-        deadline = asyncio.get_running_loop().time() + self._shared.node_wait.limit_s
+        limit_s, left_s = self._shared.node_wait.limit_s, self._progress.remaining_s
+        wait_s = limit_s if left_s is None else min(limit_s, left_s)
+        deadline = asyncio.get_running_loop().time() + wait_s
         while True:
             self._check_aborted()
             try:
                 pair = self._pair_now()
-            except NoNodeAvailable:
-                if not await self._shared.node_wait.wait(self._wake, deadline):
-                    raise
-                continue
+            except NoNodeAvailable as error:
+                try:
+                    if await self._shared.node_wait.wait(self._wake, deadline):
+                        continue
+                except TimeoutError:
+                    if wait_s < limit_s:
+                        raise DeadlinePassed(f"the deadline passed: {error.message}") from error
+                raise
             # A router that is cut off from the network loses its nodes one by one within a short time. Without this
             # check, each of them would cost the request an attempt.
             if self._last_error is None or await self._are_alive(pair):
