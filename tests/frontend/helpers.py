@@ -44,9 +44,10 @@ async def post_large(client: aiohttp.ClientSession, path: str, body):
 
 
 async def events(response: aiohttp.ClientResponse) -> list:
-    """Return the JSON of each event, without the final [DONE], which is checked."""
+    """Return the JSON of each event, without comments and the final [DONE], which is checked."""
     text = await response.text()
     blocks = text.removesuffix("\n\n").split("\n\n")
+    blocks = [block for block in blocks if not block.startswith(":")]
     assert all(block.startswith("data: ") for block in blocks)
     assert blocks[-1] == "data: [DONE]"
     return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]

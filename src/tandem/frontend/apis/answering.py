@@ -23,16 +23,19 @@ from tandem.frontend import timings
 from tandem.frontend.backend import ServedModel
 from tandem.frontend.chat.body import session_of
 from tandem.frontend.chat.generation import Generation
+from tandem.frontend.http.api_errors import ANTHROPIC_ROUTES
 from tandem.frontend.http.edge import EDGE, Edge
 from tandem.frontend.http.keys import client_of
 from tandem.frontend.http.middleware import public_info
-from tandem.frontend.http.sse import EventStream
+from tandem.frontend.http.sse import COMMENT, EventStream, named_event
 from tandem.frontend.http.tracing import TRACE
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.request_ids import owned_id, record_ids, with_header_id
 from tandem.frontend.text.transcript import Sink, TextPiece, join_pieces
 from tandem.wire.errors import ErrorInfo, InvalidRequest, TandemError
 
+# Anthropic's clients know this event, and show that the server is at work.
+PING = named_event("ping", {"type": "ping"})
 TIMEOUT_MS = "X-Request-Timeout-Ms"
 
 CallT = TypeVar("CallT", bound="ApiCall")
@@ -205,7 +208,8 @@ async def answer(
     if not call.is_stream:
         body = writer.body(await _collect(request, call.generations))
         return web.Response(body=body, content_type="application/json")
-    async with EventStream(request, options.stall_timeout_s, edge.outbox) as events:
+    keep_alive = PING if request.path in ANTHROPIC_ROUTES else COMMENT
+    async with EventStream(request, options.stall_timeout_s, edge.outbox, keep_alive) as events:
         await _run_concurrently([_stream(edge, events, sink) for sink in writer.sinks(events)])
         return await events.finish(writer.trailer())
 

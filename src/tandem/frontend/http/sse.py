@@ -5,7 +5,8 @@
  drain ──▶ waits while the client does not read
 ```
 
-A stalled client costs at most one write buffer, because the generation waits in `drain`.
+A stalled client costs at most one write buffer, because the generation waits in `drain`. While a stream has no events,
+`keep_alive` lines keep proxies from closing its connection.
 """
 
 import asyncio
@@ -35,6 +36,10 @@ _HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # otherwise NGINX buffers events
 }
+# Proxies close connections that are idle for 60 s: NGINX, AWS and Google by default. The HTML standard, section 9.2.7,
+# advises a comment every 15 s.
+KEEP_ALIVE_S = 15.0
+COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
 
@@ -104,6 +109,7 @@ class EventStream:
     Args:
         stall_timeout_s: How long the client may leave the write buffer full.
         outbox: Shared by all streams of the process.
+        keep_alive: What clients ignore, sent after `KEEP_ALIVE_S` to twice that time without an event.
 
     Attributes:
         request: The request being answered.
@@ -112,6 +118,9 @@ class EventStream:
 
     __slots__ = (
         "_is_chunked",
+        "_is_idle",
+        "_keep_alive",
+        "_keeper",
         "_outbox",
         "_pending",
         "_response",
@@ -122,8 +131,15 @@ class EventStream:
         "request",
     )
 
-    def __init__(self, request: web.Request, stall_timeout_s: float, outbox: Outbox) -> None:
-        self.request, self._outbox = request, outbox
+    def __init__(
+        self,
+        request: web.Request,
+        stall_timeout_s: float,
+        outbox: Outbox,
+        keep_alive: bytes = COMMENT,
+    ) -> None:
+        self.request, self._outbox, self._keep_alive = request, outbox, keep_alive
+        self._is_idle = True
         self._stall_timeout_s = stall_timeout_s
         self._response = web.StreamResponse(headers=_HEADERS)
         self._start_lock = asyncio.Lock()
@@ -133,6 +149,7 @@ class EventStream:
         self.is_started = False
 
     async def __aenter__(self) -> Self:
+        self._keeper = asyncio.create_task(self._keep_open())
         return self
 
     async def __aexit__(
@@ -141,6 +158,7 @@ class EventStream:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        await self._end_keeper()
         if error is not None and self.is_started:
             self._abort()
 
@@ -150,6 +168,7 @@ class EventStream:
         Returns:
             True if there is room for more. If False, call `drain` before the next `put`.
         """
+        self._is_idle = False
         transport = self._transport
         if transport is None:
             self._pending.append(events)
@@ -186,11 +205,27 @@ class EventStream:
         Raises:
             ConnectionError: The client has disconnected, or was disconnected because it stopped reading.
         """
+        await self._end_keeper()
         if not self.is_started:
             await self._start()
         self._outbox.flush()  # aiohttp's final write must follow all waiting writes
         await self._with_stall_timeout(self._response.write_eof(last))
         return self._response
+
+    async def _keep_open(self) -> None:
+        """Send `keep_alive` while there are no events. An error after it is an event, because it starts the response."""
+        # A client that has gone or does not read ends the handler, which ends this task.
+        with contextlib.suppress(ConnectionError):
+            while True:
+                self._is_idle = True
+                await asyncio.sleep(KEEP_ALIVE_S)
+                if self._is_idle:
+                    self.put(self._keep_alive)
+                    await self.drain()
+
+    async def _end_keeper(self) -> None:
+        self._keeper.cancel()
+        await asyncio.wait({self._keeper})
 
     async def _start(self) -> None:
         async with self._start_lock:
