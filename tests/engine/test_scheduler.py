@@ -563,6 +563,49 @@ def test_only_prompts_with_logprobs_run_in_smaller_chunks():
     assert sizes(next_chunks([alone], 1000)) == [(1000, False)]
 
 
+def test_prompts_with_logprobs_together_fill_the_logits_of_one_forward():
+    prompts = [prompt_request(100, logprobs=LogprobOptions(prompt_start=0)) for _ in range(4)]
+    assert sizes(next_chunks(prompts, 8192)) == [(100, True), (100, True), (58, False)]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 900),  # prompt length
+            st.one_of(st.none(), st.integers(-1, 1000)),  # first position with log-probabilities
+            st.integers(0, 899),  # cached tokens
+            st.integers(0, 40),  # tokens generated before a retraction
+        ),
+        max_size=12,
+    ),
+    st.integers(1, 2000),
+)
+def test_logprob_rows_of_a_forward_are_limited_and_cover_each_position_once(drawn, budget):
+    left, missing = [], {}
+    for length, start, num_cached, num_generated in drawn:
+        options = None if start is None else LogprobOptions(prompt_start=start)
+        request = prompt_request(length, length + num_generated, options)
+        request.num_computed = min(num_cached, request.num_matchable)
+        has_logprobs = start is not None and start >= 0
+        missing[request] = [*range(max(1, start), length)] if has_logprobs else []
+        left.append(request)
+    while left:
+        chunks = next_chunks(left, budget)
+        assert sum(len(chunk.logprob_positions) for chunk in chunks) <= MAX_LOGPROB_ROWS
+        assert chunks[0].request is left[0]  # the oldest prompt always progresses
+        for chunk in chunks:
+            positions = [*chunk.logprob_positions]
+            assert missing[chunk.request][: len(positions)] == positions
+            del missing[chunk.request][: len(positions)]
+            chunk.request.num_computed = chunk.end
+            chunk.request.logprobs_until = max(
+                chunk.request.logprobs_until, chunk.logprob_positions.stop
+            )
+            if chunk.is_last:
+                left.remove(chunk.request)
+    assert not any(missing.values())
+
+
 def test_retracted_answer_is_exempt_from_the_new_prompt_budget():
     new, retracted = prompt_request(6), prompt_request(50, 60)
     prompts = [new, prompt_request(6), retracted, prompt_request(6)]

@@ -27,8 +27,8 @@ from tandem.engine.scheduling.request import ActiveRequest, Stage
 # Requests that lack pages are retried at least every this many forwards, because `growth_share` decays.
 RETRY_FORWARDS = 32
 
-# Prompt tokens per chunk of a request that needs log-probabilities. Each needs a row of logits: with a vocabulary of
-# 128k, 256 rows take 128 MiB in float32.
+# Prompt positions per forward whose log-probabilities are computed, over all its requests. Each needs a row of logits:
+# with a vocabulary of 128k, 256 rows take 128 MiB in float32.
 MAX_LOGPROB_ROWS = 256
 
 # Start and lower bound of `growth_share`. SGLang's schedule starts near 0.5 and falls to 0.1 over some hundred
@@ -282,7 +282,8 @@ def next_chunks(
 ) -> list[Chunk]:
     """Choose up to `budget` prompt tokens for one forward, first come, first served.
 
-    The budget limits the time by which a long prompt delays running answers.
+    The budget limits the time by which a long prompt delays running answers. Together the chunks have at most
+    `MAX_LOGPROB_ROWS` logprob positions.
 
     Args:
         new_budget: Budget for requests that have not generated tokens yet; None: `budget`. A request that was
@@ -290,15 +291,15 @@ def next_chunks(
     """
     chunks = []
     new_budget = budget if new_budget is None else new_budget
+    num_logprobs = MAX_LOGPROB_ROWS
     for request in prompts:
         is_new = len(request.token_ids) == request.num_prompt
         num_tokens = min(request.num_uncomputed, budget, new_budget if is_new else budget)
-        logprobs = request.request.logprobs
-        if logprobs is not None and logprobs.prompt_start >= 0:
-            num_tokens = min(num_tokens, MAX_LOGPROB_ROWS)
-        if not num_tokens:
+        chunk = Chunk.next_of(request, num_tokens, num_logprobs)
+        if not chunk.num_tokens:
             continue
-        chunks.append(Chunk.next_of(request, num_tokens))
-        budget -= num_tokens
-        new_budget -= num_tokens if is_new else 0
+        chunks.append(chunk)
+        num_logprobs -= len(chunk.logprob_positions)
+        budget -= chunk.num_tokens
+        new_budget -= chunk.num_tokens if is_new else 0
     return chunks
