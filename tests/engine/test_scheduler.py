@@ -197,10 +197,39 @@ def test_waiting_request_computes_the_prompt_if_the_other_is_cancelled():
     engine, _ = toy_engine(100, chunked_prefill_size=8)
     first, second = (engine.submit(ask(prompt_of(41), name, max_new_tokens=2)) for name in "ab")
     engine.step()
-    assert second.waits_for in engine._scheduler._computing
+    assert second.waits_for is first
     engine.cancel(first)
     assert run(engine)["b"] == toy_answer(prompt_of(41), 2)
     assert_all_returned(engine)
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+@pytest.mark.parametrize(
+    ("num_shared", "waits"), [(4, False), (31, False), (32, True), (64, True), (500, True)]
+)
+def test_request_waits_for_a_prompt_only_if_it_needs_half_of_it(is_remote, num_shared, waits):
+    engine, _ = toy_engine(400, chunked_prefill_size=4)
+    longest = prompt_of(600)
+    long = ask_remote(engine, ask(longest[: max(64, num_shared)], "long"))
+    request = ask([*longest[:num_shared], *prompt_of(9, seed=1)], "short", max_new_tokens=2)
+    active = ask_remote(engine, request) if is_remote else engine.submit(request)
+    engine.admit()
+    assert long.stage is Stage.RESERVED
+    assert (active.stage is Stage.WAITING) == waits
+
+
+def test_requests_wait_for_each_other_beside_a_prompt_of_which_they_share_little():
+    engine, _ = toy_engine(100)
+    prompt = prompt_of(64)
+    made = [
+        ask_remote(engine, ask(prompt_ids, name))
+        for name, prompt_ids in (("long", prompt), ("a", prompt[:20]), ("b", prompt[:20]))
+    ]
+    assert [active.stage for active in made] == [Stage.RESERVED, Stage.RESERVED, Stage.WAITING]
+    engine.land(made[1], first_token=5, seed=0)
+    engine.admit()
+    assert made[2].stage is Stage.RESERVED
+    assert made[2].num_computed == 16
 
 
 def test_prompts_with_different_salts_are_computed_separately():
@@ -218,7 +247,7 @@ def test_concurrent_identical_prompts_are_granted_once_on_decode():
         ask_remote(engine, ask(prompt_of(41), name, max_new_tokens=2)) for name in "ab"
     )
     assert (first.stage, second.stage) == (Stage.RESERVED, Stage.WAITING)
-    assert second.waits_for in engine._scheduler._computing
+    assert second.waits_for is first
     engine.land(first, first_token=5, seed=0)
     engine.admit()
     assert second.stage is Stage.RESERVED
