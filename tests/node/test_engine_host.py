@@ -117,6 +117,66 @@ def test_lost_device_ends_the_engine_process_with_a_reason(tiny_model):
     assert lost["reason"].startswith("cuda:0: CUDA error")
 
 
+IS_LOADING = """
+import threading
+from tandem.node.process.engine_host import host
+
+class Loading:
+    def __init__(self, config, parent):
+        pass
+
+    def run(self):
+        print("loading", flush=True)
+        threading.Event().wait()
+
+    def close(self):
+        print("closed", flush=True)
+
+raise SystemExit(host(Loading))
+"""
+
+HANGS = """
+import threading
+from tandem.decode.role import DecodeRole
+from tandem.node.process import engine_host
+
+engine_host.STOP_TIMEOUT_S = 0.1
+
+class Role(DecodeRole):
+    has_work = True
+
+    def step(self):
+        print("hanging", flush=True)
+        threading.Event().wait()
+
+make_role = lambda parts: Role(parts.engine, None, parts.answers, 8, 8)
+raise SystemExit(engine_host.main(make_role))
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "lines"), [(IS_LOADING, ["loading", "closed"]), (HANGS, ["hanging"])]
+)
+def test_engine_that_loads_or_hangs_ends_with_its_parent(tiny_model, program, lines):
+    config = config_of(
+        tiny_model("llama"), "colocated", max_total_tokens=256, simulation=Simulation(kv="none")
+    )
+    engine = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,  # where the engine sends what is printed
+        text=True,
+    )
+    with engine:
+        engine.stdin.write(msgspec.json.encode(config).decode() + "\n")
+        engine.stdin.flush()
+        assert any(line.strip() == lines[0] for line in engine.stderr)  # the engine has come so far
+        engine.stdin.close()  # as the kernel does for a killed parent
+        assert engine.wait(PATIENCE_S) == 1
+        assert [line.strip() for line in engine.stderr] == lines[1:]
+
+
 async def test_lost_link_reconnects_to_the_same_engine_epoch():
     engine, used = FakeEngine(), []
     make = lambda: EngineClient(engine.address, epoch=engine.epoch)  # noqa: E731

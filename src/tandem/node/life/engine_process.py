@@ -34,6 +34,9 @@ MALLOC_SETTINGS = {
 # All ranks of a node run on one host. By default gloo would listen on an address that other hosts can reach.
 GLOO_SETTINGS = {"GLOO_SOCKET_IFNAME": "lo"}
 
+# Time for the engine to exit after the end of file on its standard input. It then ends itself, or is killed.
+STOP_TIMEOUT_S = 5.0
+
 # transformers shards a model over all visible GPUs, even when not requested.
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -145,7 +148,7 @@ class EngineProcess:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
-    async def stop(self, timeout_s: float = 5.0) -> None:
+    async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stop the process by closing its standard input; kill it after `timeout_s`."""
         if self._process is None or self._process.returncode is not None:
             return
