@@ -12,7 +12,7 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.profile import Simulation
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.node.config import NodeConfig
-from tandem.node.life.engine_process import keep_linked
+from tandem.node.life.engine_process import EngineProcess, keep_linked
 from tandem.node.process.engine_host import build_engine
 from tandem.wire.channel import Waker
 from tandem.wire.engine_client import EngineClient
@@ -115,6 +115,16 @@ def test_lost_device_ends_the_engine_process_with_a_reason(tiny_model):
     assert reports == ["Ready"]
     (lost,) = [line for line in logged if line["event"] == "device.lost"]
     assert lost["reason"].startswith("cuda:0: CUDA error")
+
+
+@pytest.mark.parametrize(("chosen", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_of_an_engine_leave_their_cores_to_other_nodes(monkeypatch, chosen, policy):
+    if chosen is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    else:
+        monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
+    engine = EngineProcess("module", config_of("/model"), lambda: None)
+    assert engine.environment()["OMP_WAIT_POLICY"] == policy
 
 
 IS_LOADING = """
