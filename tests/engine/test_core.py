@@ -202,6 +202,27 @@ def test_generation_finishes_at_the_context_length(tiny_model):
     assert len(run(engine)["r"]) == 3
 
 
+@pytest.mark.parametrize(
+    ("num_prompt", "num_pages", "max_new_tokens", "is_finished"),
+    [
+        (159, 20, 9, False),  # fills this pool
+        (159, 20, 1, True),
+        (CONTEXT_LENGTH - 2, 1000, 9, False),
+        (CONTEXT_LENGTH - 1, 1000, 9, True),
+    ],
+)
+def test_answer_to_a_prompt_for_another_node_is_not_limited_by_this_pool(
+    tiny_model, num_prompt, num_pages, max_new_tokens, is_finished
+):
+    engine = make_engine(tiny_model("llama"), num_pages=num_pages)
+    engine.submit(ask([5] * num_prompt, max_new_tokens=max_new_tokens), is_prompt_only=True)
+    tokens = []
+    while engine.has_work:
+        tokens += engine.step().tokens
+    (token,) = tokens
+    assert token.finish == (Finish(reason="length") if is_finished else None)
+
+
 def test_stop_token_id_finishes_generation_and_is_reported(tiny_model):
     engine = make_engine(tiny_model("llama"))
     engine.submit(ask([5, 6, 7], max_new_tokens=6))

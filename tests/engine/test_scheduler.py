@@ -197,10 +197,39 @@ def test_waiting_request_computes_the_prompt_if_the_other_is_cancelled():
     engine, _ = toy_engine(100, chunked_prefill_size=8)
     first, second = (engine.submit(ask(prompt_of(41), name, max_new_tokens=2)) for name in "ab")
     engine.step()
-    assert second.waits_for in engine._scheduler._computing
+    assert second.waits_for is first
     engine.cancel(first)
     assert run(engine)["b"] == toy_answer(prompt_of(41), 2)
     assert_all_returned(engine)
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+@pytest.mark.parametrize(
+    ("num_shared", "waits"), [(4, False), (31, False), (32, True), (64, True), (500, True)]
+)
+def test_request_waits_for_a_prompt_only_if_it_needs_half_of_it(is_remote, num_shared, waits):
+    engine, _ = toy_engine(400, chunked_prefill_size=4)
+    longest = prompt_of(600)
+    long = ask_remote(engine, ask(longest[: max(64, num_shared)], "long"))
+    request = ask([*longest[:num_shared], *prompt_of(9, seed=1)], "short", max_new_tokens=2)
+    active = ask_remote(engine, request) if is_remote else engine.submit(request)
+    engine.admit()
+    assert long.stage is Stage.RESERVED
+    assert (active.stage is Stage.WAITING) == waits
+
+
+def test_requests_wait_for_each_other_beside_a_prompt_of_which_they_share_little():
+    engine, _ = toy_engine(100)
+    prompt = prompt_of(64)
+    made = [
+        ask_remote(engine, ask(prompt_ids, name))
+        for name, prompt_ids in (("long", prompt), ("a", prompt[:20]), ("b", prompt[:20]))
+    ]
+    assert [active.stage for active in made] == [Stage.RESERVED, Stage.RESERVED, Stage.WAITING]
+    engine.land(made[1], first_token=5, seed=0)
+    engine.admit()
+    assert made[2].stage is Stage.RESERVED
+    assert made[2].num_computed == 16
 
 
 def test_prompts_with_different_salts_are_computed_separately():
@@ -218,7 +247,7 @@ def test_concurrent_identical_prompts_are_granted_once_on_decode():
         ask_remote(engine, ask(prompt_of(41), name, max_new_tokens=2)) for name in "ab"
     )
     assert (first.stage, second.stage) == (Stage.RESERVED, Stage.WAITING)
-    assert second.waits_for in engine._scheduler._computing
+    assert second.waits_for is first
     engine.land(first, first_token=5, seed=0)
     engine.admit()
     assert second.stage is Stage.RESERVED
@@ -561,6 +590,49 @@ def test_only_prompts_with_logprobs_run_in_smaller_chunks():
     assert sizes(next_chunks(asked, 1000)) == [(MAX_LOGPROB_ROWS, False), (100, True)]
     alone = prompt_request(2000, logprobs=LogprobOptions())
     assert sizes(next_chunks([alone], 1000)) == [(1000, False)]
+
+
+def test_prompts_with_logprobs_together_fill_the_logits_of_one_forward():
+    prompts = [prompt_request(100, logprobs=LogprobOptions(prompt_start=0)) for _ in range(4)]
+    assert sizes(next_chunks(prompts, 8192)) == [(100, True), (100, True), (58, False)]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 900),  # prompt length
+            st.one_of(st.none(), st.integers(-1, 1000)),  # first position with log-probabilities
+            st.integers(0, 899),  # cached tokens
+            st.integers(0, 40),  # tokens generated before a retraction
+        ),
+        max_size=12,
+    ),
+    st.integers(1, 2000),
+)
+def test_logprob_rows_of_a_forward_are_limited_and_cover_each_position_once(drawn, budget):
+    left, missing = [], {}
+    for length, start, num_cached, num_generated in drawn:
+        options = None if start is None else LogprobOptions(prompt_start=start)
+        request = prompt_request(length, length + num_generated, options)
+        request.num_computed = min(num_cached, request.num_matchable)
+        has_logprobs = start is not None and start >= 0
+        missing[request] = [*range(max(1, start), length)] if has_logprobs else []
+        left.append(request)
+    while left:
+        chunks = next_chunks(left, budget)
+        assert sum(len(chunk.logprob_positions) for chunk in chunks) <= MAX_LOGPROB_ROWS
+        assert chunks[0].request is left[0]  # the oldest prompt always progresses
+        for chunk in chunks:
+            positions = [*chunk.logprob_positions]
+            assert missing[chunk.request][: len(positions)] == positions
+            del missing[chunk.request][: len(positions)]
+            chunk.request.num_computed = chunk.end
+            chunk.request.logprobs_until = max(
+                chunk.request.logprobs_until, chunk.logprob_positions.stop
+            )
+            if chunk.is_last:
+                left.remove(chunk.request)
+    assert not any(missing.values())
 
 
 def test_retracted_answer_is_exempt_from_the_new_prompt_budget():

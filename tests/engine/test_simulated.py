@@ -166,10 +166,10 @@ def test_forward_marks_only_the_pages_it_fills():
     memory = np.zeros(6 * 2 * 32, np.uint8)
     pages = SimulatedPages(memory, num_pages=6, page_size=PAGE, num_slabs=2)
     request = ActiveRequest(ask([3] * 11), 0, 20, 0, page_ids=[5, 0, 3])
-    pages.fill(Chunk.next_of(request, 4))
+    pages.fill(Chunk.next_of(request, 4, 0))
     request.num_computed = 4
     first = memory.copy()
-    pages.fill(Chunk.next_of(request, 7))
+    pages.fill(Chunk.next_of(request, 7, 0))
     by_page = memory.reshape(6, 2, 32)
     assert (by_page[5] == first.reshape(6, 2, 32)[5]).all(), "the page may have been pushed already"
     assert by_page[[0, 3], :, :8].any(axis=2).all()

@@ -12,7 +12,7 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.profile import Simulation
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.node.config import NodeConfig
-from tandem.node.life.engine_process import keep_linked
+from tandem.node.life.engine_process import EngineProcess, keep_linked
 from tandem.node.process.engine_host import build_engine
 from tandem.wire.channel import Waker
 from tandem.wire.engine_client import EngineClient
@@ -115,6 +115,76 @@ def test_lost_device_ends_the_engine_process_with_a_reason(tiny_model):
     assert reports == ["Ready"]
     (lost,) = [line for line in logged if line["event"] == "device.lost"]
     assert lost["reason"].startswith("cuda:0: CUDA error")
+
+
+@pytest.mark.parametrize(("chosen", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_of_an_engine_leave_their_cores_to_other_nodes(monkeypatch, chosen, policy):
+    if chosen is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    else:
+        monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
+    engine = EngineProcess("module", config_of("/model"), lambda: None)
+    assert engine.environment()["OMP_WAIT_POLICY"] == policy
+
+
+IS_LOADING = """
+import threading
+from tandem.node.process.engine_host import host
+
+class Loading:
+    def __init__(self, config, parent):
+        pass
+
+    def run(self):
+        print("loading", flush=True)
+        threading.Event().wait()
+
+    def close(self):
+        print("closed", flush=True)
+
+raise SystemExit(host(Loading))
+"""
+
+HANGS = """
+import threading
+from tandem.decode.role import DecodeRole
+from tandem.node.process import engine_host
+
+engine_host.STOP_TIMEOUT_S = 0.1
+
+class Role(DecodeRole):
+    has_work = True
+
+    def step(self):
+        print("hanging", flush=True)
+        threading.Event().wait()
+
+make_role = lambda parts: Role(parts.engine, None, parts.answers, 8, 8)
+raise SystemExit(engine_host.main(make_role))
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "lines"), [(IS_LOADING, ["loading", "closed"]), (HANGS, ["hanging"])]
+)
+def test_engine_that_loads_or_hangs_ends_with_its_parent(tiny_model, program, lines):
+    config = config_of(
+        tiny_model("llama"), "colocated", max_total_tokens=256, simulation=Simulation(kv="none")
+    )
+    engine = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,  # where the engine sends what is printed
+        text=True,
+    )
+    with engine:
+        engine.stdin.write(msgspec.json.encode(config).decode() + "\n")
+        engine.stdin.flush()
+        assert any(line.strip() == lines[0] for line in engine.stderr)  # the engine has come so far
+        engine.stdin.close()  # as the kernel does for a killed parent
+        assert engine.wait(PATIENCE_S) == 1
+        assert [line.strip() for line in engine.stderr] == lines[1:]
 
 
 async def test_lost_link_reconnects_to_the_same_engine_epoch():

@@ -1,6 +1,7 @@
 """Resolution of `--device auto`, `--chunked-prefill-size 0` and `--dtype auto` on various machines."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from tandem.node.machine import (
     cpu_choice,
     cpu_flags,
     dtype_from_flags,
+    num_cores,
     num_gpus,
     probe,
     with_dtype,
@@ -182,6 +184,20 @@ def test_gpus_are_counted_by_device_files_and_visibility(tmp_path, environment, 
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
     assert num_gpus(tmp_path, environment) == count
+
+
+@pytest.mark.parametrize(
+    ("limit", "count"),
+    [(None, 4), ("max 100000", 4), ("800000 100000", 4), ("250000 100000", 2), ("50000 100000", 1)],
+)
+def test_cores_are_those_of_the_affinity_within_the_limit_of_the_cgroup(
+    tmp_path, monkeypatch, limit, count
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1, 5, 6})
+    if limit is not None:
+        (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+        (tmp_path / "sys/fs/cgroup/cpu.max").write_text(f"{limit}\n")
+    assert num_cores(tmp_path) == count
 
 
 def test_machine_module_does_not_import_torch():

@@ -14,9 +14,9 @@ from tandem.engine.scheduling.forward import ForwardInputs
 from tandem.kvtransfer.events import RoomFailed, RoomLost, RoomReleased
 from tandem.node.config import NodeConfig
 from tandem.node.ranks import ranks
-from tandem.node.ranks.ranks import RankProcess, messages_of
+from tandem.node.ranks.ranks import RankProcess, Ranks, messages_of
 from tandem.node.ranks.transfer import RemoteAgent
-from tandem.wire.errors import OutOfPages, PeerLost, error_from_info
+from tandem.wire.errors import EngineFailed, OutOfPages, PeerLost, error_from_info
 from tandem.wire.generation import Room
 from tests.engine.test_tensor_parallel import inputs_of
 
@@ -73,10 +73,30 @@ def test_group_command_is_a_call_on_the_rank():
     ]
 
 
-def test_rank_that_reads_nothing_can_be_ended(monkeypatch, tmp_path):
+@pytest.fixture
+def hung_ranks(monkeypatch):
+    """Make ranks hang at their start."""
     popen, command = subprocess.Popen, [sys.executable, "-c", "import time; time.sleep(1000)"]
     monkeypatch.setattr(subprocess, "Popen", lambda _command, **options: popen(command, **options))
     monkeypatch.setattr(ranks, "STOP_TIMEOUT_S", 0.1)
+
+
+@pytest.mark.usefixtures("hung_ranks")
+def test_node_does_not_wait_forever_for_a_rank_that_hangs_at_its_start():
+    ended = []
+    config = NodeConfig(role="decode", engine=EngineConfig(model_dir="/model", tp_size=3))
+    others = Ranks(config, lambda: None, ended.append)
+    try:
+        others.others[0].is_ready.set()
+        with pytest.raises(EngineFailed, match="rank 2 was not ready 0 s after rank 0"):
+            others.wait_ready(timeout_s=0)
+    finally:
+        others.close()
+    assert ended == []
+
+
+@pytest.mark.usefixtures("hung_ranks")
+def test_rank_that_reads_nothing_can_be_ended(tmp_path):
     ended = []
     config = NodeConfig(
         role="decode", engine=EngineConfig(model_dir="/model", tp_size=2, tp_rank=1)

@@ -212,6 +212,26 @@ async def test_node_loss_mid_stream_loses_no_token():
         assert backlog(setup) == [0, 0]
 
 
+@pytest.mark.parametrize(("num_sent", "start_kind"), [(1, StartDecode), (2, StartColocated)])
+async def test_replay_that_exceeds_prefills_pool_is_computed_by_decode(num_sent, start_kind):
+    prefill = FakeNode("prefill", max_prompt_tokens=10)
+    async with cluster(num_decodes=2, prefill=prefill) as setup:
+        await until_async(lambda: setup.backend._cluster.prefills[0].is_up)
+        async with reading(setup, request(range(9))) as reader:
+            await until_async(lambda: any(not n.engine.is_idle() for n in setup.decodes))
+            (node_,) = [n for n in setup.decodes if not n.engine.is_idle()]
+            start = await node_.engine.next(StartDecode)
+            for index in range(num_sent):
+                node_.engine.say(start, index, [10])
+            await until_async(lambda: len(reader.token_ids) == num_sent)
+            node_.engine.fail(start, PeerLost("gone"))
+            engine = setup.others(node_).engine
+            again = await engine.next(start_kind)
+            assert len(again.request.prompt_ids) == 9 + num_sent
+            engine.say(again, num_sent, [11], "stop")
+            assert await reader.result() == ([10] * num_sent + [11], "stop")
+
+
 async def test_decode_serves_prompts_of_any_length_without_a_prefill_node():
     async with cluster(prefill=no_prefill()) as setup, reading(setup, request(LONG)) as reader:
         start = await setup.decodes[0].engine.next(StartColocated)

@@ -16,7 +16,7 @@ from tandem.frontend.http.server import listen
 from tandem.node.config import NodeOptions
 from tandem.node.flags import add_hidden_flags, split_argv
 from tandem.node.flags import build_parser as build_node_parser
-from tandem.node.machine import DEFAULTS, is_cpu_build, num_gpus
+from tandem.node.machine import DEFAULTS, is_cpu_build, num_cores, num_gpus
 from tandem.router.arguments import build_parser as build_router_parser
 from tandem.router.arguments import parse
 from tandem.router.config import RouterConfig
@@ -275,7 +275,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="tandem-up-") as directory:
         try:
             ports = free_ports(2 * args.num_prefills + args.num_decodes)
-            children = members(parser, argv, ports, os.cpu_count() or 1, gpus)
+            children = members(parser, argv, ports, num_cores(), gpus)
             for variable in set().union(*(each.variables() for each in (parser, *others))):
                 os.environ.pop(variable, None)
             *nodes, last = (each.with_file(directory) for each in children)

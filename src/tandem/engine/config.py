@@ -143,7 +143,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     num_threads: Annotated[
         int,
-        Flag("--num-threads", metavar="N", help="CPU threads of torch; 0: torch's choice"),
+        Flag("--num-threads", metavar="N", help="CPU threads of the node; 0: one for each core"),
     ] = 0
     skips_model_check: Annotated[
         bool,

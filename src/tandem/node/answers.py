@@ -4,9 +4,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from tandem.telemetry.log import get_logger
 from tandem.wire.channel import Inbox, Peer
 from tandem.wire.errors import (
     Aborted,
+    EngineFailed,
     InvalidRequest,
     MessageTooLarge,
     PeerBehind,
@@ -25,6 +27,8 @@ from tandem.wire.messages import (
     TokenDelta,
 )
 from tandem.wire.prefixes import PrefixJournal, pack_names
+
+log = get_logger(__name__)
 
 # Pings after which an edge worker has certainly read a message. The first ping may have crossed the message; the
 # edge worker reads its link before it sends the second one.
@@ -186,16 +190,16 @@ class Answers:
         self._send(peer, report(self._epoch))
 
     def flush(self) -> list[Ticket]:
-        """Send the queued output; return the requests that failed because their output exceeds the message limit."""
+        """Send the queued output; return the requests that failed because their output cannot be sent."""
         self._send_unsent()
-        too_large: list[Ticket] = []
+        failed: list[Ticket] = []
         while self._outgoing:
             peer, out = self._outgoing.popitem()
             try:
                 self._send(peer, self._batch(out, out.deltas))
-            except MessageTooLarge:
-                too_large += self._send_singly(peer, out)
-        return too_large
+            except Exception:  # noqa: BLE001 - raised again for the request that causes it
+                failed += self._send_singly(peer, out)
+        return failed
 
     def _batch(self, out: _Outgoing, deltas: list[TokenDelta]) -> TokenBatch:
         return TokenBatch(
@@ -207,19 +211,23 @@ class Answers:
         )
 
     def _send_singly(self, peer: Peer, out: _Outgoing) -> list[Ticket]:
-        """Send the columns, then each delta by itself; return the requests whose delta exceeds the message limit."""
+        """Send the columns, then each delta by itself; return the requests whose delta cannot be sent."""
         if out.streams:
             self._send(peer, self._batch(out, []))
-        too_large: dict[Ticket, None] = {}
+        failed: dict[Ticket, None] = {}
         for delta in out.deltas:
             ticket = Ticket(peer, delta.request_id, delta.attempt)
             try:
-                if ticket not in too_large:
+                if ticket not in failed:
                     self._send(peer, self._batch(_Outgoing(), [delta]))
             except MessageTooLarge as error:
-                too_large[ticket] = None
+                failed[ticket] = None
                 self.fail(ticket, _too_large(error))
-        return list(too_large)
+            except Exception:
+                log.exception("answers.not_sent", request_id=ticket.request_id)
+                failed[ticket] = None
+                self.fail(ticket, EngineFailed("the engine failed to send an answer"))
+        return list(failed)
 
     def _queue(self, ticket: Ticket, delta: TokenDelta) -> None:
         out = self._outgoing[ticket.peer]

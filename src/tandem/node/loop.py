@@ -74,6 +74,7 @@ class EngineLoop:
         self._logged_at = clock()
         self._probed_at = clock()
         self._received_s: dict[Peer, float] = {}
+        self._last_load = NodeLoad()
         self._sent_loads: dict[Peer, NodeLoad] = {}
         self._is_stopping = False
         self._orders: deque[Order] = deque()
@@ -100,37 +101,51 @@ class EngineLoop:
             self.run_once(0.0 if self._role.has_work else self._wait_s(IDLE_WAIT_S))
 
     def run_once(self, timeout_s: float) -> None:
-        """Make one pass; wait at most `timeout_s` for a message or the waker."""
+        """Make one pass; wait at most `timeout_s` for a message or the waker.
+
+        An exception ends the part of the pass that raised it. Requests fail only if it was their step.
+        """
         wait([self._inbox], timeout_s, self._waker)
-        for part in (self._listen, self._work, self._answer):
+        for part in (
+            self._take_orders,
+            self._listen,
+            self._probe,
+            self._drop_lost_edges,
+            self._hand_over,
+            self._work,
+            self._flush,
+            self._report_drained,
+            self._log,
+        ):
             try:
                 part()
             except Exception:
-                # It is unknown which request broke the step, so all fail; the node continues.
-                log.exception("engine.step_failed")
-                self._role.fail_all(EngineFailed("the engine failed while it ran this request"))
+                log.exception("engine.pass_failed", part=part.__name__.strip("_"))
 
     def _listen(self) -> None:
-        self._take_orders()
         while (envelope := self._inbox.receive()) is not None:
             self._received_s[envelope.peer] = self._clock()
             self._receive(envelope.peer, envelope.message)
-        self._drop_lost_edges()
 
-    def _work(self) -> None:
+    def _hand_over(self) -> None:
         # All tokens of the previous pass have been sent, so the node that takes over does not recompute them.
         if self._drain.take_hand_over(self._clock()):
             self._role.hand_over(hand_over())
-        self._role.poll()
-        if self._role.has_work:
-            with self._measures.step():
-                self._role.step()
 
-    def _answer(self) -> None:
+    def _work(self) -> None:
+        try:
+            self._role.poll()
+            if self._role.has_work:
+                with self._measures.step():
+                    self._role.step()
+        except Exception:
+            # It is unknown which request broke the step, so all fail; the node continues.
+            log.exception("engine.step_failed")
+            self._role.fail_all(EngineFailed("the engine failed while it ran this request"))
+
+    def _flush(self) -> None:
         for ticket in self._answers.flush():
             self._role.cancel(ticket)
-        self._report_drained()
-        self._log()
 
     def _receive(self, peer: Peer, message: ToEngine) -> None:
         try:
@@ -190,7 +205,6 @@ class EngineLoop:
             self._answers.fail(ticket, error)
 
     def _drop_lost_edges(self) -> None:
-        self._probe()
         # The inbox was just drained, so a step longer than the limit does not make a live peer count as lost.
         limit = self._clock() - self._heartbeat.silence_s
         silent = {peer for peer, received_s in self._received_s.items() if received_s < limit}
@@ -235,8 +249,15 @@ class EngineLoop:
                 self._answers.pong(peer, own)
 
     def _load(self) -> NodeLoad:
-        """Return the role's load with the inbox's counts of rejected connections and frames."""
-        load = self._role.load()
+        """Return the role's load with the inbox's counts of rejected connections and frames.
+
+        If the load cannot be determined, return the last one: an edge worker without answers would drop its requests.
+        """
+        try:
+            load = self._last_load = self._role.load()
+        except Exception:
+            log.exception("engine.load_failed")
+            load = self._last_load
         return msgspec.structs.replace(
             load,
             num_strangers=load.num_strangers + self._inbox.num_strangers,

@@ -1,4 +1,4 @@
-"""Resolves `auto` for this machine: the device, the chunk size, and the type of weights on a CPU.
+"""Resolves `auto` for this machine: the device, the chunk size, and the type of weights on a CPU. Counts its cores.
 
 Nothing here imports torch, except the probe in a separate process: `python -m tandem.node.machine`.
 """
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -57,6 +58,15 @@ def num_gpus(root: Path = Path("/"), environment: Mapping[str, str] = os.environ
         return num_files
     named = [name for name in visible.split(",") if name.strip()]
     return min(num_files, len(named)) if "-1" not in named else 0
+
+
+def num_cores(root: Path = Path("/")) -> int:
+    """Return the number of cores that this process may use: those of its affinity, within its cgroup's CPU limit."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no limit: the quota is `max`, or there is no file
+        quota, period = map(int, (root / "sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, quota // period)
+    return max(1, cores)
 
 
 def with_machine_defaults(config: EngineOptions, gpus: int | None = None) -> EngineOptions:

@@ -76,7 +76,7 @@ class RouterMetrics:
         )
         self.local_prompts = counter(
             "tandem_router_local_prompts",
-            "Attempts whose prompt the decode node computes itself, by reason: little_to_compute or no_prefill.",
+            "Attempts whose prompt the decode node computes itself, by reason: little_to_compute, no_prefill or prefill_too_small.",
             "reason",
         )
         # The next two gauges show the view of the edge worker that answers the scrape.

@@ -128,12 +128,14 @@ class Engine:
         check_request(request, self.shape)
         if num_prompt >= self.max_tokens:
             raise OutOfPages(self.cache.num_pages_for(num_prompt + 1), self.cache.num_pages)
+        # The answer to a prompt-only request continues in the pool of a different node.
+        longest = self.shape.context_length if is_prompt_only else self.max_tokens
         drawn = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         new_tokens = max(1, request.sampling.max_new_tokens - request.num_prior_tokens)
         active = ActiveRequest(
             request,
             arrival=next(self._arrivals),
-            max_tokens=min(num_prompt + new_tokens, self.max_tokens),
+            max_tokens=min(num_prompt + new_tokens, longest),
             seed=self._launcher.seed(request, drawn),
             is_prompt_only=is_prompt_only,
             is_remote=is_remote,

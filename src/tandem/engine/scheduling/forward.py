@@ -35,18 +35,16 @@ class Chunk:
     logprob_positions: range
 
     @classmethod
-    def next_of(cls, request: ActiveRequest, num_tokens: int) -> "Chunk":
-        """Return a chunk of the next `num_tokens` uncomputed tokens."""
-        begin, logprobs, logprob_positions = (
-            request.num_computed,
-            request.request.logprobs,
-            range(0),
-        )
+    def next_of(cls, request: ActiveRequest, num_tokens: int, num_logprobs: int) -> "Chunk":
+        """Return a chunk of the next uncomputed tokens: `num_tokens`, or fewer for at most `num_logprobs` positions."""
+        begin, logprobs = request.num_computed, request.request.logprobs
+        logprob_positions = range(0)
         if logprobs is not None and logprobs.prompt_start >= 0:
             first = max(begin + 1, logprobs.prompt_start, request.logprobs_until)
-            logprob_positions = range(
-                first, max(first, min(begin + num_tokens + 1, request.num_prompt))
-            )
+            if request.num_prompt > first + num_logprobs:
+                num_tokens = min(num_tokens, first + num_logprobs - begin - 1)
+            end = min(begin + num_tokens + 1, request.num_prompt)
+            logprob_positions = range(first, max(first, end))
         return cls(
             request, begin, num_tokens, num_tokens == request.num_uncomputed, logprob_positions
         )

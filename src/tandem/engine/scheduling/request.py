@@ -66,8 +66,8 @@ class ActiveRequest:
         num_granted: Number of pages at the end of `page_ids` that a remote writer may write.
         num_pushable: Number of pages at the start of `page_ids` that launched forwards complete.
         num_launched: Number of forwards in flight that include this request.
-        waits_for: Key of the next prompt page if a different request is computing it.
-        frontier: Key of the first prompt page that this request computes; others may wait for it.
+        waits_for: Request whose prompt this one waits for, because they share a prefix, while that has a `frontier`.
+        frontier: Key of the first page of the prompt that is being computed; None unless it is.
         blocked_at: The scheduler's change count when the request last lacked pages; -1 if it never did.
         grammar: The tokens that the grammar allows next; None without a grammar.
         owner: Weak reference to the role's record of this request; unused by the engine.
@@ -94,7 +94,7 @@ class ActiveRequest:
     num_granted: int = 0
     num_pushable: int = 0
     num_launched: int = 0
-    waits_for: Key | None = None
+    waits_for: "ActiveRequest | None" = None
     frontier: Key | None = None
     blocked_at: int = -1
     grammar: Constraint | None = None

@@ -27,8 +27,8 @@ from tandem.engine.scheduling.request import ActiveRequest, Stage
 # Requests that lack pages are retried at least every this many forwards, because `growth_share` decays.
 RETRY_FORWARDS = 32
 
-# Prompt tokens per chunk of a request that needs log-probabilities. Each needs a row of logits: with a vocabulary of
-# 128k, 256 rows take 128 MiB in float32.
+# Prompt positions per forward whose log-probabilities are computed, over all its requests. Each needs a row of logits:
+# with a vocabulary of 128k, 256 rows take 128 MiB in float32.
 MAX_LOGPROB_ROWS = 256
 
 # Start and lower bound of `growth_share`. SGLang's schedule starts near 0.5 and falls to 0.1 over some hundred
@@ -59,8 +59,8 @@ class Scheduler:
         self.num_retracted = 0
         self.growth_share = _FIRST_SHARE
         self._config = config
-        # Keys of pages that admitted requests are computing. Other requests that need such a page wait for it.
-        self._computing: set[Key] = set()
+        # Requests whose prompt is being computed, here or remotely, by their `frontier`.
+        self._computing: dict[Key, list[ActiveRequest]] = {}
         # Number of events that may have freed pages. A request that did not fit is retried only after such an event.
         self._num_changes = self._num_forwards = 0
         self._rows: Ints | None = None
@@ -77,14 +77,14 @@ class Scheduler:
         insort(self.waiting, active, key=lambda request: request.rank)
 
     def admit(self) -> list[ActiveRequest]:
-        """Admit queued requests in order until one does not fit. Skip those that wait for a page being computed.
+        """Admit queued requests in order until one does not fit. Skip those that wait for a shared prefix.
 
         Returns:
             The admitted requests. They run from the next forward on, or wait for their prompt (`RESERVED`).
         """
         admitted: list[ActiveRequest] = []
         for active in self.waiting.copy() if self.waiting and self.slots.has_free else ():
-            if active.waits_for in self._computing:
+            if active.waits_for is not None and active.waits_for.frontier is not None:
                 continue
             if not self.slots.has_free or not self._find_pages(active):
                 break
@@ -192,8 +192,8 @@ class Scheduler:
         """Assign a request its cached prefix, pages for its other known tokens, and a slot.
 
         Returns:
-            Whether admission may go on to the next request: False if there are too few pages. If a different request
-            is computing a page that this one needs, it gets nothing, `waits_for` is set, and the result is True.
+            Whether admission may go on to the next request: False if there are too few pages. If this request should
+            wait for the prompt of a different one, it gets nothing, `waits_for` is set, and the result is True.
         """
         active.waits_for = None
         if active.blocked_at == self._num_changes:
@@ -201,15 +201,28 @@ class Scheduler:
         known = active.token_ids[: active.num_matchable]
         match = self.cache.match(known, active.request.cache_salt)
         num_own = self.cache.num_pages_for(len(active.token_ids)) - len(match.page_ids)
-        if match.frontier in self._computing:
-            active.waits_for = match.frontier
-        elif not self._has_room(active, num_own):
-            active.blocked_at = self._num_changes
-        else:
+        active.waits_for = self._worth_waiting_for(known, match)
+        if active.waits_for is None and self._has_room(active, num_own):
             self._allocate(active, match, num_own)
             return True
         self.cache.release(match.page_ids)
+        if active.waits_for is None:
+            active.blocked_at = self._num_changes
         return active.waits_for is not None
+
+    def _worth_waiting_for(self, known: list[int], match: PrefixMatch) -> ActiveRequest | None:
+        """Return a request that computes at least as many tokens that this prompt needs as tokens that it does not.
+
+        A prompt enters the cache as a whole, so waiting for one of which little is shared costs more than it saves.
+
+        Args:
+            known: Tokens that this prompt can take from the cache.
+        """
+        for other in self._computing.get(match.frontier, ()) if match.frontier else ():
+            half = match.num_tokens + -(-(len(other.token_ids) - match.num_tokens) // 2)
+            if len(known) >= half and known[:half] == other.token_ids[:half]:
+                return other
+        return None
 
     def _has_room(self, active: ActiveRequest, num_pages: int) -> bool:
         """Return whether `num_pages` are available without the pages that are kept free for the growth of answers."""
@@ -230,7 +243,7 @@ class Scheduler:
         active.num_computed = active.num_collected = match.num_tokens
         active.frontier = match.frontier
         if match.frontier is not None:
-            self._computing.add(match.frontier)
+            self._computing.setdefault(match.frontier, []).append(active)
         self.slots.take(active)
         if active.is_remote:
             active.num_granted, active.stage = num_own, Stage.RESERVED
@@ -245,7 +258,10 @@ class Scheduler:
 
     def _stop_computing(self, active: ActiveRequest) -> None:
         if active.frontier is not None:
-            self._computing.remove(active.frontier)
+            sharing = self._computing[active.frontier]
+            sharing.remove(active)
+            if not sharing:
+                del self._computing[active.frontier]
             active.frontier = None
 
     def _begin_decoding(self, active: ActiveRequest) -> None:
@@ -282,7 +298,8 @@ def next_chunks(
 ) -> list[Chunk]:
     """Choose up to `budget` prompt tokens for one forward, first come, first served.
 
-    The budget limits the time by which a long prompt delays running answers.
+    The budget limits the time by which a long prompt delays running answers. Together the chunks have at most
+    `MAX_LOGPROB_ROWS` logprob positions.
 
     Args:
         new_budget: Budget for requests that have not generated tokens yet; None: `budget`. A request that was
@@ -290,15 +307,15 @@ def next_chunks(
     """
     chunks = []
     new_budget = budget if new_budget is None else new_budget
+    num_logprobs = MAX_LOGPROB_ROWS
     for request in prompts:
         is_new = len(request.token_ids) == request.num_prompt
         num_tokens = min(request.num_uncomputed, budget, new_budget if is_new else budget)
-        logprobs = request.request.logprobs
-        if logprobs is not None and logprobs.prompt_start >= 0:
-            num_tokens = min(num_tokens, MAX_LOGPROB_ROWS)
-        if not num_tokens:
+        chunk = Chunk.next_of(request, num_tokens, num_logprobs)
+        if not chunk.num_tokens:
             continue
-        chunks.append(Chunk.next_of(request, num_tokens))
-        budget -= num_tokens
-        new_budget -= num_tokens if is_new else 0
+        chunks.append(chunk)
+        num_logprobs -= len(chunk.logprob_positions)
+        budget -= chunk.num_tokens
+        new_budget -= chunk.num_tokens if is_new else 0
     return chunks

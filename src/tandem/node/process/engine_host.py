@@ -5,8 +5,9 @@
  parent (HTTP) ◀── stdout: a line of Ready or StartFailed, then reports ──────────── engine
 ```
 
-End of file on standard input means stop, so an engine never outlives its parent, even if the parent is killed. With
-tensor parallelism this process is rank 0, which starts the other ranks (`ranks.py`) and ends with them.
+End of file on standard input means stop, even while the model loads. So an engine never outlives its parent by more
+than `STOP_TIMEOUT_S`, even if the parent is killed. With tensor parallelism this process is rank 0, which starts the
+other ranks (`ranks.py`) and ends with them.
 """
 
 import os
@@ -35,7 +36,14 @@ from tandem.node.life.ending import (
     end_process_after,
     without_gc,
 )
-from tandem.node.life.engine_process import Drained, EngineReport, Order, Ready, StartFailed
+from tandem.node.life.engine_process import (
+    STOP_TIMEOUT_S,
+    Drained,
+    EngineReport,
+    Order,
+    Ready,
+    StartFailed,
+)
 from tandem.node.loop import EngineLoop
 from tandem.node.metrics import Measures
 from tandem.node.ranks.pool import MakeRegion, PoolPlan, checked_pages, make_region
@@ -95,6 +103,7 @@ class Parent:
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
+        self._loop: EngineLoop | None = None
 
     def report(self, message: EngineReport) -> None:
         """Send a report."""
@@ -108,12 +117,35 @@ class Parent:
         except OSError:  # the parent died; end of file on standard input stops the loop
             log.debug("engine.parent_gone")
 
-    @staticmethod
-    def follow(loop: EngineLoop) -> None:
-        """Pass the parent's orders to the loop in a thread; stop the loop when the parent ends."""
+    def watch(self, close: Callable[[], None]) -> None:
+        """Watch the parent in a thread, and end this process when the parent ends.
+
+        `close` releases what would outlive this process. The thread calls it if no loop runs yet.
+        """
         threading.Thread(
-            target=_take_orders, args=(loop,), name="parent-watch", daemon=True
+            target=self._take_orders, args=(close,), name="parent-watch", daemon=True
         ).start()
+
+    def follow(self, loop: EngineLoop) -> None:
+        """Pass the parent's orders to the loop from now on; stop the loop when the parent ends."""
+        self._loop = loop
+
+    def _take_orders(self, close: Callable[[], None]) -> None:
+        # Not `sys.stdin`: a waiting read holds its lock, and the process could not exit.
+        unread = b""
+        while data := os.read(sys.stdin.fileno(), 4096):
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                assert self._loop is not None, "the parent sends orders after `Ready`"
+                self._loop.order(msgspec.json.decode(line, type=Order))
+        end_process_after(STOP_TIMEOUT_S)  # the main thread may hang on the device
+        if self._loop is not None:
+            self._loop.stop()
+            return
+        try:
+            close()
+        finally:
+            os._exit(1)
 
 
 def host(make: Callable[[NodeConfig, Parent], Hosted]) -> int:
@@ -128,6 +160,7 @@ def host(make: Callable[[NodeConfig, Parent], Hosted]) -> int:
     allow_peers()
     parent = Parent(out)
     process = make(config, parent)
+    parent.watch(process.close)
     try:
         return process.run()
     except TandemError as error:
@@ -299,13 +332,3 @@ def run_until_lost(loop: EngineLoop) -> bool:
         end_process_after(DEVICE_LOST_GRACE_S)
         return False
     return True
-
-
-def _take_orders(loop: EngineLoop) -> None:
-    # Not `sys.stdin`: a waiting read holds its lock, and the process could not exit.
-    unread = b""
-    while data := os.read(sys.stdin.fileno(), 4096):
-        *lines, unread = (unread + data).split(b"\n")
-        for line in lines:
-            loop.order(msgspec.json.decode(line, type=Order))
-    loop.stop()

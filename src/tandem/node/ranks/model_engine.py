@@ -6,6 +6,7 @@ import torch
 
 from tandem.engine.attention.backends import choose_backend
 from tandem.engine.attention.paged import AttentionBackend
+from tandem.engine.config import EngineConfig
 from tandem.engine.device import use_device
 from tandem.engine.execution.cuda_graphs import is_recording, make_runner
 from tandem.engine.execution.launcher import ModelLauncher
@@ -17,6 +18,7 @@ from tandem.engine.pages.pool import make_pool, pool_pages
 from tandem.engine.scheduling.core import Engine
 from tandem.engine.shape import ModelShape
 from tandem.node.config import NodeConfig
+from tandem.node.machine import num_cores
 from tandem.node.ranks.pool import MakeRegion, PoolPlan, bytes_of, checked_pages
 from tandem.node.ranks.ranks import Ranks, config_for
 from tandem.telemetry import log as logs
@@ -59,8 +61,7 @@ def build_model(
 def build_shard(config: NodeConfig, memory: MakeRegion) -> tuple[Runner, PoolPlan]:
     """Load this rank's shard of the model and make its pool. Call `use_device` first."""
     settings = config.engine
-    if settings.num_threads:
-        torch.set_num_threads(settings.num_threads)
+    torch.set_num_threads(num_threads(settings))
     model, shape = load_model(settings)
     num_pages = checked_pages(min_over_ranks(_num_pages(config, shape), settings))
     backend = choose_backend(settings, shape)
@@ -83,6 +84,13 @@ def build_shard(config: NodeConfig, memory: MakeRegion) -> tuple[Runner, PoolPla
         pool_bytes=plan.layout.pool_bytes,
     )
     return make_runner(model, pool, backend, settings, shape, num_pages=plan.num_pages), plan
+
+
+def num_threads(settings: EngineConfig) -> int:
+    """Return the number of torch's CPU threads on one rank. The ranks of a node divide its cores."""
+    return max(
+        1, (settings.num_threads or min(torch.get_num_threads(), num_cores())) // settings.tp_size
+    )
 
 
 def has_graphs(config: NodeConfig, backend: AttentionBackend) -> bool:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -40,6 +41,9 @@ log = logs.get_logger(__name__)
 
 # Ranks have nothing left to drain when rank 0 ends. Must be less than the 5 s that the HTTP process waits for rank 0.
 STOP_TIMEOUT_S = 3.0
+# Time for the other ranks to become ready after rank 0. All ranks load their shards before any makes its pool, so what
+# remains takes seconds.
+READY_TIMEOUT_S = 300.0
 
 
 class RankProcess:
@@ -158,10 +162,18 @@ class Ranks:
             for rank in range(1, config.engine.tp_size)
         ]
 
-    def wait_ready(self) -> None:
-        """Wait until every rank is ready. There is no timeout: if a rank fails, `on_end` must end the process."""
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Wait until every rank is ready. If a rank fails meanwhile, `on_end` must end the process.
+
+        Raises:
+            EngineFailed: A rank was not ready in time.
+        """
+        deadline_s = time.monotonic() + timeout_s
         for rank in self.others:
-            rank.is_ready.wait()
+            if not rank.is_ready.wait(deadline_s - time.monotonic()):
+                raise EngineFailed(
+                    f"rank {rank.rank} was not ready {timeout_s:g} s after rank 0 had loaded its shard of the model"
+                )
 
     def forward(self, inputs: ForwardInputs, num_sampled: int) -> None:
         """Run a forward on every rank."""

@@ -13,6 +13,7 @@
 """
 
 import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -180,13 +181,22 @@ class Pairing:
         the node, and if reading a tier fails or is late, the node must compute these tokens after all.
         """
         decode = self._cluster.view(pair.decode)
-        has_no_prefill = self._cluster.view(pair.prefill).role == "decode"
         threshold, num_cached = self._cluster.local_prefill_threshold, routing.cached_tokens(decode)
-        if not has_no_prefill and not stays_on_decode(request, decode, threshold, num_cached):
+        if self._cluster.view(pair.prefill).role == "decode":
+            reason = "no_prefill"
+        elif stays_on_decode(request, decode, threshold, num_cached):
+            reason = "little_to_compute"
+        elif threshold and decode.takes_prompts and not self._fits(pair.prefill, request):
+            reason = "prefill_too_small"
+        else:
             return pair
-        reason = "no_prefill" if has_no_prefill else "little_to_compute"
         self._metrics.local_prompts.labels(reason).inc()
         return Pair(prefill="", decode=pair.decode)
+
+    def _fits(self, url: str, request: GenerateRequest) -> bool:
+        """Whether a node's pool can hold the prompt. In a replay, the answer so far is part of the prompt."""
+        info = self._cluster.node(url).info
+        return not info or len(request.prompt_ids) <= (info.max_prompt_tokens or math.inf)
 
     def _count_fresh(self, pair: Pair, routing: RoutingRequest) -> None:
         """Add this prompt to the expected work of its nodes until their next load report includes it."""
