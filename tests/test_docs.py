@@ -12,6 +12,7 @@ from scripts.error_remedies import NOT_OVER_HTTP
 from tandem.cli.completion import parsers
 from tandem.cli.main import MODULES
 from tests.command_lines import (
+    FENCE,
     PARSERS,
     flags_of,
     refusal,
@@ -74,6 +75,16 @@ def test_every_command_line_of_a_page_is_one_that_the_program_takes(page):
     wrong = {line: said for line in shown_in_blocks(text) if (said := refusal(line))}
     wrong |= {line: said for line in shown_in_sentences(text) if (said := unknown_flags(line))}
     assert wrong == {}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_page_that_installs_activates_the_environment_before_the_first_command(page):
+    text = (ROOT / page).read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    environment = re.search(r"^VENV \?= (\S+)$", makefile, re.MULTILINE)[1]
+    before, command, _ = text.partition("\ntandem ")
+    assert command
+    assert f". {environment}/bin/activate" in FENCE.findall(before + "\n```")[-1][1]
 
 
 @pytest.mark.parametrize("name", parsers())
