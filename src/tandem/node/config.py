@@ -17,7 +17,7 @@ from tandem.frontend.options import (
 )
 from tandem.kvtier.spec import parse_tiers
 from tandem.kvtransfer.config import TransferConfig
-from tandem.kvtransfer.transports.registry import names_of
+from tandem.kvtransfer.transports.registry import WITH_DEVICES, names_of
 from tandem.settings.flags import HEARTBEAT, LOG_FORMAT, LOG_LEVEL, PORT, Flag
 from tandem.telemetry.log import LogFormat
 from tandem.wire.channel import Heartbeat, heartbeat_of
@@ -295,7 +295,7 @@ def check(config: NodeOptions) -> NodeOptions:
             topic="docs/transports.md#flags",
         )
     if config.role != "colocated":
-        transports_of(config)
+        _check_transfer(config)
     if engine.simulation is not None and engine.tp_size > 1:
         raise ConfigInvalid(
             "--engine simulated does not take --tp; put the combined speed into --sim-profile"
@@ -328,6 +328,16 @@ def transports_of(config: NodeOptions) -> list[str]:
     """Return the transports that a node may use, best first; raise `ConfigInvalid` if one does not reach its pool."""
     is_own_pool = config.simulation.engine != "vllm"
     return names_of(config.transfer.backend, config.engine.device, is_own_pool=is_own_pool)
+
+
+def _check_transfer(config: NodeOptions) -> None:
+    names, interface = transports_of(config), config.transfer.interface
+    if interface and WITH_DEVICES.issuperset(names):
+        raise ConfigInvalid(
+            f"--transfer-interface {interface} is of tcp; set --transfer-device for {', '.join(names)}",
+            topic="docs/transports.md#flags",
+        )
+    config.transfer.of_transports(config.host, 0, config.engine.tp_size)
 
 
 def _check_vllm(config: NodeOptions) -> None:

@@ -46,8 +46,8 @@ FENCEABLE = {"tcp", "self", "srd", "ib", "cuda_copy", "gdr_copy", "rocm_copy"} |
 RNDV_THRESH = "inf"
 
 
-def ucx_settings(interface: str) -> dict[str, str]:
-    """Return UCX's variables for an agent; an empty interface leaves the choice to UCX.
+def ucx_settings(devices: str) -> dict[str, str]:
+    """Return UCX's variables for an agent; without devices UCX chooses them.
 
     Raises:
         ConfigInvalid: The environment has a value that breaks the guarantees of this transport; the message names it.
@@ -64,7 +64,7 @@ def ucx_settings(interface: str) -> dict[str, str]:
             f"UCX_RNDV_THRESH={threshold} makes UCX abort this process when a peer dies; "
             "unset UCX_RNDV_THRESH"
         )
-    return {"UCX_TLS": links} | ({"UCX_NET_DEVICES": interface} if interface else {})
+    return {"UCX_TLS": links} | ({"UCX_NET_DEVICES": devices} if devices else {})
 
 
 class NixlTransport:
@@ -77,7 +77,7 @@ class NixlTransport:
     name = "nixl"
 
     def __init__(self, config: TransportConfig | None = None) -> None:
-        self._settings = ucx_settings((config or TransportConfig()).interface)
+        self._settings = ucx_settings((config or TransportConfig()).ucx_devices)
         # Imported here, so that a missing library is an error at start and not at the first call.
         from tandem.kvtransfer.transports import nixl_agent
 
