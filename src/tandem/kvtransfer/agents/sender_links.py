@@ -93,6 +93,7 @@ class DecodeLink:
         part: Index of the rank among the `num_parts` decode ranks that this rank pushes to.
         heads: Heads pushed over this link.
         more_ports: Ports of the other prefill ranks that push to the decode rank; empty if unknown here.
+        heartbeat_s: Interval of its pings; 0: the same as ours.
         session: The link's state; only the control thread uses it, and `close` after that thread.
         transport, connection: Set by the worker once it is connected.
         post: `PostingConnection.post` of the connection, if it has one.
@@ -107,6 +108,7 @@ class DecodeLink:
     num_parts: int
     heads: HeadRange
     more_ports: list[int]
+    heartbeat_s: float
     session: LinkSession[SenderLink] = field(default_factory=sender_link)
     transport: str = ""
     connection: Connection | None = None
@@ -158,7 +160,8 @@ class BootstrapPort:
         on_lost: Callable[[DecodeLink, TandemError], None],
     ) -> None:
         self._end, self._inbox, self._control = end, inbox, control
-        self._clock, self._schedule = clock, HeartbeatSchedule(heartbeat, clock())
+        self._clock, self._heartbeat = clock, heartbeat
+        self._schedule = HeartbeatSchedule(heartbeat, clock())
         self._on_message, self._on_lost = on_message, on_lost
         self.links: dict[Peer, DecodeLink] = {}
         self._closing_workers: list[LinkWorker] = []  # of lost links; a write may still run
@@ -260,6 +263,7 @@ class BootstrapPort:
             len(targets),
             targets[hello.tp_rank],
             self._ports_of(sources),
+            hello.heartbeat_s,
         )
 
         def connect() -> None:
@@ -313,6 +317,7 @@ class BootstrapPort:
             first_head=link.heads.destination_first,
             num_heads=link.heads.num_heads,
             protocol=PROTOCOL,
+            heartbeat_s=self._heartbeat.interval_s,
         )
         self.send(link, welcome)
 
@@ -339,7 +344,7 @@ class BootstrapPort:
         is_ping_due = self._schedule.is_ping_due(now_s)
         for link in list(self.links.values()):
             try:
-                self._schedule.check("decode", link.last_received_s, now_s)
+                self._schedule.check("decode", link.heartbeat_s, link.last_received_s, now_s)
             except PeerLost as error:
                 self.drop(link, error)
             if is_ping_due:
