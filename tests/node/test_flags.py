@@ -97,7 +97,7 @@ def test_rdma_devices_are_divided_among_the_ranks(flag, names, tp_size, of_each_
 
 @pytest.mark.parametrize("names", ["a,b", "a,b,c,d"])
 def test_rdma_devices_that_do_not_divide_among_the_ranks_are_rejected(names):
-    with pytest.raises(SettingInvalid, match="--transfer-device names . devices for 3 ranks"):
+    with pytest.raises(SettingInvalid, match=r"--transfer-device names \d devices for 3 ranks"):
         read("--transfer-device", names, "--tp", "3")
 
 
@@ -106,6 +106,13 @@ def test_interface_without_tcp_is_rejected():
     with pytest.raises(SettingInvalid, match="is of tcp; set --transfer-device for nixl, ucx"):
         read(*argv, "nixl,ucx")
     read(*argv, "nixl,tcp")
+
+
+def test_silence_of_its_own_engine_is_a_pause_to_a_colocated_node_for_half_a_minute():
+    (alone, _), (paired, _) = read(role="colocated"), read(role="decode")
+    assert (alone.heartbeat.interval_s, paired.heartbeat.interval_s) == (0.5, 0.5)
+    assert alone.heartbeat.timeout_s > 30 < alone.heartbeat.silence_s
+    assert paired.heartbeat.silence_s < 2
 
 
 def test_simulation_defaults_to_no_time_and_real_pages(tmp_path):

@@ -1,5 +1,6 @@
 """The configuration of a node: read by `flags.py`, validated by `check`, immutable."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -145,6 +146,10 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
+# As long as the silence after which the node itself reports that its engine is hung.
+PAUSE_S = 30.0
+
+
 class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a node, an HTTP process and the engine process under it, as the operator set them.
 
@@ -273,8 +278,9 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """The heartbeat of this node's links."""
-        return heartbeat_of(self.heartbeat_interval_ms)
+        """The heartbeat of this node's links. That of a colocated node leads to its own engine, which may pause."""
+        heartbeat = heartbeat_of(self.heartbeat_interval_ms)
+        return replace(heartbeat, pause_s=PAUSE_S) if self.role == "colocated" else heartbeat
 
 
 class NodeConfig(NodeOptions, frozen=True, kw_only=True):

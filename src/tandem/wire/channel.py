@@ -90,19 +90,21 @@ class Heartbeat:
 
     Attributes:
         interval_s: Seconds between heartbeats. A lost peer is detected within four intervals.
+        pause_s: Additional silence that is no loss, for a peer whose death ends its connection.
     """
 
     interval_s: float = 0.5
+    pause_s: float = 0.0
 
     @property
     def timeout_s(self) -> float:
         """Seconds to wait for the answer to a heartbeat. The next one after a peer's death is sent within an interval."""
-        return 3 * self.interval_s
+        return 3 * self.interval_s + self.pause_s
 
     @property
     def silence_s(self) -> float:
         """Silence after which a peer counts as lost, if it is polled several times an interval."""
-        return 3.5 * self.interval_s
+        return 3.5 * self.interval_s + self.pause_s
 
 
 DEFAULT_HEARTBEAT = Heartbeat()
