@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 
 import pytest
+from structlog.testing import capture_logs
 
 from tandem.kvtransfer import events
 from tandem.kvtransfer.agents.receiver import ReceiverTimeouts
@@ -301,8 +302,39 @@ def test_silent_prefill_is_lost_within_two_seconds(cluster, stack):
     assert decode.next() == RoomSafe(ROOM)
 
 
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_end_of_a_peer_that_stops_is_no_fault(cluster, is_prefill):
+    ends = rig.begin(cluster)
+    for end in ends:
+        end.wait_until(lambda now: now.num_links == 1)
+    stopping, other = ends if is_prefill else reversed(ends)
+    ends[1].wait_until(lambda now: now.num_granted == 1)
+    with capture_logs() as logs:
+        stopping.agent.close()
+        other.wait_until(lambda now: now.num_links == 0)
+    assert [each["event"] for each in logs if each["event"].startswith("kv_link")] == [
+        "kv_link.closed"
+    ]
+    assert {each["log_level"] for each in logs} == {"info"}
+
+
+def test_end_of_a_peer_that_announced_nothing_is_a_fault(cluster, stack):
+    decode = cluster.decode(timeouts=calm_receiver())
+    prefill = rig.fake_prefill(stack)
+    rig.meet(prefill, decode)
+    prefill.welcome()
+    prefill.expect(Grant)
+    with capture_logs() as logs:
+        prefill.close()
+        decode.wait_until(lambda now: now.num_links == 0)
+    [lost] = [each for each in logs if each["event"] == "kv_link.lost"]
+    assert lost["log_level"] == "warning"
+
+
 def test_decode_with_a_longer_interval_may_be_silent_for_longer(cluster, stack):
-    prefill = cluster.prefill(timeouts=calm_sender(heartbeat=DEFAULT_HEARTBEAT), clock=cluster.clock)
+    prefill = cluster.prefill(
+        timeouts=calm_sender(heartbeat=DEFAULT_HEARTBEAT), clock=cluster.clock
+    )
     decode = rig.fake_decode(stack, prefill.agent.port, cluster.transport)
     assert decode.hello(heartbeat_s=2.0).heartbeat_s == DEFAULT_HEARTBEAT.interval_s
     check_silence(prefill, cluster.clock, 6.9, 7.1)

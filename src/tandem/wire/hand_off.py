@@ -222,9 +222,14 @@ class Released(Message, frozen=True, kw_only=True):
 
 
 class LinkPing(Message, frozen=True, kw_only=True):
-    """Heartbeat in both directions. A peer that is silent for 3.5 intervals is lost."""
+    """Heartbeat in both directions. A peer that is silent for 3.5 intervals is lost.
+
+    Attributes:
+        is_last: Whether the sender closes the link now.
+    """
 
     epoch: Epoch
+    is_last: bool = False
 
 
 ToPrefill = Hello | Grant | Withdraw | LinkPing

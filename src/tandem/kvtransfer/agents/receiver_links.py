@@ -86,6 +86,7 @@ class PrefillLink:
         more_ports: Ports of prefill's other ranks that hold our heads; known once the link is up.
         heads: Heads sent over this link, as indices in our pages; known once the link is up.
         heartbeat_s: Interval of prefill's pings; 0: the same as ours.
+        is_closed_by_peer: Whether prefill announced that it closes the link.
         deadline_s: Until the link is up: when the next step must be done.
         welcome_deadline_s: When Welcome must have arrived, if prefill sends pings until then.
     """
@@ -106,6 +107,7 @@ class PrefillLink:
     heads: range = range(0)
     heartbeat_s: float = 0.0
     welcome_deadline_s: float = 0.0
+    is_closed_by_peer: bool = False
 
     @property
     def is_up(self) -> bool:
@@ -244,6 +246,7 @@ class PrefillLinks:
         """Close the sockets and, with them, all listeners."""
         self._closing.set()
         for link in self.links.values():
+            self._send(link, LinkPing(epoch=self._hello.epoch, is_last=True))
             self._apply(link, LinkEvent.SHUT_DOWN)
             link.worker.end()
         for listener in self._listeners.values():
@@ -270,8 +273,7 @@ class PrefillLinks:
                 if link.socket is not None:
                     link.socket.close()
             case LinkAction.REMOVE:
-                log.warning("kv_link.lost", address=link.address, reason=str(error))
-                del self.links[link.address]
+                self._remove(link, error)
             case LinkAction.REPORT_UP:
                 self._on_up(link)
             case LinkAction.REPORT_LOST:
@@ -290,6 +292,13 @@ class PrefillLinks:
                 self._fence_other_offers(link)
             case _:
                 raise AssertionError(action)
+
+    def _remove(self, link: PrefillLink, error: TandemError | None) -> None:
+        if link.is_closed_by_peer:
+            log.info("kv_link.closed", address=link.address)
+        else:
+            log.warning("kv_link.lost", address=link.address, reason=str(error))
+        del self.links[link.address]
 
     def _offer(self, link: PrefillLink) -> str:
         """Resolve the link's host and collect an offer from each transport. Runs on the worker."""
@@ -338,6 +347,9 @@ class PrefillLinks:
                 self._welcome(link, message)
             case Redirect():
                 self._redirect(link, message)
+            case LinkPing(is_last=True):
+                link.is_closed_by_peer = True
+                self.drop(link, PeerLost("prefill closed the link"))
             case LinkPing():  # before Welcome, prefill is alive and registers its pool
                 deadline_s = self._clock() + self._connect_timeout_s
                 link.deadline_s = min(deadline_s, link.welcome_deadline_s)
