@@ -73,9 +73,9 @@ class BareNixl:
     name = "bare nixl"
 
     def __init__(self) -> None:
-        from tandem.kvtransfer.transports import nixl_agent
+        from tandem.kvtransfer.transports import nixl, nixl_agent
 
-        self._agent: Any = nixl_agent.make_agent("")
+        self._agent: Any = nixl_agent.make_agent(nixl.ucx_settings(""))
         self._lists: dict[int, tuple[Any, Any]] = {}
 
     def listen(self, pool: Pool) -> BareListener:

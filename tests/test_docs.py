@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,11 @@ from scripts import check_style, reference
 from scripts.error_remedies import NOT_OVER_HTTP
 from tandem.cli.completion import parsers
 from tandem.cli.main import MODULES
+from tandem.kvtransfer.transports.tcp import TcpTransport
+from tandem.node.command import COMMANDS
+from tandem.node.flags import read_options
 from tests.command_lines import (
+    FENCE,
     PARSERS,
     flags_of,
     refusal,
@@ -74,6 +79,25 @@ def test_every_command_line_of_a_page_is_one_that_the_program_takes(page):
     wrong = {line: said for line in shown_in_blocks(text) if (said := refusal(line))}
     wrong |= {line: said for line in shown_in_sentences(text) if (said := unknown_flags(line))}
     assert wrong == {}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_page_that_installs_activates_the_environment_before_the_first_command(page):
+    text = (ROOT / page).read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    environment = re.search(r"^VENV \?= (\S+)$", makefile, re.MULTILINE)[1]
+    before, command, _ = text.partition("\ntandem ")
+    assert command
+    assert f". {environment}/bin/activate" in FENCE.findall(before + "\n```")[-1][1]
+
+
+def test_commands_of_the_transports_page_pass_the_checks_of_a_node():
+    lines = [shlex.split(line) for line in shown_in_blocks(find("docs/transports.md"))]
+    nodes = [(role, argv) for _, role, *argv in lines if role in COMMANDS]
+    assert [role for role, _ in nodes] == ["prefill", "decode"]
+    for role, argv in nodes:
+        config, _ = read_options(COMMANDS[role].build_parser(), role, argv)
+        TcpTransport(config.transfer.of_transports(config.host))
 
 
 @pytest.mark.parametrize("name", parsers())

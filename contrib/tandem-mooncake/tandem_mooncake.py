@@ -61,6 +61,8 @@ class MooncakeTransport:
 
     def __init__(self, config: TransportConfig | None = None) -> None:
         self._config = config or TransportConfig()
+        # Mooncake's names of devices have no port.
+        self._devices = ",".join(name.partition(":")[0] for name in self._config.devices)
         self._turn = threading.Lock()  # held while an engine is destroyed
 
     def listen(self, pool: Pool) -> Listener:
@@ -77,7 +79,7 @@ class MooncakeTransport:
                 pool,
                 token,
                 address_toward(host, self._config.host),
-                self._config.interface,
+                self._devices,
                 self._turn,
             ),
         )
@@ -92,7 +94,7 @@ class MooncakeTransport:
         return OneSidedConnection(
             facts,
             region,
-            lambda token: _SendingEnd(facts, region, token, self._config.interface, self._turn),
+            lambda token: _SendingEnd(facts, region, token, self._devices, self._turn),
             MAX_PIECES_IN_FLIGHT,
         )
 
@@ -115,13 +117,13 @@ class _End:
         self,
         host: str,
         protocol: Protocol,
-        interface: str,
+        devices: str,
         memory: Sequence[Memory],
         turn: threading.Lock,
     ) -> None:
         self._turn, self._memory = turn, memory
         self._engine: TransferEngine | None = TransferEngine()
-        status = self._engine.initialize(host, "P2PHANDSHAKE", protocol, interface)
+        status = self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices)
         for each in memory:
             status = status or self._engine.register_memory(each.address, each.size_bytes)
         if status:
@@ -144,14 +146,14 @@ class _ReceivingEnd(_End):
     """The engine that one peer writes through."""
 
     def __init__(
-        self, pool: Pool, token: Int64s, host: str, interface: str, turn: threading.Lock
+        self, pool: Pool, token: Int64s, host: str, devices: str, turn: threading.Lock
     ) -> None:
         protocol: Protocol = "tcp"
         with contextlib.suppress(OSError):
             if any(ADAPTERS.iterdir()):
                 protocol = "rdma"
         memory = [Memory.of_pool(pool), Memory.of_token(token)]
-        super().__init__(host, protocol, interface, memory, turn)
+        super().__init__(host, protocol, devices, memory, turn)
         port: int = self._living.get_rpc_port()
         self.facts: Mapping[str, str | int] = {"host": host, "port": port, "protocol": protocol}
 
@@ -164,13 +166,13 @@ class _SendingEnd(_End):
         offer: _Offer,
         region: MemoryRegion,
         token: Int64s,
-        interface: str,
+        devices: str,
         turn: threading.Lock,
     ) -> None:
         self._target = f"{offer.host}:{offer.port}"
         memory = [Memory.of_region(region), Memory.of_token(token)]
         host = address_toward(offer.host, "0.0.0.0")
-        super().__init__(host, offer.protocol, interface, memory, turn)
+        super().__init__(host, offer.protocol, devices, memory, turn)
 
     def read(self, address: int, into: Int64s) -> int:
         """Start reading the token; return the transfer's id."""

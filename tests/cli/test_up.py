@@ -3,6 +3,7 @@ import os
 import re
 import socket
 import stat
+import subprocess
 import sys
 import tempfile
 from itertools import pairwise
@@ -192,6 +193,25 @@ def test_terminal_shows_readiness_and_warnings_and_the_log_file_everything(capsy
     assert [line.strip().endswith(text) for line, text in zip(lines, shown, strict=True)] == [
         True
     ] * 5
+
+
+@pytest.mark.parametrize("is_on_path", [False, True])
+def test_command_of_the_banner_runs_in_a_new_shell(tmp_path, monkeypatch, capsys, is_on_path):
+    tools = tmp_path / "venv" / "bin"
+    tools.mkdir(parents=True)
+    (tools / "activate").write_text(f"PATH={tools}:$PATH\n")
+    (tools / "tandem").write_text("#!/bin/sh\necho shown: $*\n")
+    (tools / "tandem").chmod(0o755)
+    path = f"{tools}:/usr/bin:/bin" if is_on_path else "/usr/bin:/bin"
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.chdir(tmp_path)
+    with Screen(Console(width=80), ["router"], None) as screen:
+        screen.banner("http://localhost:8000", has_page=True)
+    command = re.search("in a browser, or (.*)", capsys.readouterr().out)[1]
+    assert command.startswith("tandem top" if is_on_path else ". venv/bin/activate && tandem top")
+    shell = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=True)
+    assert shell.stdout == "shown: top http://localhost:8000\n"
 
 
 def test_json_log_format_shows_the_lines_of_processes_unchanged():

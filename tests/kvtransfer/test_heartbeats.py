@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 
 import pytest
+from structlog.testing import capture_logs
 
 from tandem.kvtransfer import events
 from tandem.kvtransfer.agents.receiver import ReceiverTimeouts
@@ -266,13 +267,13 @@ def test_a_slow_call_for_one_decode_silences_no_link(pushing, holds, call, is_wr
 NOTICED_WITHIN_S, FORGIVEN_S = 2.0, 1.5
 
 
-def check_silence(node, clock):
+def check_silence(node, clock, forgiven_s=FORGIVEN_S, noticed_within_s=NOTICED_WITHIN_S):
     """Let time pass in which nothing comes from the only peer."""
     node.wait_until(lambda now: now.num_links == 1)
-    clock.now_s += FORGIVEN_S
+    clock.now_s += forgiven_s
     rig.has_turned(node.agent)
     assert node.agent.statistics().num_links == 1
-    clock.now_s += NOTICED_WITHIN_S - FORGIVEN_S
+    clock.now_s += noticed_within_s - forgiven_s
     rig.has_turned(node.agent)
     assert node.agent.statistics().num_links == 0
 
@@ -299,6 +300,87 @@ def test_silent_prefill_is_lost_within_two_seconds(cluster, stack):
     check_silence(decode, cluster.clock)
     assert isinstance(decode.next(RoomLost).error, PeerLost)
     assert decode.next() == RoomSafe(ROOM)
+
+
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_end_of_a_peer_that_stops_is_no_fault(cluster, is_prefill):
+    ends = rig.begin(cluster)
+    for end in ends:
+        end.wait_until(lambda now: now.num_links == 1)
+    stopping, other = ends if is_prefill else reversed(ends)
+    ends[1].wait_until(lambda now: now.num_granted == 1)
+    with capture_logs() as logs:
+        stopping.agent.close()
+        other.wait_until(lambda now: now.num_links == 0)
+    assert [each["event"] for each in logs if each["event"].startswith("kv_link")] == [
+        "kv_link.closed"
+    ]
+    assert {each["log_level"] for each in logs} == {"info"}
+
+
+def test_end_of_a_peer_that_announced_nothing_is_a_fault(cluster, stack):
+    decode = cluster.decode(timeouts=calm_receiver())
+    prefill = rig.fake_prefill(stack)
+    rig.meet(prefill, decode)
+    prefill.welcome()
+    prefill.expect(Grant)
+    with capture_logs() as logs:
+        prefill.close()
+        decode.wait_until(lambda now: now.num_links == 0)
+    [lost] = [each for each in logs if each["event"] == "kv_link.lost"]
+    assert lost["log_level"] == "warning"
+
+
+def test_decode_with_a_longer_interval_may_be_silent_for_longer(cluster, stack):
+    prefill = cluster.prefill(
+        timeouts=calm_sender(heartbeat=DEFAULT_HEARTBEAT), clock=cluster.clock
+    )
+    decode = rig.fake_decode(stack, prefill.agent.port, cluster.transport)
+    assert decode.hello(heartbeat_s=2.0).heartbeat_s == DEFAULT_HEARTBEAT.interval_s
+    check_silence(prefill, cluster.clock, 6.9, 7.1)
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "forgiven_s", "noticed_within_s"), [(2.0, 6.9, 7.1), (0.02, 1.7, 1.8)]
+)
+def test_longer_interval_of_both_ends_determines_when_prefill_is_lost(
+    cluster, stack, interval_s, forgiven_s, noticed_within_s
+):
+    limits = calm_receiver(heartbeat=DEFAULT_HEARTBEAT)
+    decode = cluster.decode(timeouts=limits, clock=cluster.clock)
+    prefill = rig.fake_prefill(stack)
+    assert rig.meet(prefill, decode).heartbeat_s == DEFAULT_HEARTBEAT.interval_s
+    prefill.welcome(heartbeat_s=interval_s)
+    prefill.expect(Grant)
+    check_silence(decode, cluster.clock, forgiven_s, noticed_within_s)
+
+
+def test_interval_above_a_minute_is_no_valid_message(cluster, stack):
+    decode = cluster.decode(timeouts=calm_receiver(), clock=cluster.clock)
+    prefill = rig.fake_prefill(stack)
+    rig.meet(prefill, decode)
+    prefill.welcome(heartbeat_s=61.0)
+    prefill.welcome()
+    assert prefill.expect(Grant).room == ROOM
+
+
+def test_prefill_that_registers_its_pool_has_a_minute_while_it_sends_pings(cluster, stack):
+    limits = ReceiverTimeouts(heartbeat=calm_receiver().heartbeat)
+    decode = cluster.decode(timeouts=limits, clock=cluster.clock)
+    prefill = rig.fake_prefill(stack)
+    rig.meet(prefill, decode)
+    for _ in range(14):
+        cluster.clock.now_s += 4.2  # 58.8 s in all
+        prefill.say("LinkPing")
+        until(lambda: link_of(decode).deadline_s > cluster.clock.now_s + 1)
+    assert not list(decode.agent.events())
+    cluster.clock.now_s += 1.3
+    assert isinstance(decode.next(RoomFailed).error, PeerLost)
+
+
+def link_of(decode):
+    [link] = decode.agent._links.links.values()
+    return link
 
 
 def test_a_prefill_that_never_answers_hello_fails_the_request_in_time(cluster, stack):

@@ -36,11 +36,11 @@ def test_sglang_disaggregation_flags_are_accepted():
     config, meaningless = read(
         *["--model-path", "/m", "--served-model-name", "n", "--disaggregation-mode", "prefill"],
         *["--disaggregation-transfer-backend", "tcp", "--disaggregation-bootstrap-port", "5"],
-        *["--disaggregation-ib-device", "mlx5_0", "--enable-metrics", "--tp", "1"],
+        *["--enable-p2p-check", "--enable-metrics", "--tp", "1"],
     )
     assert (config.transfer.backend, config.transfer.bootstrap_port) == ("tcp", 5)
     assert config.served_model_name == "n"
-    assert meaningless == ["--disaggregation-ib-device", "--enable-metrics"]
+    assert meaningless == ["--enable-p2p-check", "--enable-metrics"]
 
 
 def test_timeouts_of_the_transfer_have_flags_with_bounds():
@@ -75,6 +75,44 @@ def test_vllm_on_a_cpu_rejects_shm_and_defaults_to_tcp():
 def test_transfer_interface_is_in_the_config():
     config, _ = read("--transfer-interface", "eth1", "--host", "0.0.0.0")
     assert config.transfer.interface == "eth1"
+
+
+@pytest.mark.parametrize("flag", ["--transfer-device", "--disaggregation-ib-device"])
+@pytest.mark.parametrize(
+    ("names", "tp_size", "of_each_rank"),
+    [
+        ("", 2, [(), ()]),
+        ("mlx5_0:1", 2, [("mlx5_0:1",), ("mlx5_0:1",)]),
+        ("mlx5_0,mlx5_1", 2, [("mlx5_0",), ("mlx5_1",)]),
+        ("mlx5_0,mlx5_1", 1, [("mlx5_0", "mlx5_1")]),
+        ("a,b,c,d", 2, [("a", "b"), ("c", "d")]),
+    ],
+)
+def test_rdma_devices_are_divided_among_the_ranks(flag, names, tp_size, of_each_rank):
+    config, ignored = read(flag, names, "--tp", str(tp_size), "--transfer-backend", "nixl,tcp")
+    ranks = [config.transfer.of_transports("::1", rank, tp_size) for rank in range(tp_size)]
+    assert [each.devices for each in ranks] == of_each_rank
+    assert ignored == []
+
+
+@pytest.mark.parametrize("names", ["a,b", "a,b,c,d"])
+def test_rdma_devices_that_do_not_divide_among_the_ranks_are_rejected(names):
+    with pytest.raises(SettingInvalid, match=r"--transfer-device names \d devices for 3 ranks"):
+        read("--transfer-device", names, "--tp", "3")
+
+
+def test_interface_without_tcp_is_rejected():
+    argv = ("--host", "0.0.0.0", "--transfer-interface", "mlx5_0:1", "--transfer-backend")
+    with pytest.raises(SettingInvalid, match="is of tcp; set --transfer-device for nixl, ucx"):
+        read(*argv, "nixl,ucx")
+    read(*argv, "nixl,tcp")
+
+
+def test_silence_of_its_own_engine_is_a_pause_to_a_colocated_node_for_half_a_minute():
+    (alone, _), (paired, _) = read(role="colocated"), read(role="decode")
+    assert (alone.heartbeat.interval_s, paired.heartbeat.interval_s) == (0.5, 0.5)
+    assert alone.heartbeat.timeout_s > 30 < alone.heartbeat.silence_s
+    assert paired.heartbeat.silence_s < 2
 
 
 def test_simulation_defaults_to_no_time_and_real_pages(tmp_path):

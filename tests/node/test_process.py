@@ -1,14 +1,19 @@
 """Exit, watchdog and imports of engine processes."""
 
+import asyncio
 import faulthandler
 import gc
 import subprocess
 import sys
 
 import pytest
+import uvloop
 
+from tandem.engine.config import EngineConfig
 from tandem.engine.scheduling.step import StepCounts
+from tandem.node.config import NodeConfig
 from tandem.node.life.ending import FIRST_FORWARDS, StepWatch, without_gc
+from tandem.node.life.engine_process import EngineProcess
 from tests.patience import PATIENCE_S, Clock
 
 HANGS = """
@@ -70,6 +75,25 @@ def test_pass_has_its_full_limit_though_the_watchdog_restarts_once_a_second(arme
         assert ends - clock.now_s >= 300
         clock.now_s += 0.15
     assert len(armed) <= 16
+
+
+def test_engine_killed_at_its_spawn_fails_the_start_with_its_status(monkeypatch):
+    spawn = asyncio.create_subprocess_exec
+
+    async def spawn_killed(*command, **options):
+        process = await spawn(*command, **options)
+        process.kill()
+        await process.wait()
+        while not process.stdin.is_closing():  # noqa: ASYNC110 - a transport has no event
+            await asyncio.sleep(0)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn_killed)
+    config = NodeConfig(role="decode", engine=EngineConfig(model_dir="m"))
+    engine = EngineProcess("tandem", config, lambda: None)
+    failure = uvloop.run(engine.start())
+    assert failure.message == "the engine process exited with status -9 during start-up"
+    engine.drain(1.0)  # an order to a process that has exited
 
 
 ENDS = """

@@ -107,6 +107,38 @@ async def test_node_not_started_yet_is_awaited_and_a_stopped_one_is_down():
             await until_async(lambda: any(one["event"] == "node.down" for one in logs))
 
 
+async def test_node_that_has_never_answered_is_awaited_for_any_reason():
+    absent = FakeNode("decode")
+    async with absent.serving():
+        pass
+    absent.url = "http://nowhere.invalid:7001"  # such as a Service that does not exist yet
+    with structlog.testing.capture_logs() as logs:
+        async with watched([], [absent]):
+            await until_async(lambda: any(one["event"] == "node.awaited" for one in logs))
+    assert not [one for one in logs if one["log_level"] == "warning"]
+
+
+async def test_node_that_answers_and_cannot_be_used_is_a_warning_even_at_its_start():
+    node = FakeNode("decode", refusal="its model is gone")
+    with structlog.testing.capture_logs() as logs:
+        async with node.serving(), watched([], [node]):
+            await until_async(lambda: any(one["event"] == "node.unusable" for one in logs))
+    assert {one["log_level"] for one in logs if one["event"] == "node.unusable"} == {"warning"}
+
+
+async def test_node_that_drains_and_exits_logs_no_warning():
+    prefill, decode = FakeNode("prefill"), FakeNode("decode")
+    with structlog.testing.capture_logs() as logs:
+        async with prefill.serving(), AsyncExitStack() as stack:
+            async with decode.serving():
+                backend = await stack.enter_async_context(watched([prefill], [decode]))
+                await until_async(lambda: backend.health().is_serving)
+                decode.now_says(is_draining=True)
+                await until_async(lambda: any(one["event"] == "node.draining" for one in logs))
+            await until_async(lambda: any(one["event"] == "node.awaited" for one in logs))
+    assert not [one for one in logs if one["log_level"] == "warning"]
+
+
 async def test_node_restarted_at_its_address_serves_within_five_seconds():
     # What one visit may take at worst, a pause behind it, and the first answer of the new engine.
     assert INFO_TIMEOUT_S + LAST_RETRY_S + FIRST_ANSWER_TIMEOUT_S <= 5

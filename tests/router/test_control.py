@@ -40,6 +40,28 @@ def test_in_flight_requests_of_all_workers_are_added_per_known_node():
 OPTIONS = FrontendOptions(http=HttpOptions(api_keys=("one", "two")), operator_key="operator")
 
 
+@pytest.mark.parametrize(("node_wait_s", "waited_s"), [(7.0, 7.0), (0.0, 2.0)])
+async def test_successor_of_a_worker_that_had_nodes_meets_a_pair_before_it_accepts_connections(
+    node_wait_s, waited_s
+):
+    config = RouterConfig(discovers_announced=True, node_wait_s=node_wait_s)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        launcher = EdgeLauncher(config, sock, [], "")
+        (worker,) = launcher._workers
+        waits_s = []
+        for _process in range(3):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                link = await launcher.open_link(worker, ours, sock.fileno())
+                start = await asyncio.to_thread(control.read_start, theirs.fileno())
+                waits_s.append(start.pair_wait_s)
+                link.message_handlers["up"](b'["http://10.0.0.4:7000"]')
+                link.message_handlers["up"](b"[]")
+            link.end()
+            worker.reset()
+    assert waits_s == [0.0, waited_s, waited_s]
+
+
 def key(name: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {name}"}
 

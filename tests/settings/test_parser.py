@@ -109,6 +109,16 @@ def test_empty_variable_is_unset(tmp_path):
     assert (read.router, read.page_size) == (["http://a"], 16)
 
 
+@pytest.mark.parametrize("url", ["tcp://10.96.0.7:8000", "udp://[fd00::7]:8000"])
+def test_service_variables_of_kubernetes_set_no_flag(url):
+    made = parser({"TANDEM_PORT": url, "TANDEM_LINK_PORT": url, "TANDEM_PORT_8000_TCP": url})
+    made.add_argument("--port", type=int, default=7000, help="a port")
+    made.add_argument("--link-port", type=int, default=7001, help="a port")
+    read = made.parse_args([])
+    assert (read.port, read.link_port) == (7000, 7001)
+    assert parser({"TANDEM_PREFILL": url}).parse_args([]).prefill == [[url]]
+
+
 def test_each_name_of_a_flag_has_a_variable():
     made = parser({"TANDEM_BLOCK_SIZE": "32"})
     assert made.parse_args([]).page_size == 32

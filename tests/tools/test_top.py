@@ -97,6 +97,25 @@ def test_a_large_cluster_fits_the_terminal(width, num_lines):
     assert " more" in line_with(lines, "nodes, and")
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_narrow_terminal_shortens_states_and_cuts_no_number(width):
+    down = scenes.node(
+        "decode", 9, state="down", reason="a reason that fills more than one line " * 3
+    )
+    overview = scenes.tiered(2, 2)
+    lines = drawn(scenes.overview([*overview.nodes, down]), width=width)
+    assert max(map(len, lines)) <= width
+    header = next(number for number, line in enumerate(lines) if line.startswith("role"))
+    names = lines[header].split()
+    assert [name for name in names if name != "pages"] == [
+        *("role", "node", "state", "run", "wait", "tok/s", "KV")
+    ]
+    rows = lines[header + 1 : header + 6]
+    assert [row.split()[0] for row in rows] == ["prefill"] * 2 + ["decode"] * 3
+    assert all(row.rstrip().endswith("B/s") for row in rows)
+    assert all(node.id in row for node, row in zip(overview.nodes, rows, strict=False))
+
+
 def test_remote_text_cannot_control_the_terminal():
     hostile = "\x1b]0;mine\x07[red]x\x1b[2J\n"
     overview = scenes.overview(

@@ -10,6 +10,7 @@ from tandem.wire.errors import ConfigInvalid
 CHANGED = TransferConfig(
     backend="tcp",
     interface="lo",
+    devices="mlx5_0",
     bootstrap_port=9001,
     grant_timeout_s=1.5,
     early_grant_timeout_s=2.5,
@@ -33,6 +34,7 @@ def test_defaults_of_the_transfer():
     assert msgspec.to_builtins(TransferConfig()) == {
         "transfer_backend": "auto",
         "transfer_interface": "",
+        "transfer_device": "",
         "bootstrap_port": 8998,
         "grant_timeout_s": 300.0,
         "early_grant_timeout_s": 30.0,

@@ -11,7 +11,7 @@ from tandem.wire.hand_off import FromPrefill, ToPrefill
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
 NAMED = re.compile(r"`(\w+)`(?: = ([^\s`,|]+))?")
-DEFAULTS = {"nil": None, "[]": [], '""': ""}
+DEFAULTS = {"nil": None, "false": False, "[]": [], '""': ""}
 
 
 def rows(title):

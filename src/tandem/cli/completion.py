@@ -30,7 +30,7 @@ More: docs/configuration.md
 """
 
 
-def parsers() -> dict[str, argparse.ArgumentParser]:
+def parsers() -> dict[str, Parser]:
     """Return the parser of each command by name."""
     return {
         "up": tandem.cli.up.build_parser(),

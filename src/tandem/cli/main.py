@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from tandem import __version__
+from tandem.cli.variables import warn_of_unknown
 from tandem.settings.flags import SettingInvalid, error_prefix
 from tandem.wire.errors import ConfigInvalid, TandemError
 
@@ -111,6 +112,7 @@ def run(argv: Sequence[str]) -> int:
         return 2
     try:
         read_key_file()
+        warn_of_unknown(f"tandem {name}")
         return _execute(name, rest)
     except (SettingInvalid, TandemError) as error:
         sys.stderr.write(f"{error_prefix(f'tandem {name}')}{error.for_operators}\n")

@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 import itertools
 import os
+import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -105,6 +107,15 @@ def shown_url(scheme: str, host: str, port: int) -> str:
     """Return the URL at which this machine reaches a server on `host`."""
     shown = "localhost" if host in ("127.0.0.1", "0.0.0.0", "::", "::1") else host
     return f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{port}"
+
+
+def activation() -> str:
+    """Return the shell command that puts `tandem` on the PATH, to begin a command line; empty if `tandem` is there."""
+    script = Path(sys.prefix, "bin", "activate")
+    if shutil.which("tandem") or not script.is_file():
+        return ""
+    shown = script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script
+    return f". {shlex.quote(str(shown))} && "
 
 
 def run(
@@ -204,7 +215,11 @@ class Screen:
         """Show how to use a server that is ready. A router has a web page."""
         self._progress.stop()
         log = "" if self.log is None else f"  log: {self.log.name}\n"
-        page = f"  Dashboard: {url} in a browser, or tandem top {url}\n" if has_page else ""
+        page = (
+            f"  Dashboard: {url} in a browser, or {activation()}tandem top {url}\n"
+            if has_page
+            else ""
+        )
         self.console.print(
             Text.from_markup(
                 f"\n[bold green]Tandem serves at {url}[/]  (Ctrl-C stops it)\n\n"

@@ -16,7 +16,13 @@ from tandem.frontend.http.server import listen
 from tandem.node.config import NodeOptions
 from tandem.node.flags import add_hidden_flags, split_argv
 from tandem.node.flags import build_parser as build_node_parser
-from tandem.node.machine import DEFAULTS, is_cpu_build, num_cores, num_gpus
+from tandem.node.machine import (
+    DEFAULTS,
+    is_cpu_build,
+    num_cores,
+    num_gpus,
+    require_packages,
+)
 from tandem.router.arguments import build_parser as build_router_parser
 from tandem.router.arguments import parse
 from tandem.router.config import RouterConfig
@@ -269,6 +275,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(split_argv(argv)[0])
     if args.num_prefills < 1 or args.num_decodes < 1:
         parser.error("--prefills and --decodes must be at least 1")
+    if vars(args)["simulation.engine"] != "vllm":
+        require_packages()
     gpus = 0 if is_cpu_build() else num_gpus()
     # Each process reads its settings from a file; inherited variables would set the router's flags on nodes too.
     others = (build_node_parser("tandem up", "prefill", "", 0), build_router_parser())

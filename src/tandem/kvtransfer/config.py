@@ -7,6 +7,7 @@ import msgspec
 from tandem.kvtransfer.checksum import Verify
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.settings.flags import Flag
+from tandem.wire.errors import ConfigInvalid
 
 # Bounds of the timeouts. Below the minimum, healthy peers would time out.
 MIN_TRANSFER_TIMEOUT_S = 0.1
@@ -44,9 +45,19 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "--transfer-interface",
             metavar="NAME",
-            help="network interface for tcp, by its IPv4 or IPv6 address as in --host",
+            help="network interface of tcp, by its IPv4 or IPv6 address as in --host",
         ),
     ] = msgspec.field(default="", name="transfer_interface")
+    devices: Annotated[
+        str,
+        Flag(
+            "--transfer-device",
+            "--disaggregation-ib-device",
+            metavar="NAMES",
+            help="RDMA devices of nixl, ucx and mooncake, such as mlx5_0:1: one for all ranks, or as many for each "
+            "rank, separated by commas in the order of the ranks",
+        ),
+    ] = msgspec.field(default="", name="transfer_device")
     bootstrap_port: Annotated[
         int,
         Flag(
@@ -105,6 +116,19 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = msgspec.field(default="sample", name="verify_kv")
 
-    def of_transports(self, host: str) -> TransportConfig:
-        """Return the part that transports need, for a node that listens on `host`."""
-        return TransportConfig(host=host, interface=self.interface)
+    def of_transports(self, host: str, tp_rank: int = 0, tp_size: int = 1) -> TransportConfig:
+        """Return the part that transports need, for a rank of a node that listens on `host`.
+
+        Raises:
+            ConfigInvalid: The devices cannot be divided among the ranks.
+        """
+        names = self.devices.split(",") if self.devices else []
+        if len(names) > 1:
+            share, rest = divmod(len(names), tp_size)
+            if rest or not share:
+                raise ConfigInvalid(
+                    f"--transfer-device names {len(names)} devices for {tp_size} ranks; name one, or as many for each rank",
+                    topic="docs/transports.md#flags",
+                )
+            names = names[tp_rank * share : (tp_rank + 1) * share]
+        return TransportConfig(host=host, interface=self.interface, devices=tuple(names))

@@ -15,13 +15,13 @@ from tandem.engine.config import config_with_model
 from tandem.frontend.options import warn_of_exposed_keys
 from tandem.node.config import NodeConfig, NodeOptions, NodeRole
 from tandem.node.flags import FLAGS_WITHOUT_EFFECT, build_parser, read_options
-from tandem.node.machine import warn_of_unused_gpus, with_dtype
+from tandem.node.machine import require_packages, warn_of_unused_gpus, with_dtype
 from tandem.node.models.checkpoint import resolve_model, sampling_defaults
 from tandem.settings.flags import error_prefix
 from tandem.settings.parser import Parser
 from tandem.telemetry import log as logs
 from tandem.wire.channel import DESCRIPTORS_PER_LINK, raise_descriptor_limit
-from tandem.wire.errors import TandemError
+from tandem.wire.errors import ConfigInvalid, TandemError
 from tandem.wire.keys import cluster_key, operator_key, warn_of_weak_secret
 
 log = logs.get_logger(__name__)
@@ -75,6 +75,8 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
     parser = command.build_parser()
     try:
         options, ignored = read_options(parser, command.role, argv)
+        if options.simulation.engine != "vllm":  # vLLM's environment has the packages that it needs
+            require_packages()
         logs.configure(options.log_level, options.log_format, role=options.role)
         num_running = options.engine.max_running_requests
         raise_descriptor_limit(
@@ -116,9 +118,19 @@ decode = partial(run, COMMANDS["decode"])
 
 
 def default_cache_dir() -> Path:
-    """Return the default directory of converted models and tokenizers."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "tandem"
+    """Return the default directory of converted models and tokenizers.
+
+    Raises:
+        ConfigInvalid: This user has no home directory.
+    """
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "tandem"
+    try:
+        return Path.home() / ".cache" / "tandem"
+    except RuntimeError as error:  # HOME is not set, and the user id has no entry in /etc/passwd
+        raise ConfigInvalid(
+            "this user has no home directory for the cache of converted models; set HOME or --cache-dir"
+        ) from error
 
 
 def with_model(options: NodeOptions) -> NodeConfig:

@@ -1,5 +1,6 @@
 """The configuration of a node: read by `flags.py`, validated by `check`, immutable."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,7 +18,7 @@ from tandem.frontend.options import (
 )
 from tandem.kvtier.spec import parse_tiers
 from tandem.kvtransfer.config import TransferConfig
-from tandem.kvtransfer.transports.registry import names_of
+from tandem.kvtransfer.transports.registry import WITH_DEVICES, names_of
 from tandem.settings.flags import HEARTBEAT, LOG_FORMAT, LOG_LEVEL, PORT, Flag
 from tandem.telemetry.log import LogFormat
 from tandem.wire.channel import Heartbeat, heartbeat_of
@@ -143,6 +144,10 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
                     topic="docs/simulation.md",
                 )
         return None
+
+
+# As long as the silence after which the node itself reports that its engine is hung.
+PAUSE_S = 30.0
 
 
 class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,8 +278,9 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """The heartbeat of this node's links."""
-        return heartbeat_of(self.heartbeat_interval_ms)
+        """The heartbeat of this node's links. That of a colocated node leads to its own engine, which may pause."""
+        heartbeat = heartbeat_of(self.heartbeat_interval_ms)
+        return replace(heartbeat, pause_s=PAUSE_S) if self.role == "colocated" else heartbeat
 
 
 class NodeConfig(NodeOptions, frozen=True, kw_only=True):
@@ -295,7 +301,7 @@ def check(config: NodeOptions) -> NodeOptions:
             topic="docs/transports.md#flags",
         )
     if config.role != "colocated":
-        transports_of(config)
+        _check_transfer(config)
     if engine.simulation is not None and engine.tp_size > 1:
         raise ConfigInvalid(
             "--engine simulated does not take --tp; put the combined speed into --sim-profile"
@@ -328,6 +334,16 @@ def transports_of(config: NodeOptions) -> list[str]:
     """Return the transports that a node may use, best first; raise `ConfigInvalid` if one does not reach its pool."""
     is_own_pool = config.simulation.engine != "vllm"
     return names_of(config.transfer.backend, config.engine.device, is_own_pool=is_own_pool)
+
+
+def _check_transfer(config: NodeOptions) -> None:
+    names, interface = transports_of(config), config.transfer.interface
+    if interface and WITH_DEVICES.issuperset(names):
+        raise ConfigInvalid(
+            f"--transfer-interface {interface} is of tcp; set --transfer-device for {', '.join(names)}",
+            topic="docs/transports.md#flags",
+        )
+    config.transfer.of_transports(config.host, 0, config.engine.tp_size)
 
 
 def _check_vllm(config: NodeOptions) -> None:

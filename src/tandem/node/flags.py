@@ -19,7 +19,6 @@ FLAGS_WITHOUT_EFFECT = {
     "--enable-chunked-prefill": "prompts are always computed in chunks",
     "--enable-p2p-check": "the transport checks its own link",
     "--enable-metrics": "metrics are always at /metrics",
-    "--disaggregation-ib-device": "--transfer-interface names the device",
     "--tokenizer-worker-num": "the router's edge workers tokenize",
     "--detokenizer-worker-num": "the router's edge workers detokenize",
     "--stream-interval": "requests set it: sampling_params.stream_interval",

@@ -5,6 +5,7 @@ Nothing here imports torch, except the probe in a separate process: `python -m t
 
 import fcntl
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
@@ -97,6 +98,20 @@ def is_cpu_build() -> bool:
         return importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
         return False
+
+
+# Packages of the extra `node`, and torch, by their import names; a plain install suffices for the router and its clients.
+NODE_PACKAGES = (
+    *("torch", "transformers", "accelerate", "gguf", "huggingface_hub", "numba", "numpy"),
+    *("safetensors", "xgrammar"),
+)
+
+
+def require_packages() -> None:
+    """Raise `ModuleNotFoundError` if a package of nodes is not installed. Imports none of them."""
+    for name in NODE_PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 # ── the type of weights on a CPU ─────────────────────────────────────────────────────────────────

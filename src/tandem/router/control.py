@@ -45,6 +45,7 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
         index: 0 ... num_workers - 1.
         socket_fd: File descriptor of the inherited listening socket.
         metrics_directory: Directory of the workers' shared prometheus_client counters; empty for a single worker.
+        pair_wait_s: Longest wait for the first pair before the worker accepts connections.
     """
 
     config: RouterConfig
@@ -52,6 +53,7 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     socket_fd: int
     members: Members
     metrics_directory: str = ""
+    pair_wait_s: float = 0.0
 
 
 class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -14,6 +14,7 @@ a list in a file, and shell words in the environment. The other names of a flag 
 import argparse
 import difflib
 import os
+import re
 import shlex
 import sys
 import tomllib
@@ -31,6 +32,10 @@ _FALSE = {"", "0", "false", "no", "off"}
 _TRUE = {"1", "true", "yes", "on"}
 _LAYERS = ("help", "help_all", "config")  # flags that only the command line may set
 _HELP = {"-h", "--help", "--help-all"}
+# Kubernetes sets these variables in every container for a Service named `tandem` or `tandem-...`.
+_OF_SERVICE = re.compile(
+    r"TANDEM_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
 _HEADLESS_SERVICE = "use --discover-dns ROLE=HOST:PORT with the name of a headless Service"
 # What to use instead of flags that were removed, either from every command or from the command that the key names.
 _REMOVED = {
@@ -74,6 +79,12 @@ _REMOVED = {
         _HEADLESS_SERVICE,
     ),
 }
+
+
+def is_of_kubernetes(variable: str, value: str) -> bool:
+    """Whether Kubernetes set this variable for a Service; `TANDEM_PORT` is then a URL, such as tcp://10.96.0.7:8000."""
+    is_url = variable.endswith("_PORT") and value.startswith(("tcp://", "udp://", "sctp://"))
+    return is_url or _OF_SERVICE.fullmatch(variable) is not None
 
 
 class Parser(argparse.ArgumentParser):
@@ -258,7 +269,9 @@ class Parser(argparse.ArgumentParser):
         for action in self._layered_actions():
             for variable in _variables_of(action):
                 # An empty variable is unset: compose files and scripts pass unset variables on as empty ones.
-                if action.dest not in taken and (text := self._environment.get(variable)):
+                text = self._environment.get(variable, "")
+                is_set = bool(text) and not is_of_kubernetes(variable, text)
+                if is_set and action.dest not in taken:
                     taken.add(action.dest)
                     sources[action.dest] = variable
                     value = _value_of_variable(action, text, variable, self)

@@ -43,6 +43,8 @@ PAGE_STATES = (
     ("free", "░", "bright_black"),
 )
 STYLES = {"up": "green", "down": "red"}
+# Narrower terminals have no room for the bars of pages.
+WIDTH_WITH_BARS = 72
 # Lines outside the rows of the table on a terminal of 80 columns: headline, problem, table header, legend.
 FIXED_LINES = 12
 
@@ -140,14 +142,19 @@ def picture(
     more = f", and {num_hidden} more" if num_hidden else ""
     table = Table(title=f"\nnodes{more}", title_justify="left", title_style="bold", box=None)
     table.pad_edge = False
-    for name in ("role", "node", "state", "pages"):
-        table.add_column(name, no_wrap=True, header_style="bright_black")
+    bar_width = max(8, min(30, width // 6)) if width >= WIDTH_WITH_BARS else 0
+    for name in ("role", "node", "state", *(["pages"] if bar_width else [])):
+        # On a narrow terminal rich shortens the states, never a number.
+        table.add_column(name, no_wrap=name != "state", header_style="bright_black")
     for name in ("run", "wait", "tok/s", "KV"):
         table.add_column(name, justify="right", no_wrap=True, header_style="bright_black")
     for node in nodes:
         # Rich parses the markup of a string, but not of a Text.
         table.add_row(
-            *(Text(cell) if isinstance(cell, str) else cell for cell in _row(node, width))
+            *(
+                Text(cell) if isinstance(cell, str) else cell
+                for cell in _row(node, width, bar_width)
+            )
         )
     legend = [Text(f"{char} {state}", style=style) for state, char, style in PAGE_STATES]
     return Group(*_headline(overview, problem), table, Columns(legend, padding=(0, 2)))
@@ -183,20 +190,23 @@ def _headline(overview: Overview, problem: str) -> Iterator[RenderableType]:
     yield Columns([Text(f"{name} {value}") for name, value in facts.items()], padding=(0, 3))
 
 
-def _row(node: NodeView, width: int) -> Sequence[str | Text]:
+def _row(node: NodeView, width: int, bar_width: int) -> Sequence[str | Text]:
     rates, is_prefill = node.rates, node.role == "prefill"
     moved = rates.pushed_bytes if is_prefill else rates.received_bytes
     reason = f": {plain(node.reason)}" if node.reason and node.state == "down" else ""
-    state = Text(f"{node.state}{reason}", style=STYLES.get(node.state, "yellow"))
+    style = STYLES.get(node.state, "yellow")
+    state = Text(f"{node.state}{reason}", style=style, no_wrap=True, overflow="ellipsis")
+    name = Text(plain(node.id))
+    name.truncate(width // 3, overflow="ellipsis")
     for tier in node.load.tiers:
         if tier.state != "up":
             words = f", {plain(tier.name)} {plain(tier.state)}".replace("_", " ")
             state.append(words, style="yellow")
     return [
         node.role or "?",
-        plain(node.id),
+        name,
         state,
-        page_bar(node, max(8, min(30, width // 6))),
+        *([page_bar(node, bar_width)] if bar_width else []),
         number(node.load.num_running),
         number(node.load.num_waiting),
         number(rates.prompt_tokens if is_prefill else rates.generated_tokens),

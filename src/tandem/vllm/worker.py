@@ -168,7 +168,7 @@ class PrefillWorker(WorkerHalf):
                 config.fingerprint,
                 caches.layout,
                 caches.region,
-                _transports(config, caches),
+                _transports(config, caches, rank.shard),
                 rank_ports=others if rank.number == 0 else (),
                 shard=rank.shard,
             ),
@@ -273,7 +273,7 @@ class DecodeWorker(WorkerHalf):
             fingerprint=config.fingerprint,
             layout=caches.layout,
             region=caches.region,
-            transports=_transports(config, caches),
+            transports=_transports(config, caches, rank.shard),
             waker=self.waker,
             key=cluster_key(config.host, is_insecure=config.is_insecure),
             timeouts=ReceiverTimeouts(landed_s=config.landed_timeout_s),
@@ -362,9 +362,9 @@ def make_worker(
     return make(config, caches, rank)
 
 
-def _transports(config: HandOffConfig, caches: Caches) -> list[Transport]:
-    settings, device = config.of_transports(config.host), caches.region.device
-    return transports(config.backend, settings, device, is_own_pool=False)
+def _transports(config: HandOffConfig, caches: Caches, shard: Shard) -> list[Transport]:
+    settings = config.of_transports(config.host, shard.tp_rank, shard.tp_size)
+    return transports(config.backend, settings, caches.region.device, is_own_pool=False)
 
 
 def _room_in_use(room: Room) -> ErrorInfo:

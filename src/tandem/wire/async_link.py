@@ -131,7 +131,7 @@ class AsyncLink(Generic[In]):
             self._lost.set()
 
     def close(self) -> None:
-        """Close the socket and discard unsent messages. Safe to call twice."""
+        """Close the socket, as `Link.close`. Safe to call twice."""
         if not self._link.socket.closed:
             self._loop.remove_reader(self._fd)
             self._loop.remove_reader(self._monitor_fd)

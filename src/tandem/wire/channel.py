@@ -48,6 +48,8 @@ MAX_MESSAGE_BYTES = 16 << 20
 HIGH_WATER_MARK = 8192
 # Time for the I/O thread to close a port. None of its tasks takes longer than a millisecond.
 UNBIND_TIMEOUT_S = 5.0
+# Time for the last messages of a closed socket, which take microseconds on a connection that works.
+LINGER_MS = 100
 MIN_INTERVAL_S = 0.02
 MAX_INTERVAL_S = 60.0
 # File descriptors of a connecting link: the connection, libzmq's socket and both ends of its monitor. At the
@@ -90,19 +92,21 @@ class Heartbeat:
 
     Attributes:
         interval_s: Seconds between heartbeats. A lost peer is detected within four intervals.
+        pause_s: Additional silence that is no loss, for a peer whose death ends its connection.
     """
 
     interval_s: float = 0.5
+    pause_s: float = 0.0
 
     @property
     def timeout_s(self) -> float:
         """Seconds to wait for the answer to a heartbeat. The next one after a peer's death is sent within an interval."""
-        return 3 * self.interval_s
+        return 3 * self.interval_s + self.pause_s
 
     @property
     def silence_s(self) -> float:
         """Silence after which a peer counts as lost, if it is polled several times an interval."""
-        return 3.5 * self.interval_s
+        return 3.5 * self.interval_s + self.pause_s
 
 
 DEFAULT_HEARTBEAT = Heartbeat()
@@ -199,7 +203,7 @@ def configure(
     sock: zmq.Socket[Any], key: ChannelKey | None, heartbeat: Heartbeat, *, is_server: bool
 ) -> None:
     """Set the socket options of one end: limits, heartbeats and keys."""
-    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.LINGER, LINGER_MS)
     sock.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     sock.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -315,14 +319,14 @@ class Inbox(Generic[In]):
             raise PeerLost(f"link {peer.hex()} is gone: {error.strerror}") from error
 
     def close(self) -> None:
-        """Unbind the address and discard unsent messages. Safe to call twice."""
+        """Unbind the address; discard messages that are unsent `LINGER_MS` later. Safe to call twice."""
         if self.socket.closed:
             return
         # Closing a socket unbinds it only some time later, so unbind first and wait.
         self.socket.unbind(self.address)
         self._handshakes.wait_closed(UNBIND_TIMEOUT_S)
         self._handshakes.close()
-        self.socket.close(linger=0)
+        self.socket.close()
 
     def __enter__(self) -> Self:
         return self
@@ -398,9 +402,9 @@ class Link(Generic[In]):
             raise PeerLost(f"no connection to {self.address}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Close the socket and discard unsent messages. Safe to call twice."""
+        """Close the socket; discard messages that are unsent `LINGER_MS` later. Safe to call twice."""
         self.handshakes.close()
-        self.socket.close(linger=0)
+        self.socket.close()
 
 
 _WAKES = 4096  # bytes per read; one read is usually enough

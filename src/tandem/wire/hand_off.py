@@ -92,6 +92,8 @@ class LayoutInfo(msgspec.Struct, frozen=True):
 # Maximum number of ranks of a node; no tensor-parallel group is that large.
 MAX_RANKS = 1024
 
+# At most `channel.MAX_INTERVAL_S`: a peer must not declare an interval in which its death goes unnoticed.
+HeartbeatInterval = Annotated[float, msgspec.Meta(ge=0, le=60)]
 Ports = Annotated[list[int], msgspec.Meta(max_length=MAX_RANKS)]
 
 
@@ -103,6 +105,7 @@ class Hello(Message, frozen=True, kw_only=True):
         tp_rank: Decode's rank that sends this, from which prefill chooses its own rank for the link.
         model_kv_heads: KV heads of the whole model; 0: as many as in `layout`.
         protocol: Protocol version of decode.
+        heartbeat_s: Interval of decode's pings; 0: that of prefill.
     """
 
     epoch: Epoch
@@ -113,6 +116,7 @@ class Hello(Message, frozen=True, kw_only=True):
     tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
     model_kv_heads: int = 0
     protocol: int = 1
+    heartbeat_s: HeartbeatInterval = 0.0
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -124,6 +128,7 @@ class Welcome(Message, frozen=True, kw_only=True):
         first_head: First head of decode's pages that is sent over this link.
         num_heads: Heads that are sent over this link; None: all.
         protocol: Protocol version of prefill.
+        heartbeat_s: Interval of prefill's pings; 0: that of decode.
     """
 
     epoch: Epoch
@@ -132,6 +137,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     first_head: int = 0
     num_heads: int | None = None
     protocol: int = 1
+    heartbeat_s: HeartbeatInterval = 0.0
 
 
 class Redirect(Message, frozen=True, kw_only=True):
@@ -216,9 +222,14 @@ class Released(Message, frozen=True, kw_only=True):
 
 
 class LinkPing(Message, frozen=True, kw_only=True):
-    """Heartbeat in both directions. A peer that is silent for 3.5 intervals is lost."""
+    """Heartbeat in both directions. A peer that is silent for 3.5 intervals is lost.
+
+    Attributes:
+        is_last: Whether the sender closes the link now.
+    """
 
     epoch: Epoch
+    is_last: bool = False
 
 
 ToPrefill = Hello | Grant | Withdraw | LinkPing

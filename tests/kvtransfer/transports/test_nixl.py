@@ -1,6 +1,10 @@
 """Tests specific to NIXL; test_transports.py and test_one_sided.py have the shared ones."""
 
 import gc
+import os
+import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -10,7 +14,7 @@ import pytest
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool
-from tandem.kvtransfer.transports.nixl import NixlTransport
+from tandem.kvtransfer.transports.nixl import LINKS, NixlTransport
 from tandem.wire.errors import PeerLost, TransferRefused
 from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
@@ -41,6 +45,28 @@ def whole_pool():
 def test_links_between_hosts_may_be_named(region, monkeypatch):
     monkeypatch.setenv("UCX_TLS", "rc_x,tcp")
     NixlTransport().listen(Pool.packed(region, 4096, 1)).close()
+
+
+MAKE = """
+import os, sys
+from tandem.kvtransfer.transports.nixl_agent import make_agent
+before = dict(os.environ)
+make_agent({"UCX_TLS": sys.argv[1]})
+assert os.environ == before
+"""
+
+
+@pytest.mark.parametrize(
+    ("links", "excluded"), [(LINKS, {"posix", "sysv", "cma", "cuda_ipc"}), ("^sm,self", {"self"})]
+)
+def test_agent_has_none_of_the_links_that_a_list_excludes(tmp_path, links, excluded):
+    log = tmp_path / "ucx.log"
+    environment = {**os.environ, "UCX_LOG_LEVEL": "debug", "UCX_LOG_FILE": str(log)}
+    environment.pop("UCX_TLS", None)
+    subprocess.run([sys.executable, "-c", MAKE, links], env=environment, check=True)
+    used = set(re.findall(r"created interface\[\d+\]=\S+ using (\w+)/", log.read_text()))
+    assert "tcp" in used
+    assert used & excluded == set()
 
 
 def test_bytes_land_only_when_this_process_reads_them(listener, region):

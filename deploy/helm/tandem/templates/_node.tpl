@@ -16,6 +16,9 @@
 {{- with $values.transfer.interface }}
 - {{ printf "--transfer-interface=%s" . | quote }}
 {{- end }}
+{{- with $values.transfer.device }}
+- {{ printf "--transfer-device=%s" . | quote }}
+{{- end }}
 {{- with $values.model.path }}
 - {{ printf "--model=%s" . | quote }}
 {{- end }}

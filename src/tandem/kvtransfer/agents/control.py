@@ -93,14 +93,18 @@ class HeartbeatSchedule:
             self._next_ping_s = now_s + self._heartbeat.interval_s
         return is_due
 
-    def check(self, role: str, last_received_s: float, now_s: float) -> None:
-        """Check that a peer sent something within the silence timeout.
+    def check(self, role: str, interval_s: float, last_received_s: float, now_s: float) -> None:
+        """Check that a peer sent something within the silence timeout, which depends on the longer interval of both ends.
+
+        Args:
+            interval_s: Interval of the peer's pings; 0: the same as ours.
 
         Raises:
             PeerLost: It did not.
         """
-        if now_s - last_received_s > self._heartbeat.silence_s:
-            raise PeerLost(f"{role} was silent for {self._heartbeat.silence_s:g} s")
+        silence_s = max(self._heartbeat.silence_s, Heartbeat(interval_s).silence_s)
+        if now_s - last_received_s > silence_s:
+            raise PeerLost(f"{role} was silent for {silence_s:g} s")
 
 
 # Writes in flight per link: enough that the link never idles while a thread wakes, plans or sleeps. Four writes

@@ -131,7 +131,7 @@ class ReceiverTimeouts:
     """How long decode waits for prefill.
 
     Attributes:
-        connect_s: From the offers to prefill's Welcome.
+        connect_s: From the offers, and from each ping, to the next message of a prefill that has not sent Welcome.
         landed_s: From the grant to the checked pages: prefill's queue, its forward, the push and the check.
         released_s: From a Withdraw to its answer. A prefill that does not answer in time loses its link, and
             all rooms on it.
@@ -221,6 +221,7 @@ class DecodeAgent:
             tp_size=shard.tp_size,
             model_kv_heads=shard.model_kv_heads,
             protocol=hand_off.PROTOCOL,
+            heartbeat_s=self._timeouts.heartbeat.interval_s,
         )
         self._links = PrefillLinks(
             hello,

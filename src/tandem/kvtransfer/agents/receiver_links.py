@@ -62,9 +62,9 @@ T = TypeVar("T")
 FENCE_RETRY_S = 1.0
 # Polling interval while connecting, which takes a millisecond on one host.
 CONNECTING_TURN_S = 0.002
-# Timeout from `link_to` to the offers. Pinning a terabyte for RDMA takes most of this time; an unreachable resolver
-# takes 20 s.
-OPEN_TIMEOUT_S = 60.0
+# Time for either end to register its pool: decode from `link_to` to its offers, prefill from these to Welcome. Pinning a
+# terabyte for RDMA takes most of this time; an unreachable resolver takes 20 s.
+REGISTRATION_TIMEOUT_S = 60.0
 
 # States in which the socket is open and Hello has not been sent over it.
 HELLO_IS_DUE = (ReceiverLink.CONNECTING, ReceiverLink.REDIRECTED)
@@ -85,6 +85,10 @@ class PrefillLink:
         transport: The one that prefill chose; the other offers are then fenced.
         more_ports: Ports of prefill's other ranks that hold our heads; known once the link is up.
         heads: Heads sent over this link, as indices in our pages; known once the link is up.
+        heartbeat_s: Interval of prefill's pings; 0: the same as ours.
+        is_closed_by_peer: Whether prefill announced that it closes the link.
+        deadline_s: Until the link is up: when the next step must be done.
+        welcome_deadline_s: When Welcome must have arrived, if prefill sends pings until then.
     """
 
     host: str
@@ -101,6 +105,9 @@ class PrefillLink:
     transport: str = ""
     more_ports: Sequence[int] = ()
     heads: range = range(0)
+    heartbeat_s: float = 0.0
+    welcome_deadline_s: float = 0.0
+    is_closed_by_peer: bool = False
 
     @property
     def is_up(self) -> bool:
@@ -116,7 +123,7 @@ class PrefillLinks:
         listeners: By transport name, best first.
         control: Runs everything here except the workers' jobs.
         key: The cluster's secret, which proves to prefill nodes that this node may connect.
-        connect_timeout_s: From the offers to Welcome.
+        connect_timeout_s: See `ReceiverTimeouts.connect_s`.
         heartbeat: Heartbeat settings of the links.
         on_up: Called when a link is up.
         on_last_message: Called with every Landed and Released from a link that is up.
@@ -163,7 +170,7 @@ class PrefillLinks:
         address = tcp_address(host, port)
         if (link := self.links.get(address)) is None:
             now_s, worker = self._clock(), LinkWorker("kv-link", self._control)
-            link = PrefillLink(host, port, address, worker, now_s + OPEN_TIMEOUT_S, now_s)
+            link = PrefillLink(host, port, address, worker, now_s + REGISTRATION_TIMEOUT_S, now_s)
             self.links[address] = link
             worker.submit(
                 partial(self._offer, link), partial(self._connect, link), partial(self.drop, link)
@@ -239,6 +246,7 @@ class PrefillLinks:
         """Close the sockets and, with them, all listeners."""
         self._closing.set()
         for link in self.links.values():
+            self._send(link, LinkPing(epoch=self._hello.epoch, is_last=True))
             self._apply(link, LinkEvent.SHUT_DOWN)
             link.worker.end()
         for listener in self._listeners.values():
@@ -253,7 +261,9 @@ class PrefillLinks:
     def _act(self, link: PrefillLink, action: LinkAction, error: TandemError | None) -> None:
         match action:
             case LinkAction.OPEN_SOCKET:
-                link.deadline_s = self._clock() + self._connect_timeout_s
+                now_s = self._clock()
+                link.deadline_s = now_s + self._connect_timeout_s
+                link.welcome_deadline_s = now_s + REGISTRATION_TIMEOUT_S
                 link.socket = self._socket(link.ip, link.port)
             case LinkAction.REOPEN_SOCKET:
                 old, link.socket = link.socket, self._socket(link.ip, link.port)
@@ -263,8 +273,7 @@ class PrefillLinks:
                 if link.socket is not None:
                     link.socket.close()
             case LinkAction.REMOVE:
-                log.warning("kv_link.lost", address=link.address, reason=str(error))
-                del self.links[link.address]
+                self._remove(link, error)
             case LinkAction.REPORT_UP:
                 self._on_up(link)
             case LinkAction.REPORT_LOST:
@@ -283,6 +292,13 @@ class PrefillLinks:
                 self._fence_other_offers(link)
             case _:
                 raise AssertionError(action)
+
+    def _remove(self, link: PrefillLink, error: TandemError | None) -> None:
+        if link.is_closed_by_peer:
+            log.info("kv_link.closed", address=link.address)
+        else:
+            log.warning("kv_link.lost", address=link.address, reason=str(error))
+        del self.links[link.address]
 
     def _offer(self, link: PrefillLink) -> str:
         """Resolve the link's host and collect an offer from each transport. Runs on the worker."""
@@ -331,8 +347,12 @@ class PrefillLinks:
                 self._welcome(link, message)
             case Redirect():
                 self._redirect(link, message)
-            case LinkPing():
-                pass
+            case LinkPing(is_last=True):
+                link.is_closed_by_peer = True
+                self.drop(link, PeerLost("prefill closed the link"))
+            case LinkPing():  # before Welcome, prefill is alive and registers its pool
+                deadline_s = self._clock() + self._connect_timeout_s
+                link.deadline_s = min(deadline_s, link.welcome_deadline_s)
             case Landed() | Released():
                 if message.epoch == link.epoch:
                     self._on_last_message(link, message)
@@ -353,6 +373,7 @@ class PrefillLinks:
             self.num_refused += 1
             return self.drop(link, ProtocolMismatch(welcome.protocol, PROTOCOL))
         link.epoch, link.transport = welcome.epoch, welcome.transport
+        link.heartbeat_s = welcome.heartbeat_s
         if link.session.state is ReceiverLink.GREETED:  # else the Redirect named them
             link.more_ports = welcome.more_ports
         link.heads = range(welcome.first_head, welcome.first_head + num_heads)
@@ -433,7 +454,7 @@ class PrefillLinks:
         if link.session.state in HELLO_IS_DUE:
             return self._greet(link, link.socket)
         if link.is_up:
-            self._schedule.check("prefill", link.last_received_s, now_s)
+            self._schedule.check("prefill", link.heartbeat_s, link.last_received_s, now_s)
         if is_ping_due:
             link.socket.send(LinkPing(epoch=self._hello.epoch))
         return None
@@ -447,6 +468,6 @@ class PrefillLinks:
 
 def _no_answer(link: PrefillLink) -> PeerLost:
     if link.socket is None:
-        return PeerLost(f"no offer for {link.address} was ready in {OPEN_TIMEOUT_S:g} s")
+        return PeerLost(f"no offer for {link.address} was ready in {REGISTRATION_TIMEOUT_S:g} s")
     why = f": {refusal}" if (refusal := link.socket.refusal) else ""
     return PeerLost(f"no answer from {link.socket.address}{why}")

@@ -93,7 +93,9 @@ class DecodeLink:
         part: Index of the rank among the `num_parts` decode ranks that this rank pushes to.
         heads: Heads pushed over this link.
         more_ports: Ports of the other prefill ranks that push to the decode rank; empty if unknown here.
+        heartbeat_s: Interval of its pings; 0: the same as ours.
         session: The link's state; only the control thread uses it, and `close` after that thread.
+        is_closed_by_peer: Whether decode announced that it closes the link.
         transport, connection: Set by the worker once it is connected.
         post: `PostingConnection.post` of the connection, if it has one.
     """
@@ -107,7 +109,9 @@ class DecodeLink:
     num_parts: int
     heads: HeadRange
     more_ports: list[int]
+    heartbeat_s: float
     session: LinkSession[SenderLink] = field(default_factory=sender_link)
+    is_closed_by_peer: bool = False
     transport: str = ""
     connection: Connection | None = None
     post: Callable[[Room, CopyPlan], Poll] | None = None
@@ -158,7 +162,8 @@ class BootstrapPort:
         on_lost: Callable[[DecodeLink, TandemError], None],
     ) -> None:
         self._end, self._inbox, self._control = end, inbox, control
-        self._clock, self._schedule = clock, HeartbeatSchedule(heartbeat, clock())
+        self._clock, self._heartbeat = clock, heartbeat
+        self._schedule = HeartbeatSchedule(heartbeat, clock())
         self._on_message, self._on_lost = on_message, on_lost
         self.links: dict[Peer, DecodeLink] = {}
         self._closing_workers: list[LinkWorker] = []  # of lost links; a write may still run
@@ -189,6 +194,7 @@ class BootstrapPort:
     def close(self) -> None:
         """Close all links and the port. After it returns, no write is in flight."""
         for link in self.links.values():
+            self.send(link, LinkPing(epoch=self._end.epoch, is_last=True))
             self._apply(link, LinkEvent.SHUT_DOWN)
         for worker in self._closing_workers:
             worker.join()
@@ -205,8 +211,7 @@ class BootstrapPort:
             case LinkAction.SEND_WELCOME:
                 self._welcome(link)
             case LinkAction.REMOVE:
-                log.warning("kv_link.lost", decode_epoch=link.epoch, reason=str(error))
-                del self.links[link.peer]
+                self._remove(link, error)
             case LinkAction.SEND_REFUSED:
                 assert error is not None
                 self._refuse(link.peer, error)
@@ -220,6 +225,13 @@ class BootstrapPort:
             case _:
                 raise AssertionError(action)
 
+    def _remove(self, link: DecodeLink, error: TandemError | None) -> None:
+        if link.is_closed_by_peer:
+            log.info("kv_link.closed", decode_epoch=link.epoch)
+        else:
+            log.warning("kv_link.lost", decode_epoch=link.epoch, reason=str(error))
+        del self.links[link.peer]
+
     def _handle(self, peer: Peer, message: ToPrefill) -> None:
         link = self.links.get(peer)
         if isinstance(message, Hello):
@@ -231,6 +243,9 @@ class BootstrapPort:
             link.last_received_s = self._clock()
             if not isinstance(message, LinkPing):
                 self._on_message(link, message)
+            elif message.is_last:
+                link.is_closed_by_peer = True
+                self.drop(link, PeerLost("decode closed the link"))
 
     def _greet(self, peer: Peer, hello: Hello) -> None:
         try:
@@ -260,6 +275,7 @@ class BootstrapPort:
             len(targets),
             targets[hello.tp_rank],
             self._ports_of(sources),
+            hello.heartbeat_s,
         )
 
         def connect() -> None:
@@ -313,6 +329,7 @@ class BootstrapPort:
             first_head=link.heads.destination_first,
             num_heads=link.heads.num_heads,
             protocol=PROTOCOL,
+            heartbeat_s=self._heartbeat.interval_s,
         )
         self.send(link, welcome)
 
@@ -339,7 +356,7 @@ class BootstrapPort:
         is_ping_due = self._schedule.is_ping_due(now_s)
         for link in list(self.links.values()):
             try:
-                self._schedule.check("decode", link.last_received_s, now_s)
+                self._schedule.check("decode", link.heartbeat_s, link.last_received_s, now_s)
             except PeerLost as error:
                 self.drop(link, error)
             if is_ping_due:

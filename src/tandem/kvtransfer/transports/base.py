@@ -15,6 +15,7 @@ entry point of the group `tandem.transports` that names a `TransportFactory`.
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NewType, Protocol, TypeVar, runtime_checkable
 
 import msgspec
@@ -203,18 +204,30 @@ class Transport(Protocol):
         ...
 
 
+RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
 @dataclass(frozen=True, slots=True)
 class TransportConfig:
     """Settings of transports.
 
     Attributes:
         host: Address to listen on; 0.0.0.0 and :: mean all.
-        interface: Network interface to listen on and send from, if the transport supports one; empty
+        interface: IP network interface to listen on and send from, if the transport supports one; empty
             means the interface of `host`.
+        devices: RDMA devices of this rank, such as mlx5_0 or mlx5_0:1, if the transport supports them; empty: any.
     """
 
     host: str = "127.0.0.1"
     interface: str = ""
+    devices: tuple[str, ...] = ()
+
+    @property
+    def ucx_devices(self) -> str:
+        """The devices in UCX's notation, which requires the port of an RDMA device."""
+        return ",".join(
+            f"{name}:1" if (RDMA_DEVICES / name).exists() else name for name in self.devices
+        )
 
 
 TransportFactory = Callable[[TransportConfig], Transport]

@@ -35,7 +35,9 @@ from tandem.wire.hand_off import TransportOffer
 
 MAX_METADATA_CHARS = 1 << 16
 MAX_BATCHES_IN_FLIGHT = 2
-# The environment overrides a program's options, so it must name only links that can be fenced.
+# UCX's links to exclude: those within one host. `sm` stands for all of CPU memory.
+LINKS = "^sm,cuda_ipc"
+# Links that an operator may name instead.
 FENCEABLE = {"tcp", "self", "srd", "ib", "cuda_copy", "gdr_copy", "rocm_copy"} | {
     kind + verbs for kind in ("rc", "dc", "ud") for verbs in ("", "_v", "_x", "_verbs", "_mlx5")
 }
@@ -44,14 +46,14 @@ FENCEABLE = {"tcp", "self", "srd", "ib", "cuda_copy", "gdr_copy", "rocm_copy"} |
 RNDV_THRESH = "inf"
 
 
-def check_environment() -> None:
-    """Refuse UCX settings that break the guarantees of this transport.
+def ucx_settings(devices: str) -> dict[str, str]:
+    """Return UCX's variables for an agent; without devices UCX chooses them.
 
     Raises:
-        ConfigInvalid: A variable has such a value; the message names it.
+        ConfigInvalid: The environment has a value that breaks the guarantees of this transport; the message names it.
     """
-    links = os.environ.get("UCX_TLS", "")
-    if unsafe := set(links.split(",") if links else ()) - FENCEABLE:
+    links = os.environ.get("UCX_TLS") or LINKS
+    if links != LINKS and (unsafe := set(links.split(",")) - FENCEABLE):
         raise ConfigInvalid(
             f"UCX_TLS allows {', '.join(sorted(unsafe))}: a writer on such a link cannot be cut off; "
             "unset UCX_TLS, or name only links between hosts, such as UCX_TLS=rc,tcp"
@@ -62,6 +64,7 @@ def check_environment() -> None:
             f"UCX_RNDV_THRESH={threshold} makes UCX abort this process when a peer dies; "
             "unset UCX_RNDV_THRESH"
         )
+    return {"UCX_TLS": links} | ({"UCX_NET_DEVICES": devices} if devices else {})
 
 
 class NixlTransport:
@@ -74,17 +77,16 @@ class NixlTransport:
     name = "nixl"
 
     def __init__(self, config: TransportConfig | None = None) -> None:
-        check_environment()
+        self._settings = ucx_settings((config or TransportConfig()).ucx_devices)
         # Imported here, so that a missing library is an error at start and not at the first call.
         from tandem.kvtransfer.transports import nixl_agent
 
         # The classes, not the module: type checkers do not look into a module that is a value.
         self._listener, self._sending_end = nixl_agent.NixlListener, nixl_agent.NixlSendingEnd
-        self._interface = (config or TransportConfig()).interface
 
     def listen(self, pool: Pool) -> Listener:
         """Start receiving."""
-        return self._listener(pool, self._interface)
+        return self._listener(pool, self._settings)
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> OneSidedConnection:
         """Make an agent and connect it to the offer's."""
@@ -97,7 +99,7 @@ class NixlTransport:
             facts,
             region,
             lambda token: self._sending_end(
-                metadata, facts.pool_gpu, region, token, self._interface
+                metadata, facts.pool_gpu, region, token, self._settings
             ),
             MAX_BATCHES_IN_FLIGHT,
         )

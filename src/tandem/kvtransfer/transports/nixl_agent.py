@@ -46,9 +46,8 @@ NO_GPU = -1
 BATCH_BYTES, BATCH_COPIES = 1 << 30, 8192
 IDLE_PAUSE_S = 0.02
 
-# UCX transports to exclude: those within one host. `sm` stands for all of CPU memory. NIXL splits its options at
-# commas.
-LINKS = "^sm,cuda_ipc"
+# Held while UCX's variables are in the environment.
+_making = threading.Lock()
 
 # Every exception of the bindings; they have no common base class.
 ERRORS: tuple[type[Exception], ...] = (
@@ -61,14 +60,35 @@ ERRORS: tuple[type[Exception], ...] = (
 )
 
 
-def make_agent(interface: str) -> nixl.nixl_agent:
-    """Return a new agent; an empty interface leaves the choice to UCX."""
+def make_agent(settings: Mapping[str, str]) -> nixl.nixl_agent:
+    """Return a new agent.
+
+    Args:
+        settings: UCX's environment variables for this agent.
+    """
     # Names are unique: a peer that knew an earlier agent would confuse it with a later one of the same name.
     config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
     agent = nixl.nixl_agent(f"tandem-{secrets.token_hex(8)}", config)
-    devices = f",NET_DEVICES={interface}" if interface else ""
-    agent.create_backend("UCX", {"engine_config": f"TLS={LINKS}{devices}"})
+    # Not in NIXL's own option for UCX's settings, `engine_config`: NIXL cuts that at each comma of a list.
+    with _in_environment(settings):
+        agent.create_backend("UCX")
     return agent
+
+
+@contextlib.contextmanager
+def _in_environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the libraries that read the environment in this block."""
+    with _making:
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def gpu_of(device: str) -> int:
@@ -98,10 +118,10 @@ def _kind_and_number(gpu: int) -> tuple[str, int]:
 class NixlListener(OneSidedListener["_NixlReceivingEnd"]):
     """A listener with one thread that polls all agents."""
 
-    def __init__(self, pool: Pool, interface: str) -> None:
+    def __init__(self, pool: Pool, settings: Mapping[str, str]) -> None:
         self._poller = _Poller()
         super().__init__(
-            pool, "nixl", lambda _, token: _NixlReceivingEnd(pool, token, interface, self._poller)
+            pool, "nixl", lambda _, token: _NixlReceivingEnd(pool, token, settings, self._poller)
         )
 
     @override
@@ -126,12 +146,14 @@ class NixlListener(OneSidedListener["_NixlReceivingEnd"]):
 class _NixlReceivingEnd:
     """The agent that one peer writes through."""
 
-    def __init__(self, pool: Pool, token: Int64s, interface: str, poller: "_Poller") -> None:
+    def __init__(
+        self, pool: Pool, token: Int64s, settings: Mapping[str, str], poller: "_Poller"
+    ) -> None:
         self._poller = poller
         self._lock = threading.Lock()
         self._memory = [Memory.of_pool(pool), Memory.of_token(token)]
         try:
-            self._agent: Any = make_agent(interface)
+            self._agent: Any = make_agent(settings)
             self._registered = [register(self._agent, each) for each in self._memory]
             metadata = self._agent.get_agent_metadata()
         except ERRORS as error:
@@ -210,7 +232,12 @@ class NixlSendingEnd:
     """The agent that writes to one receiving end."""
 
     def __init__(
-        self, metadata: bytes, pool_gpu: int, region: MemoryRegion, token: Int64s, interface: str
+        self,
+        metadata: bytes,
+        pool_gpu: int,
+        region: MemoryRegion,
+        token: Int64s,
+        settings: Mapping[str, str],
     ) -> None:
         self._memory = [Memory.of_region(region), Memory.of_token(token)]
         self._gpu, self._pool_gpu = gpu_of(region.device), pool_gpu
@@ -218,7 +245,7 @@ class NixlSendingEnd:
         # The only references: any other would keep the agent alive.
         self._in_flight: dict[int, Transfer] = {}
         try:
-            self._agent: Any = make_agent(interface)
+            self._agent: Any = make_agent(settings)
             for each in self._memory:
                 register(self._agent, each)
             self._peer: str = self._agent.add_remote_agent(metadata)

@@ -37,6 +37,8 @@ AUTO = ("shm", "tcp")
 AUTO_ON_GPUS = ("cuda_ipc", "nixl")
 # Transports that reach only pools in CPU memory.
 CPU_ONLY = frozenset({"shm", "tcp", "ucx", "mooncake"})
+# Transports that use the devices of --transfer-device.
+WITH_DEVICES = frozenset({"nixl", "ucx", "mooncake"})
 # Needs the pool in a file that other processes can map. Engines that allocate their own pool do not use a file.
 NEEDS_OWN_POOL = "shm"
 # Transports in separate packages (`contrib/`).

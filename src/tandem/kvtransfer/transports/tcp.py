@@ -64,7 +64,8 @@ def address_of(name: str, family: socket.AddressFamily) -> str:
     found = psutil.net_if_addrs()
     if name not in found:
         raise ConfigInvalid(
-            f"--transfer-interface {name}: no such network interface; use one of {', '.join(found)}"
+            f"--transfer-interface {name}: no such network interface; use one of {', '.join(found)}, and "
+            "--transfer-device for an RDMA device"
         )
     for each in found[name]:
         # Link-local addresses are valid only on one network segment.

@@ -70,19 +70,19 @@ class UcxTransport:
         return lanes.StreamConnection(offer, region, self._open_lane)
 
     def _open_lane(self, stream: socket.socket, region: MemoryRegion) -> "UcxLane":
-        return UcxLane(stream, region, self._config.interface)
+        return UcxLane(stream, region, self._config.ucx_devices)
 
 
 class UcxLane:
     """A worker and its only endpoint, next to an authenticated stream. Used at both ends.
 
     Args:
-        interface: The network device to use, as UCX calls it; empty for UCX's choice.
+        devices: Network devices to use, in UCX's notation; empty for UCX's choice.
     """
 
-    def __init__(self, stream: socket.socket, region: MemoryRegion, interface: str = "") -> None:
+    def __init__(self, stream: socket.socket, region: MemoryRegion, devices: str = "") -> None:
         self._stream, self._view, self._memory = stream, region.buffer, region.array()
-        options = {**OPTIONS, "NET_DEVICES": interface} if interface else OPTIONS
+        options = {**OPTIONS, "NET_DEVICES": devices} if devices else OPTIONS
         context = ucx.UCXContext(options, (ucx.Feature.TAG, ucx.Feature.WAKEUP))
         self._worker = ucx.UCXWorker(
             context, enable_delayed_submission=False, enable_python_future=False

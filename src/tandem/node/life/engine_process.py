@@ -9,6 +9,7 @@ Parent and engine exchange lines of JSON:
 """
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -108,7 +109,7 @@ class EngineProcess:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")
+        self._write(self._config)
         line = await self._process.stdout.readline()
         if not line:
             status = await self._process.wait()
@@ -135,9 +136,14 @@ class EngineProcess:
         self._order(Resume())
 
     def _order(self, order: Order) -> None:
+        self._write(order)
+
+    def _write(self, message: NodeConfig | Order) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+        # uvloop raises RuntimeError if the process has exited, which `start` and `wait` report.
+        with contextlib.suppress(RuntimeError):
+            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
 
     async def wait(self) -> int:
         """Process the engine's reports until it exits; return its exit status."""

@@ -43,7 +43,8 @@ def open_agent(
     assert region is not None, "a node that transfers has allocated its pool's memory itself"
     engine, transfer = config.engine, config.transfer
     shard = Shard(engine.tp_rank, engine.tp_size, plan.shape.model_kv_heads)
-    allowed = transports(transfer.backend, transfer.of_transports(config.host), engine.device)
+    settings = transfer.of_transports(config.host, engine.tp_rank, engine.tp_size)
+    allowed = transports(transfer.backend, settings, engine.device)
     if config.role == "prefill":
         return PrefillAgent(
             tcp_address(config.host, port),

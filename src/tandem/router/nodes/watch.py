@@ -10,8 +10,6 @@ A linked node is not polled over HTTP: a restart ends the link, and a load repor
 """
 
 import asyncio
-import errno
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -22,7 +20,7 @@ import msgspec
 from tandem.frontend.text.tokenizer import Tokenizer, tokenizer_hash, with_chat_template
 from tandem.router.config import RouterConfig
 from tandem.router.nodes.canary import Canary
-from tandem.router.nodes.node import Node, NodeUnusable
+from tandem.router.nodes.node import DRAINING, Node, NodeUnusable
 from tandem.telemetry.log import get_logger
 from tandem.wire.engine_client import EngineClient
 from tandem.wire.errors import ConfigInvalid
@@ -41,9 +39,9 @@ TOKENIZER_LIMIT_BYTES = 128 << 20
 # All that msgspec raises for invalid bytes; RecursionError for deeply nested brackets.
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 FIRST_RETRY_S, LAST_RETRY_S = 0.25, 1.0
-# A node that was never reached counts as starting for this long, and longer while it reports that it is loading.
-START_S = 30.0
-LOADING, REFUSED = "loading the model", os.strerror(errno.ECONNREFUSED)
+LOADING = "loading the model"
+# Events that an operator has to act on; the others are part of normal starts and stops.
+FAULTS = {"node.down", "node.unusable"}
 # An engine answers its first message within milliseconds, or cannot be reached.
 FIRST_ANSWER_TIMEOUT_S = 2.0
 # An engine that reports nothing for this long is hung even if its link is up, because heartbeats do not need its loop.
@@ -101,7 +99,7 @@ class Watcher:
     async def _watch(
         self, node: Node, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup
     ) -> None:
-        retry_s, logged, began_s = FIRST_RETRY_S, ("", ""), asyncio.get_running_loop().time()
+        retry_s, logged, is_missed = FIRST_RETRY_S, ("", ""), False
         while True:
             node.trouble.clear()
             try:
@@ -110,11 +108,10 @@ class Watcher:
                 if not isinstance(error, NodeUnusable):
                     log.exception("node.watch_failed", url=node.url)
                 node.note(reason=str(error) or type(error).__name__)
-                age_s = asyncio.get_running_loop().time() - began_s
-                event = "node.awaited" if _is_starting(node, age_s) else "node.down"
+                event = _event_of(node, error, is_missed=is_missed)
                 if not node.is_up and (event, node.reason) != logged:
                     logged = (event, node.reason)
-                    write = log.info if event == "node.awaited" else log.warning
+                    write = log.warning if event in FAULTS else log.info
                     write(event, role=node.role, url=node.url, reason=node.reason)
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, LAST_RETRY_S)
@@ -124,6 +121,7 @@ class Watcher:
                 log.info("node.up", role=node.role, url=node.url)
                 self._on_node_up()
             await self._until_trouble(node)
+            is_missed = node.reason != DRAINING  # a node that drains is expected to exit
 
     async def _poll(
         self, node: Node, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup
@@ -167,7 +165,7 @@ class Watcher:
         if client is not None and client.lost.is_set():
             node.note(reason="its engine was lost")
             log.warning("node.lost", role=node.role, url=node.url)
-        elif not node.is_up:
+        elif not node.is_up and node.reason != DRAINING:
             log.warning("node.down", role=node.role, url=node.url, reason=node.reason)
 
     def _silence_of(self, client: EngineClient) -> str:
@@ -196,9 +194,18 @@ async def _run_link(node: Node, client: EngineClient) -> None:
         log.exception("node.link_failed", role=node.role, url=node.url, action="connecting again")
 
 
-def _is_starting(node: Node, age_s: float) -> bool:
-    is_early = node.reason == REFUSED and age_s < START_S
-    return node.info is None and (is_early or node.reason == LOADING)
+def _event_of(node: Node, error: Exception, *, is_missed: bool) -> str:
+    """Return the log event of a node that cannot be used.
+
+    Args:
+        is_missed: Whether it has served, and did not drain since.
+    """
+    if node.reason == DRAINING:
+        return "node.draining"
+    if is_missed:
+        return "node.down"
+    is_starting = isinstance(error, NodeUnreachable) or node.reason == LOADING
+    return "node.awaited" if is_starting else "node.unusable"
 
 
 async def _wait_answered(client: EngineClient) -> None:
@@ -208,6 +215,10 @@ async def _wait_answered(client: EngineClient) -> None:
     except TimeoutError as error:
         why = client.refusal or "is the port open, and TANDEM_CLUSTER_KEY the same on both sides?"
         raise NodeUnusable(f"its engine at {client.address} does not answer: {why}") from error
+
+
+class NodeUnreachable(NodeUnusable):
+    """A node does not answer over HTTP, as long as it has not started."""
 
 
 # ── HTTP requests to a node: every failure is a `NodeUnusable` with a reason for operators ────────
@@ -269,9 +280,9 @@ async def _get(
     except aiohttp.ClientSSLError as error:
         raise NodeUnusable(f"TLS failed: {error.strerror}") from error
     except aiohttp.ClientConnectorError as error:
-        raise NodeUnusable(reason_of(error.os_error)) from error
+        raise NodeUnreachable(reason_of(error.os_error)) from error
     except TimeoutError as error:
-        raise NodeUnusable(f"does not answer within {timeout_s:g} s") from error
+        raise NodeUnreachable(f"does not answer within {timeout_s:g} s") from error
     except aiohttp.ClientError as error:
         raise NodeUnusable(str(error) or type(error).__name__) from error
 

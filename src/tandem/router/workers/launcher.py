@@ -54,6 +54,8 @@ INTERRUPT_DRAIN_S = 3.0
 # File descriptors of one worker for one node: its ZMQ link and two HTTP connections.
 DESCRIPTORS_PER_NODE = DESCRIPTORS_PER_LINK + 2
 RESTART_PAUSE_S = 0.5
+# Shortest wait for the first pair, if any: a worker connects within milliseconds to nodes that are up.
+FIRST_PAIR_TIMEOUT_S = 2.0
 # When every worker fails to start this many times in a row, the router exits and leaves the rest to its supervisor.
 MAX_FAILED_STARTS = 3
 # Interval of checks for expired announcements.
@@ -105,12 +107,14 @@ class EdgeWorker:
         is_ready: Whether it accepts connections.
         num_failed: Consecutive processes that ended before they were ready.
         up: URLs of nodes that it can use.
+        has_had_nodes: Whether it, or a process before it, could use a node.
     """
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.process: asyncio.subprocess.Process | None = None
         self.num_failed = 0
+        self.has_had_nodes = False
         self.reset()
 
     def reset(self) -> None:
@@ -125,6 +129,7 @@ class EdgeWorker:
     def note_up(self, body: msgspec.Raw) -> None:
         """Record the nodes that the worker can use now."""
         self.up = _URLS.decode(body)
+        self.has_had_nodes |= bool(self.up)
 
     def send(self, kind: QuestionKind, body: object = None) -> None:
         """Send a message; it is dropped if no process runs."""
@@ -323,6 +328,7 @@ class EdgeLauncher:
                 socket_fd=socket_fd,
                 members=self._members,
                 metrics_directory=self._metrics,
+                pair_wait_s=self._pair_wait_s(worker),
             )
         )
         if self._is_leaving:
@@ -330,6 +336,12 @@ class EdgeLauncher:
         if self._stopping.is_set():
             worker.stop()
         return link
+
+    def _pair_wait_s(self, worker: EdgeWorker) -> float:
+        """Return how long a worker's process may wait for a pair: before, it would reject requests that can be served."""
+        if worker.has_had_nodes:
+            return max(FIRST_PAIR_TIMEOUT_S, self._config.node_wait_s)
+        return FIRST_PAIR_TIMEOUT_S if len(self._workers) > 1 else 0.0
 
     async def _ask_others(self, asking: EdgeWorker, body: msgspec.Raw) -> WorkerReplies:
         question = msgspec.json.decode(body, type=Question)

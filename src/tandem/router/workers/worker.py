@@ -41,9 +41,6 @@ CONFIG_STATUS = 2
 STDIN = 0
 # Interval at which changes of the usable nodes are reported to the parent.
 NODES_INTERVAL_S = 0.5
-# Longest wait for the first pair before one of several workers accepts connections. Before it has a pair, it would
-# reject requests that other workers can serve.
-FIRST_PAIR_TIMEOUT_S = 2.0
 
 
 async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) -> None:
@@ -103,8 +100,7 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
             tasks.create_task(work)
             for work in (cluster.run(), observer.run(), _report_nodes(cluster, link))
         ]
-        if has_siblings:
-            await _wait_for_pair(cluster, stopping)
+        await _wait_for_pair(cluster, stopping, start.pair_wait_s)
         async with serving(app, sock, config.drain_timeout_s, _accepting(start)):
             log.info("edge_worker.ready", policy=config.policy)
             link.send("ready")
@@ -123,10 +119,10 @@ def _accepting(start: WorkerStart) -> Accepting:
     return Acceptor(OpenConnections(directory, start.config.num_workers), start.index).accepting
 
 
-async def _wait_for_pair(cluster: Cluster, stopping: asyncio.Event) -> None:
-    """Wait until a pair can serve, at most `FIRST_PAIR_TIMEOUT_S`."""
+async def _wait_for_pair(cluster: Cluster, stopping: asyncio.Event, wait_s: float) -> None:
+    """Wait until a pair can serve, at most `wait_s`."""
     try:
-        async with asyncio.timeout(FIRST_PAIR_TIMEOUT_S):
+        async with asyncio.timeout(wait_s):
             while not (cluster.is_serving or stopping.is_set()):  # noqa: ASYNC110 - nodes have no event
                 await asyncio.sleep(0.02)
     except TimeoutError:

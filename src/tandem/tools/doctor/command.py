@@ -96,7 +96,21 @@ class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):
             parse=_backends,
         ),
     ] = ()
-    interface: Annotated[str, Flag("--interface", help="network interface of tcp and nixl")] = ""
+    interface: Annotated[
+        str,
+        Flag(
+            "--transfer-interface", "--interface", metavar="NAME", help="network interface of tcp"
+        ),
+    ] = ""
+    devices: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--transfer-device",
+            metavar="NAMES",
+            help="RDMA devices of nixl, ucx and mooncake, separated by commas",
+            parse=lambda lists: tuple(name for each in lists for name in each.split(",")),
+        ),
+    ] = ()
     is_insecure: Annotated[
         bool,
         Flag(
@@ -152,10 +166,13 @@ def main(argv: Sequence[str]) -> int:
     render(findings)
     if config.listen is not None:
         sys.stdout.flush()
-        link.listen(
-            config.listen, config.backends, config.interface, is_insecure=config.is_insecure
-        )
+        where = _settings(config, config.listen.host)
+        link.listen(config.listen, config.backends, where, is_insecure=config.is_insecure)
     return int(any(each.status == "failed" for each in findings))
+
+
+def _settings(config: DoctorConfig, host: str) -> TransportConfig:
+    return TransportConfig(host=host, interface=config.interface, devices=config.devices)
 
 
 def check_machine(backends: Sequence[str]) -> list[Finding]:
@@ -177,7 +194,7 @@ def _check_transports(config: DoctorConfig) -> list[Finding]:
             return found
         any_address = "::" if ":" in peer.host else "0.0.0.0"
         host = peer.host if is_loopback(peer.host) else any_address
-    where = TransportConfig(host=host, interface=config.interface)
+    where = _settings(config, host)
     measured = []
     for name in config.backends or known():
         if sys.stderr.isatty():

@@ -213,7 +213,7 @@ def noise() -> NDArray[np.uint8]:
 
 
 def listen(
-    address: HostPort, backends: Sequence[str], interface: str, *, is_insecure: bool
+    address: HostPort, backends: Sequence[str], settings: TransportConfig, *, is_insecure: bool
 ) -> None:
     """Run prefill's end of a link test until Ctrl-C, with the transports whose libraries are installed.
 
@@ -223,7 +223,7 @@ def listen(
     host, allowed = address.host, list[Transport]()
     for name in backends or known():
         with contextlib.suppress(TandemError, ImportError):
-            allowed += transports(name, TransportConfig(host=host, interface=interface))
+            allowed += transports(name, settings)
     source = PushEnd(host, address.port, allowed, is_insecure=is_insecure)
     shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
     where = tcp_address(shown, source.port).removeprefix("tcp://")
