@@ -81,7 +81,8 @@ async def measure(args: argparse.Namespace, target: Target) -> tuple[list[float]
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(target.url, timeout=timeout) as client:
         body = {"text": "Once upon a time", "sampling_params": {"regex": "a"}}
-        await client.post("/generate", json=body)  # the first grammar starts a process, which takes seconds
+        # The first grammar starts a process, which takes seconds.
+        await client.post("/generate", json=body)
         end_s = time.monotonic() + args.minutes * 60
         while time.monotonic() < end_s:
             alone_now = [gap async for gap in gaps_ms(client, args.alone_s)]

@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 from tandem.wire.generation import Grammar
 
@@ -42,7 +43,7 @@ def _rule(rng: random.Random, names: list[str], depth: int) -> str:
     return _repeated(rng, f"({rng.choice((' ', ' | ')).join(parts)})")
 
 
-def _schema(rng: random.Random, depth: int) -> dict:
+def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
     low, high = sorted(rng.choices(_COUNTS, k=2))
     kinds = ["string", "pattern", "integer", "enum", "reference"]
     match rng.choice(kinds + ["object", "array", "any of"] * bool(depth)):
