@@ -336,6 +336,7 @@ def test_decode_with_a_longer_interval_may_be_silent_for_longer(cluster, stack):
         timeouts=calm_sender(heartbeat=DEFAULT_HEARTBEAT), clock=cluster.clock
     )
     decode = rig.fake_decode(stack, prefill.agent.port, cluster.transport)
+    decode.is_pinging = False
     assert decode.hello(heartbeat_s=2.0).heartbeat_s == DEFAULT_HEARTBEAT.interval_s
     check_silence(prefill, cluster.clock, 6.9, 7.1)
 
@@ -349,6 +350,7 @@ def test_longer_interval_of_both_ends_determines_when_prefill_is_lost(
     limits = calm_receiver(heartbeat=DEFAULT_HEARTBEAT)
     decode = cluster.decode(timeouts=limits, clock=cluster.clock)
     prefill = rig.fake_prefill(stack)
+    prefill.is_pinging = False
     assert rig.meet(prefill, decode).heartbeat_s == DEFAULT_HEARTBEAT.interval_s
     prefill.welcome(heartbeat_s=interval_s)
     prefill.expect(Grant)

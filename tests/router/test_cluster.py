@@ -108,20 +108,20 @@ async def test_node_not_started_yet_is_awaited_and_a_stopped_one_is_down():
 
 
 async def test_node_that_has_never_answered_is_awaited_for_any_reason():
-    absent = FakeNode("decode")
+    prefill, absent = FakeNode("prefill"), FakeNode("decode")
     async with absent.serving():
         pass
     absent.url = "http://nowhere.invalid:7001"  # such as a Service that does not exist yet
     with structlog.testing.capture_logs() as logs:
-        async with watched([], [absent]):
+        async with prefill.serving(), watched([prefill], [absent]):
             await until_async(lambda: any(one["event"] == "node.awaited" for one in logs))
     assert not [one for one in logs if one["log_level"] == "warning"]
 
 
 async def test_node_that_answers_and_cannot_be_used_is_a_warning_even_at_its_start():
-    node = FakeNode("decode", refusal="its model is gone")
+    prefill, node = FakeNode("prefill"), FakeNode("decode", refusal="its model is gone")
     with structlog.testing.capture_logs() as logs:
-        async with node.serving(), watched([], [node]):
+        async with prefill.serving(), node.serving(), watched([prefill], [node]):
             await until_async(lambda: any(one["event"] == "node.unusable" for one in logs))
     assert {one["log_level"] for one in logs if one["event"] == "node.unusable"} == {"warning"}
 

@@ -57,7 +57,7 @@ async def test_successor_of_a_worker_that_had_nodes_meets_a_pair_before_it_accep
                 waits_s.append(start.pair_wait_s)
                 link.message_handlers["up"](b'["http://10.0.0.4:7000"]')
                 link.message_handlers["up"](b"[]")
-            link.end()
+            await link.run()  # which ends, as its process has
             worker.reset()
     assert waits_s == [0.0, waited_s, waited_s]
 
