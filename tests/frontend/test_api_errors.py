@@ -37,6 +37,14 @@ KNOWN = {
         (openai.PermissionDeniedError, 403, _INVALID, "forbidden"),
         (anthropic.PermissionDeniedError, 403, "permission_error"),
     ),
+    "host_not_allowed": (
+        (openai.PermissionDeniedError, 403, _INVALID, "host_not_allowed"),
+        (anthropic.PermissionDeniedError, 403, "permission_error"),
+    ),
+    "origin_not_allowed": (
+        (openai.PermissionDeniedError, 403, _INVALID, "origin_not_allowed"),
+        (anthropic.PermissionDeniedError, 403, "permission_error"),
+    ),
     "model_not_found": (
         (openai.NotFoundError, 404, _INVALID, "model_not_found"),
         (anthropic.NotFoundError, 404, "not_found_error"),

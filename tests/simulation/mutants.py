@@ -203,7 +203,7 @@ MUTANTS = {
     ALL: {
         "prompts computed on decode count for ever": changed(NodeWork, "finish_prompt", _nothing),
         "an answer that began ends with its deadline": changed(
-            Progress, "_remaining_s", _always_left
+            Progress, "remaining_s", _always_left
         ),
         "admission keeps the place of a finished request": changed(
             Admission, "_release_place", _nothing

@@ -24,6 +24,12 @@ ROOM = Room(1)
 POOL_BYTES = 1 << 20
 
 
+@pytest.fixture(autouse=True)
+def loopback_alone(monkeypatch):
+    """Keep UCX from the interfaces that tests of networks make and remove meanwhile."""
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+
+
 @pytest.fixture
 def region():
     with MemoryRegion.private(POOL_BYTES) as region:

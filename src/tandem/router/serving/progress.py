@@ -217,14 +217,13 @@ class Progress:
             num_prior_tokens=self.next_index,
             # With sent tokens appended, the prompt differs from that of the group.
             group="" if self.sent_ids else request.group,
-            deadline_s=self.remaining_s,
+            deadline_s=self.remaining_s(),
             session="",  # used only by the router
             logprobs=logprobs,
         )
 
-    @property
     def remaining_s(self) -> float | None:
-        """The remaining time for the first token; None once the client has received tokens."""
+        """Return the remaining time for the first token; None once the client has received tokens."""
         if self._request.deadline_s is None or self.sent_ids:
             return None
         return max(0.0, self._request.deadline_s - (self._clock() - self._started))

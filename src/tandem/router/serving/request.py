@@ -289,7 +289,7 @@ class Request:
             NoNodeAvailable: No node came up in time.
             DeadlinePassed: The client's deadline passed first.
         """
-        limit_s, left_s = self._shared.node_wait.limit_s, self._progress.remaining_s
+        limit_s, left_s = self._shared.node_wait.limit_s, self._progress.remaining_s()
         wait_s = limit_s if left_s is None else min(limit_s, left_s)
         deadline = asyncio.get_running_loop().time() + wait_s
         while True:
