@@ -33,7 +33,7 @@ MALLOC_SETTINGS = {
 }
 
 # By default OpenMP's threads spin between operators, which takes the cores from the other nodes of this machine: three
-# processes with two threads each then did a fifth of the work on two cores. A process alone was as fast (measured).
+# processes with two threads each then did a fifth of the work on two cores. A process alone lost 5 % on a busy machine.
 OPENMP_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 # All ranks of a node run on one host. By default gloo would listen on an address that other hosts can reach.
