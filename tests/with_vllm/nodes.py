@@ -16,9 +16,10 @@ from tests.processes import Process
 
 HERE = Path(__file__).parent
 START_S = 240
+# On two busy cores a live process can be silent for seconds.
+HEARTBEAT = ("--heartbeat-interval-ms", "2000")
 NUM_NEW = 10
 """Default number of generated tokens."""
-NUM_AGAIN = 19
 # One thread per node and in plain vLLM, so that both sum in the same order.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -44,7 +45,7 @@ class Node:
         own = ["--bootstrap-port", str(self.bootstrap_port)] if role == "prefill" else []
         self._command = [
             *("tandem", role, "--engine", "vllm", "--model", str(model), "--port", str(self.port)),
-            *("--num-threads", "1", *own, *flags, "--", "--enforce-eager", *vllm_flags),
+            *("--num-threads", "1", *HEARTBEAT, *own, *flags, "--", "--enforce-eager", *vllm_flags),
         ]
         self.process: Process | None = None
 
@@ -89,7 +90,7 @@ class Cluster:
         ]
         self.prefills, self.decodes = self.nodes[:prefills], self.nodes[prefills:]
         self.url = f"http://127.0.0.1:{router_port}"
-        words = ["tandem", "lb", "--port", str(router_port)]
+        words = ["tandem", "lb", "--port", str(router_port), *HEARTBEAT]
         for node in self.prefills:
             words += ["--prefill", node.url, str(node.bootstrap_port)]
         for node in self.decodes:
@@ -127,7 +128,7 @@ class Cluster:
             up = [each["role"] for each in nodes if each["state"] == "up"]
             return {role: up.count(role) for role in expected} == expected
 
-        assert eventually(are_up, within_s=60), get(f"{self.url}/nodes")
+        assert eventually(are_up, within_s=START_S), get(f"{self.url}/nodes")
 
     def generate(self, prompt_ids, adapter=None, **sampling):
         """Return the generated token ids."""
@@ -153,12 +154,12 @@ class Cluster:
             return list(pool.map(lambda ids: self.generate(ids, **sampling), prompts))
 
     def wait_free(self) -> None:
-        """Wait until every block of every node is free; 2 s at most."""
+        """Wait until every block of every node is free."""
 
         def is_free() -> bool:
             return all(node.load["pages_free"] >= node.load["num_pages"] for node in self.nodes)
 
-        assert eventually(is_free, within_s=2), [node.load for node in self.nodes]
+        assert eventually(is_free, within_s=30), [node.load for node in self.nodes]
 
 
 def get(url: str):
@@ -203,23 +204,17 @@ def alone(model: Path, asked: list, directory: Path, *vllm_flags: str) -> list:
     return json.loads(answer.read_text())
 
 
-def again(asked: list) -> list:
-    """Return the prompts that `check_answers` repeats, also concurrently."""
-    return asked[:NUM_AGAIN]
-
-
 def check_answers(cluster: Cluster, asked: list, expected: list, *, is_exact_at_once: bool) -> None:
-    """Compare answers with those of plain vLLM: one by one, some repeated with a warm cache, and those concurrently.
+    """Compare answers with those of plain vLLM: one by one, repeated with a warm cache, and concurrently.
 
     Args:
-        expected: Answers to `[*asked, *again(asked)]`.
+        expected: Answers to `asked * 2`.
     """
     assert [cluster.generate(ids) for ids in asked] == expected[: len(asked)]
-    repeated = again(asked)
-    assert [cluster.generate(ids) for ids in repeated] == expected[len(asked) :]
-    at_once = cluster.generate_all(repeated)
+    assert [cluster.generate(ids) for ids in asked] == expected[len(asked) :]
+    at_once = cluster.generate_all(asked)
     if is_exact_at_once:
-        assert at_once == expected[: len(repeated)]
+        assert at_once == expected[: len(asked)]
     assert all(len(answer) == NUM_NEW for answer in at_once)
     cluster.wait_free()
     assert all(node.load["pushed_bytes"] for node in cluster.prefills)

@@ -3,16 +3,16 @@
 import pytest
 
 from tests.with_vllm.models import embedded, prompts
-from tests.with_vllm.nodes import Cluster, again, alone, check_answers
+from tests.with_vllm.nodes import Cluster, alone, check_answers
 
 
 # In bfloat16, plain vLLM's answers depend on the rest of the batch.
 @pytest.mark.parametrize(("dtype", "transport"), [("float32", "auto"), ("bfloat16", "tcp")])
 def test_embedded_model_matches_plain_vllm(tmp_path, cache, dtype, transport):
     model = embedded(cache)
-    asked = prompts(40_000, block=128, longest=700, count=40)
-    flags = ("--max-num-batched-tokens", "256", "--max-model-len", "1024")
-    questions = [(ids, {}) for ids in [*asked, *again(asked)]]
+    asked = prompts(40_000, block=128, longest=450)
+    flags = ("--max-num-batched-tokens", "256", "--max-model-len", "512")
+    questions = [(ids, {}) for ids in asked * 2]
     expected = alone(model, questions, tmp_path, "--dtype", dtype, *flags)
     own = ("--dtype", dtype, "--transfer-backend", transport)
     with Cluster(tmp_path, model, flags=own, vllm_flags=flags) as cluster:
