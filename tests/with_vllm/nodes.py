@@ -17,7 +17,7 @@ from tests.processes import Process
 HERE = Path(__file__).parent
 START_S = 240
 # On two busy cores a live process can be silent for seconds.
-HEARTBEAT = ("--heartbeat-interval-ms", "2000")
+INTERVAL_MS = 2000
 NUM_NEW = 10
 """Default number of generated tokens."""
 # One thread per node and in plain vLLM, so that both sum in the same order.
@@ -45,7 +45,7 @@ class Node:
         own = ["--bootstrap-port", str(self.bootstrap_port)] if role == "prefill" else []
         self._command = [
             *("tandem", role, "--engine", "vllm", "--model", str(model), "--port", str(self.port)),
-            *("--num-threads", "1", *HEARTBEAT, *own, *flags, "--", "--enforce-eager", *vllm_flags),
+            *("--num-threads", "1", *own, *flags, "--", "--enforce-eager", *vllm_flags),
         ]
         self.process: Process | None = None
 
@@ -79,18 +79,20 @@ class Cluster:
         flags=(),
         vllm_flags=(),
         router_flags=(),
+        interval_ms=INTERVAL_MS,
     ) -> None:
+        heartbeat = ("--heartbeat-interval-ms", str(interval_ms))
         roles = ["prefill"] * prefills + ["decode"] * decodes
         # Nodes bind these ports minutes later; until then no outgoing connection may take one.
         router_port, *ports = free_ports(1 + 2 * len(roles))
         pairs = zip(ports[::2], ports[1::2], strict=True)
         self.nodes = [
-            Node(role, pair, directory, model, flags, vllm_flags)
+            Node(role, pair, directory, model, (*heartbeat, *flags), vllm_flags)
             for role, pair in zip(roles, pairs, strict=True)
         ]
         self.prefills, self.decodes = self.nodes[:prefills], self.nodes[prefills:]
         self.url = f"http://127.0.0.1:{router_port}"
-        words = ["tandem", "lb", "--port", str(router_port), *HEARTBEAT]
+        words = ["tandem", "lb", "--port", str(router_port), *heartbeat]
         for node in self.prefills:
             words += ["--prefill", node.url, str(node.bootstrap_port)]
         for node in self.decodes:
