@@ -70,7 +70,9 @@ def resolve_model(
                 f"{path} is not a GGUF file: it does not start with GGUF; copy it again"
             )
     # In bfloat16, weights are half as many bytes to read for each token, also on a CPU that computes in float32.
-    return _convert_once(path, cache_dir, "bfloat16" if settings.dtype == "auto" else settings.dtype)
+    return _convert_once(
+        path, cache_dir, "bfloat16" if settings.dtype == "auto" else settings.dtype
+    )
 
 
 def check_directory(path: Path, settings: EngineOptions) -> None:
