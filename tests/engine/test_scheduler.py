@@ -1,6 +1,9 @@
 """Admission, growth, retraction, sharing and overlap, with a runner whose tokens reveal any error."""
 
 import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
@@ -301,6 +304,87 @@ def test_new_prompts_run_in_small_chunks_while_others_decode(is_overlapped):
     run(engine, out)
     assert runner.largest == 6
     assert out["second"] == toy_answer(prompt_of(30), 2)
+
+
+# ── a prompt of 128k tokens ──────────────────────────────────────────────────────────────────────
+
+LONG = 131_072
+# About 2 ms of Python, and 24 bytecodes a page of 16. The count is the same on every machine, busy or not.
+MAX_BYTECODES = 200_000
+
+
+@contextmanager
+def few_bytecodes() -> Iterator[None]:
+    """Fail if the block runs so much Python code that the loop stands, such as one operation per page."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame, event, _argument):
+        nonlocal count
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+    assert count < MAX_BYTECODES
+
+
+def test_loop_does_not_stand_while_a_long_prompt_comes_lands_continues_and_ends():
+    engine, _ = toy_engine(3 * LONG // 16, page_size=16)
+    prompt = prompt_of(LONG)
+    for turn in (prompt, [*prompt, 5, *prompt_of(40)]):
+        request = ask(turn, max_new_tokens=20)
+        with few_bytecodes():
+            active = ask_remote(engine, request)
+        assert active.stage is Stage.RESERVED
+        with few_bytecodes():
+            engine.land(active, first_token=5, seed=0)
+        with few_bytecodes():
+            engine.step()
+        with few_bytecodes():
+            engine.cancel(active)
+    assert active.num_cached == LONG
+    with few_bytecodes():
+        engine.cache.flush()
+    assert engine.counts().free == engine.counts().total
+
+
+def test_loop_does_not_stand_while_a_long_prompt_waits_for_pages_or_loses_its_grant():
+    engine, _ = toy_engine(2 * LONG // 16, page_size=16)
+    prompt = prompt_of(LONG)
+    first = ask_remote(engine, ask(prompt, max_new_tokens=20))
+    engine.land(first, first_token=5, seed=0)
+    granted = ask_remote(engine, ask(prompt_of(LONG - 64, seed=1), max_new_tokens=1))
+    longer = ask([*prompt, *prompt_of(LONG - 64, seed=2)], max_new_tokens=1)
+    blocked = ask_remote(engine, longer)
+    assert (granted.stage, blocked.stage) == (Stage.RESERVED, Stage.WAITING)
+    for _ in range(3):
+        engine.note_pages()
+        with few_bytecodes():
+            engine.admit()
+    with few_bytecodes():
+        engine.quarantine(granted)
+    with few_bytecodes():
+        engine.reclaim(granted)
+    with few_bytecodes():
+        engine.admit()
+    assert blocked.stage is Stage.RESERVED
+
+
+def test_loop_does_not_stand_while_short_prompts_are_evicted_for_a_long_one():
+    engine, _ = toy_engine(LONG // 16 + 1, page_size=16)
+    cache = engine.cache
+    for seed in range(LONG // 512):
+        pages = cache.allocate(32)
+        cache.insert(prompt_of(512, seed), pages)
+        cache.release(pages)
+    request = ask(prompt_of(LONG, seed=1))
+    with few_bytecodes():
+        active = ask_remote(engine, request)
+    assert active.stage is Stage.RESERVED
 
 
 # ── what a turn leaves for the next ──────────────────────────────────────────────────────────────

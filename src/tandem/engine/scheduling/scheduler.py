@@ -23,6 +23,7 @@ from tandem.engine.pages.kv_cache import KVCache
 from tandem.engine.pages.prefix_cache import Key, PrefixMatch
 from tandem.engine.scheduling.forward import Batch, Chunk, Ints, Slots
 from tandem.engine.scheduling.request import ActiveRequest, Stage
+from tandem.wire.prefixes import TokenArray
 
 # Requests that lack pages are retried at least every this many forwards, because `growth_share` decays.
 RETRY_FORWARDS = 32
@@ -119,12 +120,12 @@ class Scheduler:
         self._num_changes += not self._num_forwards % RETRY_FORWARDS
         while self.is_short_of_pages:
             self._retract(max((*self.prompts, *self.decodes), key=lambda request: request.rank))
-        for row in self._lacking_page():
-            active = self.decodes[row]
-            page = self.cache.allocate(1)
-            assert page is not None
-            active.page_ids += page
-            self.slots.add_pages(active, page)
+        lacking = self._lacking_page()
+        page_ids = self.cache.allocate(len(lacking))
+        assert page_ids is not None
+        for row, page in zip(lacking, page_ids, strict=True):
+            self.decodes[row].page_ids.append(page)
+            self.slots.add_pages(self.decodes[row], [page])
         rows = self._decode_rows()
         can_run = self.slots.num_tokens[rows] < self.slots.max_tokens[rows]
         can_run &= ~self.slots.awaits_mask[rows]
@@ -210,7 +211,7 @@ class Scheduler:
             active.blocked_at = self._num_changes
         return active.waits_for is not None
 
-    def _worth_waiting_for(self, known: list[int], match: PrefixMatch) -> ActiveRequest | None:
+    def _worth_waiting_for(self, known: TokenArray, match: PrefixMatch) -> ActiveRequest | None:
         """Return a request that computes at least as many tokens that this prompt needs as tokens that it does not.
 
         A prompt enters the cache as a whole, so waiting for one of which little is shared costs more than it saves.

@@ -32,7 +32,7 @@ from tandem.node.config import TierConfig
 from tandem.node.tiers.tiers import SEARCH_SHARE, TierGroup
 from tandem.telemetry.histogram import Histogram, Spread
 from tandem.wire.messages import TierLoad
-from tandem.wire.prefixes import PageKey
+from tandem.wire.prefixes import PageKey, TokenArray
 
 # Maximum pages per save: few enough for a short copy, many enough to be worth a round trip.
 _SAVED_TOGETHER = 64
@@ -61,7 +61,7 @@ class _TierFetch:
     """
 
     number: int
-    token_ids: Sequence[int]
+    token_ids: TokenArray
     salt: str
     missing: MissingPages
     waiting: list[ActiveRequest]
