@@ -306,6 +306,38 @@ def test_new_prompts_run_in_small_chunks_while_others_decode(is_overlapped):
     assert out["second"] == toy_answer(prompt_of(30), 2)
 
 
+@OVERLAP
+@pytest.mark.parametrize("local_prefill_tokens", [1, 5, 0])
+def test_retracted_answer_is_recomputed_in_small_chunks_while_others_decode(
+    local_prefill_tokens, is_overlapped
+):
+    engine, runner = toy_engine(
+        14,
+        is_overlapped=is_overlapped,
+        is_prefix_cache_enabled=False,
+        chunked_prefill_size=32,
+        local_prefill_tokens=local_prefill_tokens,
+    )
+    engine._scheduler.growth_share = 0.0
+    lengths = {"oldest": 40, "middle": 12, "youngest": 30}
+    for seed, (name, num_new) in enumerate(lengths.items()):
+        engine.submit(ask(prompt_of(8, seed), name, max_new_tokens=num_new))
+    out: dict[str, list[int]] = {}
+    largest = 0
+    while engine.has_work:
+        runner.largest, engine._scheduler.growth_share = 0, 0.0
+        for token in engine.step().tokens:
+            out.setdefault(token.request.request.request_id, []).append(token.token)
+        if engine.num_retracted and 12 < len(out["oldest"]) < lengths["oldest"]:
+            largest = max(largest, runner.largest)
+    assert engine.num_retracted > 0
+    assert largest == 1 + min(local_prefill_tokens or 32, 17)
+    assert out == {
+        name: toy_answer(prompt_of(8, seed), num_new)
+        for seed, (name, num_new) in enumerate(lengths.items())
+    }
+
+
 # ── a prompt of 128k tokens ──────────────────────────────────────────────────────────────────────
 
 LONG = 131_072
@@ -719,7 +751,7 @@ def test_logprob_rows_of_a_forward_are_limited_and_cover_each_position_once(draw
     assert not any(missing.values())
 
 
-def test_retracted_answer_is_exempt_from_the_new_prompt_budget():
-    new, retracted = prompt_request(6), prompt_request(50, 60)
-    prompts = [new, prompt_request(6), retracted, prompt_request(6)]
-    assert sizes(next_chunks(prompts, 40, 8)) == [(6, True), (2, False), (32, False)]
+def test_retracted_answer_shares_the_budget_of_new_prompts():
+    prompts = [prompt_request(6), prompt_request(50, 60), prompt_request(6)]
+    assert sizes(next_chunks(prompts, 8)) == [(6, True), (2, False)]
+    assert sizes(next_chunks(prompts[1:], 40)) == [(40, False)]

@@ -134,10 +134,10 @@ class Scheduler:
         if not can_run.all():
             decodes = [decodes[row] for row in np.flatnonzero(can_run)]
             rows = rows[can_run]
-        prompt_budget = self._config.local_prefill_tokens if decodes else 0
+        budget = self._config.local_prefill_tokens if decodes else 0
         # Only a retracted request may wait for a mask while its prompt is computed.
         prompts = [each for each in self.prompts if not self.slots.awaits_mask[each.slot]]
-        chunks = next_chunks(prompts, self._config.chunked_prefill_size, prompt_budget or None)
+        chunks = next_chunks(prompts, budget or self._config.chunked_prefill_size)
         return Batch(decodes, rows, chunks)
 
     def advance(self, batch: Batch) -> None:
@@ -294,29 +294,19 @@ class Scheduler:
         self.growth_share = min(1.0, self.growth_share + _RISE)
 
 
-def next_chunks(
-    prompts: Iterable[ActiveRequest], budget: int, new_budget: int | None = None
-) -> list[Chunk]:
-    """Choose up to `budget` prompt tokens for one forward, first come, first served.
+def next_chunks(prompts: Iterable[ActiveRequest], budget: int) -> list[Chunk]:
+    """Choose up to `budget` tokens of prompts and retracted answers for one forward, first come, first served.
 
     The budget limits the time by which a long prompt delays running answers. Together the chunks have at most
     `MAX_LOGPROB_ROWS` logprob positions.
-
-    Args:
-        new_budget: Budget for requests that have not generated tokens yet; None: `budget`. A request that was
-            retracted during its answer is exempt, because its client is waiting for the next token.
     """
     chunks = []
-    new_budget = budget if new_budget is None else new_budget
     num_logprobs = MAX_LOGPROB_ROWS
     for request in prompts:
-        is_new = len(request.token_ids) == request.num_prompt
-        num_tokens = min(request.num_uncomputed, budget, new_budget if is_new else budget)
-        chunk = Chunk.next_of(request, num_tokens, num_logprobs)
+        chunk = Chunk.next_of(request, min(request.num_uncomputed, budget), num_logprobs)
         if not chunk.num_tokens:
             continue
         chunks.append(chunk)
         num_logprobs -= len(chunk.logprob_positions)
         budget -= chunk.num_tokens
-        new_budget -= chunk.num_tokens if is_new else 0
     return chunks
