@@ -168,7 +168,18 @@ def test_missing_pages_have_the_same_keys_on_all_nodes(tokens, num_cached, salt)
     if missing is None:
         assert first == len(expected)
     else:
-        assert (missing.first_page, missing.keys) == (first, expected[first:])
+        assert missing.hash_slice()
+        assert (missing.first_page, missing.num_pages) == (first, len(expected) - first)
+        assert missing.keys == expected[first:]
+
+
+@pytest.mark.parametrize("num_cached", [0, 3, 1023, 1024, 1025, 2048])
+def test_keys_of_a_long_prompt_are_hashed_in_slices(num_cached):
+    cache, tokens = tiered(2100), list(range(2049 * PAGE))
+    put(cache, tokens[: num_cached * PAGE])
+    missing = cache.missing(tokens)
+    assert [missing.hash_slice() for _ in range(3)] == [False, False, True]
+    assert missing.keys == list(page_keys(SPACE, tokens))[num_cached:]
 
 
 def test_pages_to_save_have_content_keys_parents_first():
@@ -324,7 +335,7 @@ class OwnersOfPages(RuleBasedStateMachine):
             return
         matched = self.cache.match(tokens).page_ids
         assert len(matched) == missing.first_page
-        placed = self.cache.allocate(len(missing.keys))
+        placed = self.cache.allocate(missing.num_pages)
         if placed is None:
             self.cache.release(matched)
         else:

@@ -1,9 +1,6 @@
 """Admission, growth, retraction, sharing and overlap, with a runner whose tokens reveal any error."""
 
 import random
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
@@ -21,6 +18,7 @@ from tandem.wire.generation import (
 )
 from tests.engine.toy_grammars import ANY_TEXT, ToyGrammars
 from tests.engine.toy_runner import EOS, toy_answer, toy_engine
+from tests.loop_watch import few_bytecodes
 from tests.one_engine import ask, ask_remote, run
 
 OVERLAP = pytest.mark.parametrize("is_overlapped", [False, True])
@@ -341,27 +339,6 @@ def test_retracted_answer_is_recomputed_in_small_chunks_while_others_decode(
 # ── a prompt of 128k tokens ──────────────────────────────────────────────────────────────────────
 
 LONG = 131_072
-# About 2 ms of Python, and 24 bytecodes a page of 16. The count is the same on every machine, busy or not.
-MAX_BYTECODES = 200_000
-
-
-@contextmanager
-def few_bytecodes() -> Iterator[None]:
-    """Fail if the block runs so much Python code that the loop stands, such as one operation per page."""
-    count, before = 0, sys.gettrace()
-
-    def trace(frame, event, _argument):
-        nonlocal count
-        frame.f_trace_lines, frame.f_trace_opcodes = False, True
-        count += event == "opcode"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-    assert count < MAX_BYTECODES
 
 
 def test_loop_does_not_stand_while_a_long_prompt_comes_lands_continues_and_ends():

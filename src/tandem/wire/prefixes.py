@@ -145,35 +145,6 @@ class PageSpace:
         return digest.digest()
 
 
-class PageChain:
-    """Computes the keys of one prefix, page by page.
-
-    Args:
-        before: Key of the page before the first one to compute.
-        block: Name of the last block that ends before that page.
-    """
-
-    def __init__(self, before: bytes, block: int) -> None:
-        self._before, self._block = before, block
-
-    @classmethod
-    def start(cls, space: PageSpace, salt: str = "") -> "PageChain":
-        """Return a chain that begins with the prefix's first page."""
-        return cls(space.root(salt), root_name(salt))
-
-    def next(self, token_ids: TokenArray, first: int, page_size: int) -> PageKey:
-        """Return the key of the page that begins at token `first`, directly after the last page.
-
-        Args:
-            token_ids: Token ids of the whole prefix, at least `first + page_size`.
-        """
-        end = first + page_size
-        self._before = next_digest(self._before, token_ids[first:end])
-        blocks = names_between(self._block, token_ids, first, end)
-        self._block = blocks[-1] if blocks else self._block
-        return PageKey(self._before, tuple(blocks))
-
-
 def next_digest(before: bytes, token_ids: TokenArray) -> bytes:
     """Return the digest of the page with these tokens that follows the page with the digest `before`."""
     digest = _digest(before)
@@ -183,9 +154,13 @@ def next_digest(before: bytes, token_ids: TokenArray) -> bytes:
 
 def page_keys(space: PageSpace, token_ids: Sequence[int], salt: str = "") -> Iterator[PageKey]:
     """Yield the keys of a prefix's full pages, in order."""
-    chain, tokens = PageChain.start(space, salt), token_array(token_ids)
-    for first in range(0, len(tokens) - space.page_size + 1, space.page_size):
-        yield chain.next(tokens, first, space.page_size)
+    tokens, digest, name = token_array(token_ids), space.root(salt), root_name(salt)
+    for end in range(space.page_size, len(tokens) + 1, space.page_size):
+        start = end - space.page_size
+        digest = next_digest(digest, tokens[start:end])
+        blocks = names_between(name, tokens, start, end)
+        name = blocks[-1] if blocks else name
+        yield PageKey(digest, tuple(blocks))
 
 
 def shard_key(digest: bytes, shard: str) -> bytes:

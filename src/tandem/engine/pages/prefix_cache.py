@@ -28,7 +28,7 @@ With tiers (`space` is set), each page also has a content key, and the cache tra
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
@@ -38,13 +38,13 @@ import xxhash
 
 from tandem.wire.prefixes import (
     BLOCK_TOKENS,
-    PageChain,
     PageKey,
     PageSpace,
     PrefixJournal,
     TokenArray,
     names_between,
     next_digest,
+    page_keys,
     root_name,
     token_array,
 )
@@ -53,6 +53,8 @@ PageIds = npt.NDArray[np.int64]
 # Salt, and hash of all tokens through the end of a page.
 Key = tuple[str, int]
 
+# Pages whose keys are hashed in one pass of the loop, which takes 2 ms.
+_SLICE_PAGES = 1024
 # Unsaved pages to inspect per page to take, because pages in use are skipped.
 _SCANNED_PER_TAKEN = 4
 
@@ -73,12 +75,31 @@ class PrefixMatch:
     frontier: Key | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class MissingPages:
-    """Keys of the full pages of a prompt that are not cached, starting at page `first_page`."""
+    """The full pages of a prompt that are not cached.
 
-    first_page: int
-    keys: list[PageKey]
+    Their keys are hashed in slices: for 128k tokens they take 14 ms, during which the loop would stand.
+
+    Args:
+        chain: Keys of all full pages of the prompt.
+
+    Attributes:
+        first_page: Number of cached pages before the first missing one.
+        num_pages: Number of missing pages.
+        keys: Keys of the missing pages, as far as they are hashed.
+    """
+
+    def __init__(self, first_page: int, num_pages: int, chain: Iterator[PageKey]) -> None:
+        self.first_page, self.num_pages = first_page, num_pages
+        self.keys: list[PageKey] = []
+        self._chain, self._num_hashed = chain, 0
+
+    def hash_slice(self) -> bool:
+        """Hash the next pages; return whether all keys are known."""
+        hashed = list(islice(self._chain, _SLICE_PAGES))
+        self.keys += hashed[max(0, self.first_page - self._num_hashed) :]
+        self._num_hashed += len(hashed)
+        return len(self.keys) == self.num_pages
 
 
 @dataclass(slots=True, eq=False)
@@ -232,18 +253,12 @@ class PrefixCache:
         The cache is not changed. The cached part of the prompt may be evicted at any time.
         """
         assert self._space is not None
-        size, tokens = self._page_size, token_array(token_ids)
-        path, first = self._walk(tokens, salt)
-        num_pages = len(tokens) // size
-        if num_pages - first < at_least:
+        tokens = token_array(token_ids)
+        first = self._walk(tokens, salt)[1]
+        num_missing = len(tokens) // self._page_size - first
+        if num_missing < at_least:
             return None
-        keys = PageChain.start(self._space, salt)
-        if path:
-            run, num_matched = path[-1], first - path[-1].first
-            digest = self._digests(run, num_matched)[num_matched - 1]
-            keys = PageChain(digest, self._last_name(run, num_matched))
-        starts = range(first * size, num_pages * size, size)
-        return MissingPages(first, [keys.next(tokens, start, size) for start in starts])
+        return MissingPages(first, num_missing, page_keys(self._space, tokens, salt))
 
     def take_unsaved(self, num_pages: int, *, only_unused: bool) -> dict[int, PageKey]:
         """Return the least recently used unsaved pages with their keys, parents first.
@@ -305,7 +320,7 @@ class PrefixCache:
             if run is not None:
                 path.append(run)
                 rest = tokens[num_tokens : num_tokens + len(run.token_ids)]
-                num_tokens += _num_equal(rest, run.token_ids) // size * size
+                num_tokens += num_equal(rest, run.token_ids) // size * size
         return path, num_tokens // size
 
     def _root(self, salt: str) -> _Run:
@@ -329,8 +344,7 @@ class PrefixCache:
         ids = np.array(page_ids, np.int64)
         assert not self.has(ids).any(), "a page is cached for two prefixes"
         self._run_of[ids], self._position_of[ids] = run.number, np.arange(start, end)
-        last_name = self._last_name(run, len(run.page_ids))
-        names = names_between(last_name, tokens, start * size, end * size)
+        names = names_between(_last_name(run), tokens, start * size, end * size)
         for name in names:
             self.journal.add(name)
         run.names += names
@@ -404,17 +418,16 @@ class PrefixCache:
         start, end = run.first * self._page_size, (run.first + num_pages) * self._page_size
         return end // BLOCK_TOKENS - start // BLOCK_TOKENS
 
-    def _last_name(self, run: _Run, num_pages: int) -> int:
-        """Return the name of the last block that ends in the first pages of a run or before the run."""
-        num_blocks = self._num_blocks(run, num_pages)
-        while not num_blocks and run.parent is not None:
-            run = run.parent
-            num_blocks = len(run.names)
-        return run.names[num_blocks - 1]
+
+def _last_name(run: _Run) -> int:
+    """Return the name of the last block that ends in a run or before it."""
+    while run.parent is not None and not run.names:
+        run = run.parent
+    return run.names[-1]
 
 
-def _num_equal(one: TokenArray, other: TokenArray) -> int:
-    """Return the length of the common prefix, at least 1."""
+def num_equal(one: TokenArray, other: TokenArray) -> int:
+    """Return the length of the common prefix of two sequences that are not empty."""
     length = min(len(one), len(other))
     pairs = [np.frombuffer(each, np.int64, length) for each in (one, other)]
     differing = np.flatnonzero(pairs[0] != pairs[1])
