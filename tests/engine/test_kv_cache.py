@@ -246,6 +246,13 @@ def test_saving_does_not_change_the_eviction_order():
 SPACE_OF_TWO = PageSpace("toy", "float32", 2)
 
 
+def prompts(min_size: int) -> st.SearchStrategy[list[int]]:
+    """Return prompts that begin alike and part at any page, so that runs are split and extended."""
+    whole = st.sampled_from(["0000000000", "0000000011", "0000001111", "0000110000", "0011111111"])
+    length = st.integers(min_size, 10)
+    return st.builds(lambda text, length: [int(char) for char in text[:length]], whole, length)
+
+
 class OwnersOfPages(RuleBasedStateMachine):
     """Requests arrive, match, get grants, land, are withdrawn and end, and pages are saved and adopted, in any order."""
 
@@ -267,7 +274,7 @@ class OwnersOfPages(RuleBasedStateMachine):
         for index, page in enumerate(pages):
             assert self.written[page] == tokens[: 2 * (index + 1)]
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10))
+    @rule(tokens=prompts(1))
     def admit(self, tokens):
         match = self.cache.match(tokens)
         self.assert_written(tokens, match.page_ids)
@@ -299,7 +306,7 @@ class OwnersOfPages(RuleBasedStateMachine):
             self.granted.append((pages, False))
 
     @precondition(lambda self: self.granted)
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=8, max_size=8))
+    @rule(data=st.data(), tokens=prompts(8))
     def land_or_withdraw(self, data, tokens):
         index = data.draw(st.integers(0, len(self.granted) - 1))
         pages, is_withdrawn = self.granted.pop(index)
@@ -328,7 +335,7 @@ class OwnersOfPages(RuleBasedStateMachine):
         pages = self.saving.pop(data.draw(st.integers(0, len(self.saving) - 1)))
         self.cache.end_save(pages, is_saved=is_saved)
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=4, max_size=10))
+    @rule(tokens=prompts(4))
     def place(self, tokens):
         missing = self.cache.missing(tokens)
         if missing is None:
@@ -390,4 +397,4 @@ class OwnersOfPages(RuleBasedStateMachine):
 
 
 TestOwnersOfPages = OwnersOfPages.TestCase
-TestOwnersOfPages.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestOwnersOfPages.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)

@@ -56,10 +56,11 @@ REQUESTS = st.lists(
     st.booleans(),
     st.booleans(),
     st.integers(1, 6),
+    st.sampled_from([0, 1, 4]),
     st.randoms(use_true_random=False),
 )
 def test_answers_are_correct_and_pages_freed_in_any_schedule(
-    asked, num_pages, is_overlapped, has_prefix_cache, max_running, rng
+    asked, num_pages, is_overlapped, has_prefix_cache, max_running, local_prefill_tokens, rng
 ):
     grammars = ToyGrammars()
     grammars.is_held = True
@@ -69,6 +70,7 @@ def test_answers_are_correct_and_pages_freed_in_any_schedule(
         is_prefix_cache_enabled=has_prefix_cache,
         max_running_requests=max_running,
         chunked_prefill_size=9,
+        local_prefill_tokens=local_prefill_tokens,
         grammars=grammars,
     )
     out: dict[str, list[int]] = {}
