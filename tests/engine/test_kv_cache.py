@@ -113,14 +113,15 @@ def test_page_reinserted_under_a_new_parent_is_reported_once():
     assert told.added == []
 
 
-def test_evicting_a_cached_copy_does_not_evict_what_a_request_holds_below_it():
-    cache = KVCache(6, PAGE)
-    first, tokens = put(cache, [1] * 8), [1] * 8 + [2] * 4
+@pytest.mark.parametrize("longer", [[], [3] * 4], ids=["extended", "split"])
+def test_evicting_a_cached_copy_does_not_evict_what_a_request_holds_below_it(longer):
+    cache = KVCache(8, PAGE)
+    first, tokens = put(cache, [1] * 8 + longer), [1] * 8 + [2] * 4
     own = cache.allocate(3)  # the request computed its own copy of the first pages
     cache.insert(tokens, own)
-    assert cache.match(tokens).page_ids == [*first, own[2]]
-    cache.release([*first, own[2]])
-    assert sorted(cache.allocate(3)) == sorted({*range(6)} - {*own})
+    assert cache.match(tokens).page_ids == [*first[:2], own[2]]
+    cache.release([*first[:2], own[2]])
+    assert sorted(cache.allocate(5)) == sorted({*range(8)} - {*own})
     assert cache.match(tokens).page_ids == []
     cache.insert(tokens, own)
     cache.release(own)

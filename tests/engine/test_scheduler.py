@@ -385,6 +385,25 @@ def test_loop_does_not_stand_while_a_long_prompt_waits_for_pages_or_loses_its_gr
     assert blocked.stage is Stage.RESERVED
 
 
+def test_long_prompts_that_waited_for_the_same_pages_are_admitted_over_several_passes():
+    engine, _ = toy_engine(2 * LONG // 16, page_size=16)
+    prompt = prompt_of(LONG)
+    first, *others = [
+        ask_remote(engine, ask([*prompt, number], str(number))) for number in range(2, 10)
+    ]
+    assert {active.stage for active in others} == {Stage.WAITING}
+    engine.land(first, first_token=5, seed=0)
+    engine.cancel(first)
+    num_passes = 0
+    while engine.has_work:
+        before = [active for active in others if active.stage is Stage.WAITING]
+        engine.step()
+        assert sum(active.stage is Stage.RESERVED for active in before) <= 2
+        num_passes += 1
+    assert {active.stage for active in others} == {Stage.RESERVED}
+    assert num_passes >= 4
+
+
 def test_loop_does_not_stand_while_short_prompts_are_evicted_for_a_long_one():
     engine, _ = toy_engine(LONG // 16 + 1, page_size=16)
     cache = engine.cache

@@ -228,7 +228,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has work to do."""
-        if self._in_flight is not None:
+        if self._in_flight is not None or self._scheduler.is_admitting:
             return True
         if any(not active.awaits_mask for active in (*self._compiling, *self._masking)):
             return True
