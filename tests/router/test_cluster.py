@@ -210,6 +210,21 @@ async def test_node_removed_with_hand_over_moves_streams_without_using_an_attemp
         decode.engine.say(start, 0, [7])
         await until_async(lambda: running.token_ids == [7])
         setup.announce(decode.url, is_removed=True, hands_over=True)
+async def test_node_that_returns_at_any_moment_of_its_removal_is_used():
+    async with cluster() as setup:
+        url, watched_cluster = setup.decodes[0].url, setup.backend._cluster
+        members = watched_cluster.members
+        others = [member for member in members.members if member.url != url]
+        for num_turns in range(20):  # of the loop, until its link is closed
+            watched_cluster.apply(Members(members=others))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            watched_cluster.apply(members)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            await until_async(lambda: watched_cluster.node(url).is_up)
+
+
         _, _, other, start = await setup.pair_of(attempt=1)
         assert other is setup.others(decode)
         assert start.request.prompt_ids == [1, 2, 3, 7]
