@@ -12,10 +12,16 @@ from tandem.frontend.options import HttpOptions, TlsFiles, server_context
 from tandem.frontend.text.tokenizer import tokenizer_hash
 from tandem.router.config import PrefillTarget, RouterConfig
 from tandem.router.membership.membership import Member, Members
+from tandem.router.nodes import watch
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.nodes.node import Node
 from tandem.router.nodes.prefixes import NodePrefixes
-from tandem.router.nodes.watch import FIRST_ANSWER_TIMEOUT_S, INFO_TIMEOUT_S, LAST_RETRY_S
+from tandem.router.nodes.watch import (
+    FIRST_ANSWER_TIMEOUT_S,
+    INFO_TIMEOUT_S,
+    LAST_RETRY_S,
+    TOKENIZER_TIMEOUT_S,
+)
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import SamplingDefaults
 from tandem.wire.keys import operator_key, reader_key
@@ -204,12 +210,6 @@ async def test_removed_node_finishes_its_streams_and_is_then_forgotten():
         await until_async(lambda: watched_cluster.node(decode.url).is_up)
 
 
-async def test_node_removed_with_hand_over_moves_streams_without_using_an_attempt():
-    async with cluster(num_decodes=2, max_attempts=1) as setup, reading(setup) as running:
-        _, _, decode, start = await setup.pair_of()
-        decode.engine.say(start, 0, [7])
-        await until_async(lambda: running.token_ids == [7])
-        setup.announce(decode.url, is_removed=True, hands_over=True)
 async def test_node_that_returns_at_any_moment_of_its_removal_is_used():
     async with cluster() as setup:
         url, watched_cluster = setup.decodes[0].url, setup.backend._cluster
@@ -225,6 +225,12 @@ async def test_node_that_returns_at_any_moment_of_its_removal_is_used():
             await until_async(lambda: watched_cluster.node(url).is_up)
 
 
+async def test_node_removed_with_hand_over_moves_streams_without_using_an_attempt():
+    async with cluster(num_decodes=2, max_attempts=1) as setup, reading(setup) as running:
+        _, _, decode, start = await setup.pair_of()
+        decode.engine.say(start, 0, [7])
+        await until_async(lambda: running.token_ids == [7])
+        setup.announce(decode.url, is_removed=True, hands_over=True)
         _, _, other, start = await setup.pair_of(attempt=1)
         assert other is setup.others(decode)
         assert start.request.prompt_ids == [1, 2, 3, 7]
@@ -272,6 +278,31 @@ async def test_tokenizer_is_fetched_once_for_all_nodes():
     async with cluster(prefills=prefills, decodes=decodes) as setup:
         assert setup.backend.model().tokenizer.encode("b") == [1]
         assert sum(node.num_tokenizer_fetches for node in prefills + decodes) == 1
+
+
+async def test_hung_tokenizer_of_one_node_delays_no_other_node(monkeypatch):
+    monkeypatch.setattr(watch, "TOKENIZER_TURN_S", 0.05)
+    files = tokenizer_files()
+    model = model_info(tokenizer_hash=tokenizer_hash(files))
+    hung, prefill, decode = (
+        FakeNode(role, tokenizer_files=files, model=model)
+        for role in ("prefill", "prefill", "decode")
+    )
+    hung.serves_tokenizer.clear()
+    async with hung.serving(), prefill.serving(), decode.serving():
+        async with watched([hung, prefill], [decode]) as backend:
+            joined = backend._cluster.members
+            backend._cluster.apply(Members(members=joined.members[:1]))
+            await until_async(lambda: hung.num_tokenizer_fetches)  # it is asked first
+            backend._cluster.apply(joined)
+            await until_async(lambda: backend.health().is_serving, within_s=TOKENIZER_TIMEOUT_S)
+            before = backend._cluster.node(decode.url).client
+            decode.restart_engine()
+            node = backend._cluster.node(decode.url)
+            await until_async(lambda: node.is_up and node.client is not before, TOKENIZER_TIMEOUT_S)
+            assert not backend._cluster.node(hung.url).is_up
+            hung.serves_tokenizer.set()
+            await until_async(lambda: backend._cluster.node(hung.url).is_up)
 
 
 async def test_chat_template_of_the_router_overrides_that_of_the_nodes():
