@@ -289,20 +289,22 @@ async def test_hung_tokenizer_of_one_node_delays_no_other_node(monkeypatch):
         for role in ("prefill", "prefill", "decode")
     )
     hung.serves_tokenizer.clear()
-    async with hung.serving(), prefill.serving(), decode.serving():
-        async with watched([hung, prefill], [decode]) as backend:
-            joined = backend._cluster.members
-            backend._cluster.apply(Members(members=joined.members[:1]))
-            await until_async(lambda: hung.num_tokenizer_fetches)  # it is asked first
-            backend._cluster.apply(joined)
-            await until_async(lambda: backend.health().is_serving, within_s=TOKENIZER_TIMEOUT_S)
-            before = backend._cluster.node(decode.url).client
-            decode.restart_engine()
-            node = backend._cluster.node(decode.url)
-            await until_async(lambda: node.is_up and node.client is not before, TOKENIZER_TIMEOUT_S)
-            assert not backend._cluster.node(hung.url).is_up
-            hung.serves_tokenizer.set()
-            await until_async(lambda: backend._cluster.node(hung.url).is_up)
+    async with AsyncExitStack() as stack:
+        for node in (hung, prefill, decode):
+            await stack.enter_async_context(node.serving())
+        backend = await stack.enter_async_context(watched([hung, prefill], [decode]))
+        joined = backend._cluster.members
+        backend._cluster.apply(Members(members=joined.members[:1]))
+        await until_async(lambda: hung.num_tokenizer_fetches)  # it is asked first
+        backend._cluster.apply(joined)
+        await until_async(lambda: backend.health().is_serving, within_s=TOKENIZER_TIMEOUT_S)
+        before = backend._cluster.node(decode.url).client
+        decode.restart_engine()
+        node = backend._cluster.node(decode.url)
+        await until_async(lambda: node.is_up and node.client is not before, TOKENIZER_TIMEOUT_S)
+        assert not backend._cluster.node(hung.url).is_up
+        hung.serves_tokenizer.set()
+        await until_async(lambda: backend._cluster.node(hung.url).is_up)
 
 
 async def test_chat_template_of_the_router_overrides_that_of_the_nodes():

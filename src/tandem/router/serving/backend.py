@@ -15,6 +15,7 @@ from tandem.router.pairing.pairing import PairGroups, Pairing
 from tandem.router.pairing.policy import Policy
 from tandem.router.serving.progress import Progress, RequestTimeline
 from tandem.router.serving.request import NodeWait, Request, RequestContext
+from tandem.router.serving.suspects import Suspects
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import NoNodeAvailable, PeerLost, TandemError
 from tandem.wire.generation import GenerateRequest
@@ -35,6 +36,7 @@ class ClusterBackend:
 
     Attributes:
         pairing: The choice of pairs, with the attempts on each pair.
+        suspects: Prompts with which nodes were lost.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class ClusterBackend:
         admission = admission or AdmissionConfig()
         self._node_wait = NodeWait(node_wait_s, admission.limits.max_requests)
         self.pairing = Pairing(cluster, policy, rng, self._metrics)
+        self.suspects = Suspects()
         self._shared = RequestContext(
-            cluster, self.pairing, self._node_wait, max_attempts, self._metrics
+            cluster, self.pairing, self._node_wait, max_attempts, self._metrics, self.suspects
         )
         self._admission = Admission(cluster.servable, admission, self._metrics)
         cluster.roster.on_change = self._admission.schedule_start
@@ -67,6 +70,7 @@ class ClusterBackend:
             "waiting for nodes": len(self._node_wait),
             "requests": len(self._requests),
             "groups": len(self._groups),
+            "suspects": len(self.suspects),
         }
 
     def model(self) -> ServedModel:

@@ -316,6 +316,7 @@ class EdgeLauncher:
         link.message_handlers = {
             "ready": worker.note_ready,
             "up": worker.note_up,
+            "refuse": lambda prompt: self._send_all("refuse", prompt),
         }
         link.question_handlers = {
             "announce": self._announce,

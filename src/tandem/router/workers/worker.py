@@ -78,7 +78,9 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
     link.message_handlers = {
         "members": lambda body: cluster.apply(msgspec.json.decode(body, type=Members)),
         "leave": lambda _body: begin_shutdown(app),
+        "refuse": lambda body: backend.suspects.refuse(msgspec.json.decode(body, type=str)),
     }
+    backend.suspects.on_refused = partial(link.send, "refuse")
     if has_siblings:
         combined = Combined(
             index=start.index,
