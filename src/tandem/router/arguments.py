@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tandem.frontend.options import HttpOptions, with_files
+from tandem.frontend.options import HttpOptions, check_files
 from tandem.router.config import PrefillTarget, RouterConfig
 from tandem.settings.flags import add_flags, read_flags
 from tandem.settings.parser import Parser
@@ -111,7 +111,7 @@ def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
     config = read_flags(
         RouterConfig,
         args,
-        http=with_files(read_flags(HttpOptions, args, prefix="http.")),
+        http=check_files(read_flags(HttpOptions, args, prefix="http.")),
         ignored_flags=tuple(dict.fromkeys(args.ignored)),
     )
     return replace(config, prefills=_with_ports(config.prefills, config.bootstrap_ports))

@@ -413,7 +413,7 @@ class RouterConfig:
         urls = [target.url for target in self.prefills] + list(self.decodes)
         if len(set(urls)) < len(urls):
             raise ConfigInvalid("two nodes have the same URL: pass each node once")
-        if self.admission.key_limits and not self.http.api_keys:
+        if self.admission.key_limits and not self.http.has_keys:
             raise ConfigInvalid(
                 "--key-limits needs API keys: set --api-key or --api-key-file as well"
             )
