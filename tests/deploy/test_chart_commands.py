@@ -134,7 +134,7 @@ def test_all_processes_get_the_cluster_key_and_api_keys(tmp_path):
     for component in (*NODES, "router"):
         env = start(manifests, by_component[component], tmp_path / "again" / component).env
         assert env["TANDEM_CLUSTER_KEY"] == CLUSTER_KEY
-    assert configs[-1].admission.key_limits is not None
+    assert configs[-1].admission.key_limits
 
 
 def test_auth_insecure_starts_nodes_without_a_cluster_key(tmp_path):

@@ -9,6 +9,7 @@ import msgspec
 from tandem.frontend.backend import Bootstrap, Health, ServedModel
 from tandem.router.admission import Admission
 from tandem.router.config import AdmissionConfig
+from tandem.router.key_limits import KeyUsage
 from tandem.router.metrics import RouterMetrics, WorkerCounts
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.pairing.pairing import PairGroups, Pairing
@@ -33,6 +34,7 @@ class ClusterBackend:
         max_attempts: Limit of attempts at one request; at least 1.
         node_wait_s: Seconds that a request waits while a role has no node.
         rng: Source of randomness for policies that need one.
+        keys: Limits and usage of the API keys; None: no limits.
 
     Attributes:
         pairing: The choice of pairs, with the attempts on each pair.
@@ -48,6 +50,7 @@ class ClusterBackend:
         node_wait_s: float = 0.0,
         *,
         admission: AdmissionConfig | None = None,
+        keys: KeyUsage | None = None,
     ) -> None:
         self._cluster = cluster
         self._groups, self._requests = PairGroups(), dict[str, Request]()
@@ -59,7 +62,7 @@ class ClusterBackend:
         self._shared = RequestContext(
             cluster, self.pairing, self._node_wait, max_attempts, self._metrics, self.suspects
         )
-        self._admission = Admission(cluster.servable, admission, self._metrics)
+        self._admission = Admission(cluster.servable, admission, self._metrics, keys)
         cluster.roster.on_change = self._admission.schedule_start
         cluster.on_node_up = self._node_wait.wake_all
 
