@@ -204,6 +204,13 @@ class HttpOptions:
             parse=_checked_hosts,
         ),
     ] = ()
+    access_log: Annotated[
+        bool,
+        Flag(
+            "--access-log",
+            help="log each HTTP request with its id, the name of its API key, its status and duration",
+        ),
+    ] = False
     traces_endpoint: Annotated[
         str,
         Flag(

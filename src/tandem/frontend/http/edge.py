@@ -106,7 +106,11 @@ class Edge:
             async with aclosing(deltas):
                 async for delta in deltas:
                     if timings.record_delta(delta):
-                        self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
+                        num_tokens = len(generation.request.prompt_ids)
+                        self.metrics.prompt_tokens.inc(num_tokens)
+                        self.metrics.count_tokens_of(
+                            generation.request.client, "prompt", num_tokens
+                        )
                     piece = transcript.take(delta)
                     if piece is None:
                         continue
@@ -191,7 +195,10 @@ class Edge:
         finally:
             generation.timings.outcome = outcome
             generation.timings.num_output_tokens = transcript.num_tokens
-            self.metrics.output_tokens.inc(transcript.num_tokens)
+            client, num_tokens = generation.request.client, transcript.num_tokens
+            self.metrics.output_tokens.inc(num_tokens)
+            self.metrics.count_tokens_of(client, "output", num_tokens)
+            self.metrics.count_generation_of(client, outcome)
             self.metrics.running.dec()
             del self._running[request_id]
             self._report(generation)
