@@ -834,9 +834,15 @@ async def started(engine, kind):
 async def next_attempt(setup):
     """Return the start at the only prefill node, the decode node of the attempt, and the start there."""
     start_prefill = await started(setup.prefills[0].engine, StartPrefill)
-    await until_async(lambda: not all(node.engine.is_idle() for node in setup.decodes))
-    (decode,) = [node for node in setup.decodes if not node.engine.is_idle()]
+    decode = await busy_of(setup.decodes)
     return start_prefill, decode, await started(decode.engine, StartDecode)
+
+
+async def busy_of(nodes):
+    """Return the node that has received something."""
+    await until_async(lambda: not all(node.engine.is_idle() for node in nodes))
+    (busy,) = [node for node in nodes if not node.engine.is_idle()]
+    return busy
 
 
 async def lose_decode(setup):
@@ -868,6 +874,34 @@ async def test_prompt_that_was_on_two_lost_nodes_is_tried_on_no_third_pair():
             setup.prefills[0].engine.say(start_prefill, 0, [10], "handed_off")
             decode.engine.say(start_decode, 0, [10, 11], "stop")
             assert await other.result() == ([10, 11], "stop")
+
+
+async def test_prompt_of_two_lost_prefill_nodes_is_refused_if_decode_reports_the_loss_first(
+    monkeypatch,
+):
+    monkeypatch.setattr("tandem.router.serving.request.LOSS_NOTICED_S", PATIENCE_S)
+    async with cluster(num_prefills=3, max_attempts=5) as setup:
+        with pytest.raises(ExceptionGroup) as raised:
+            async with reading(setup):
+                for _ in range(2):
+                    start_decode = await started(setup.decodes[0].engine, StartDecode)
+                    prefill = await busy_of(setup.prefills)
+                    setup.decodes[0].engine.fail(start_decode, PeerLost("prefill was lost"))
+                    await started(prefill.engine, Cancel)
+                    prefill.engine.close()
+        assert ended_engine(raised)
+
+
+async def test_loss_that_only_a_node_reports_refuses_no_prompt():
+    """As where a firewall keeps decode from prefill."""
+    async with cluster(max_attempts=3) as setup:
+        with pytest.raises(ExceptionGroup) as raised:
+            async with reading(setup):
+                for _ in range(3):
+                    _, decode, start_decode = await next_attempt(setup)
+                    decode.engine.fail(start_decode, PeerLost("prefill cannot be reached"))
+        assert raised.group_contains(AttemptsUsedUp)
+        assert not setup.backend.suspects.known_name(request())
 
 
 @pytest.mark.parametrize("max_attempts", [1, 2])

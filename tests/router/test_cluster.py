@@ -210,13 +210,14 @@ async def test_removed_node_finishes_its_streams_and_is_then_forgotten():
         await until_async(lambda: watched_cluster.node(decode.url).is_up)
 
 
-async def test_node_that_returns_at_any_moment_of_its_removal_is_used():
+@pytest.mark.parametrize("hands_over", [False, True])
+async def test_node_that_returns_at_any_moment_of_its_removal_is_used(hands_over):
     async with cluster() as setup:
         url, watched_cluster = setup.decodes[0].url, setup.backend._cluster
         members = watched_cluster.members
         others = [member for member in members.members if member.url != url]
         for num_turns in range(20):  # of the loop, until its link is closed
-            watched_cluster.apply(Members(members=others))
+            watched_cluster.apply(Members(members=others, handing_over=[url] * hands_over))
             for _ in range(num_turns):
                 await asyncio.sleep(0)
             watched_cluster.apply(members)
@@ -280,31 +281,37 @@ async def test_tokenizer_is_fetched_once_for_all_nodes():
         assert sum(node.num_tokenizer_fetches for node in prefills + decodes) == 1
 
 
-async def test_hung_tokenizer_of_one_node_delays_no_other_node(monkeypatch):
+@pytest.mark.parametrize("num_hung", [1, 2])
+async def test_hung_tokenizer_of_some_nodes_delays_no_other_node(monkeypatch, num_hung):
     monkeypatch.setattr(watch, "TOKENIZER_TURN_S", 0.05)
     files = tokenizer_files()
     model = model_info(tokenizer_hash=tokenizer_hash(files))
-    hung, prefill, decode = (
+    *hung, prefill, decode = (
         FakeNode(role, tokenizer_files=files, model=model)
-        for role in ("prefill", "prefill", "decode")
+        for role in (*["prefill"] * num_hung, "prefill", "decode")
     )
-    hung.serves_tokenizer.clear()
     async with AsyncExitStack() as stack:
-        for node in (hung, prefill, decode):
+        for node in (*hung, prefill, decode):
             await stack.enter_async_context(node.serving())
-        backend = await stack.enter_async_context(watched([hung, prefill], [decode]))
-        joined = backend._cluster.members
-        backend._cluster.apply(Members(members=joined.members[:1]))
-        await until_async(lambda: hung.num_tokenizer_fetches)  # it is asked first
+        for node in hung:
+            node.serves_tokenizer.clear()
+        backend = await stack.enter_async_context(watched([*hung, prefill], [decode]))
+        joined, find = backend._cluster.members, backend._cluster.node
+        backend._cluster.apply(Members(members=joined.members[:num_hung]))
+        # They are asked first.
+        await until_async(lambda: all(node.num_tokenizer_fetches for node in hung))
         backend._cluster.apply(joined)
         await until_async(lambda: backend.health().is_serving, within_s=TOKENIZER_TIMEOUT_S)
-        before = backend._cluster.node(decode.url).client
+        before = find(decode.url).client
         decode.restart_engine()
-        node = backend._cluster.node(decode.url)
-        await until_async(lambda: node.is_up and node.client is not before, TOKENIZER_TIMEOUT_S)
-        assert not backend._cluster.node(hung.url).is_up
-        hung.serves_tokenizer.set()
-        await until_async(lambda: backend._cluster.node(hung.url).is_up)
+        await until_async(
+            lambda: find(decode.url).is_up and find(decode.url).client is not before,
+            within_s=TOKENIZER_TIMEOUT_S,
+        )
+        assert not any(find(node.url).is_up for node in hung)
+        for node in hung:
+            node.serves_tokenizer.set()
+        await until_async(lambda: all(find(node.url).is_up for node in hung))
 
 
 async def test_chat_template_of_the_router_overrides_that_of_the_nodes():
