@@ -19,6 +19,8 @@ BY_PROCESSOR := tests/engine tests/node/test_machine.py tests/node/test_checkpoi
 # Runs alone: its NIXL threads never sleep, so nodes of a test that runs at the same time would miss their timeouts.
 BUSY := tests/with_vllm/test_stale_references.py
 ON_VLLM = "$(VENV)-vllm/bin/python" -m pytest -q --confcutdir tests/with_vllm
+# Status 3: vLLM cannot be installed here.
+WITH_VLLM = $(PYTHON) scripts/vllm-environment "$(VENV)-vllm" || exit $$(( $$? == 3 ? 0 : $$? ));
 # Many containers set this variable. Each of hundreds of processes would then compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -29,7 +31,7 @@ LIGHT := aiohttp jinja2 msgspec numpy packaging prometheus-client psutil pydanti
   opentelemetry-exporter-otlp-proto-http jsonschema
 LIGHT_TESTS := tests/settings tests/wire tests/telemetry tests/kvtransfer/test_session.py
 
-.PHONY: help setup serve test test-all test-avx2 test-pythons properties test-vllm test-browser test-kubernetes test-monitoring check check-deploy format docs bench faults soak fuzz clean
+.PHONY: help setup serve test test-all test-avx2 test-pythons properties test-vllm test-vllm-all test-browser test-kubernetes test-monitoring check check-deploy format docs bench faults soak fuzz clean
 .DEFAULT_GOAL := help
 
 help: ## Show this.
@@ -78,10 +80,11 @@ test-pythons: ## Run tests that need no torch and start no node under Python 3.1
 properties: setup ## Run the property tests with thousands of new examples.
 	@$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=long $(ARGS)
 
-test-vllm: ## Test nodes with a real vLLM, in a separate environment (needs vLLM's wheel for CPUs; about half an hour without AVX-512).
-	@$(PYTHON) scripts/vllm-environment "$(VENV)-vllm"; status=$$?; \
-	  if [ $$status = 3 ]; then exit 0; elif [ $$status != 0 ]; then exit $$status; fi; \
-	  $(if $(ARGS),$(ON_VLLM) $(TWO) $(ARGS),$(ON_VLLM) $(BUSY) && $(ON_VLLM) $(TWO) --ignore $(BUSY) tests/with_vllm)
+test-vllm: ## Run the quick tests with a real vLLM, in a separate environment (needs vLLM's wheel for CPUs).
+	@$(WITH_VLLM) $(ON_VLLM) $(TWO) $(or $(ARGS),tests/with_vllm)
+
+test-vllm-all: ## Run every test with a real vLLM (20 minutes; an hour without AVX-512).
+	@$(WITH_VLLM) $(ON_VLLM) -m "" $(BUSY) && $(ON_VLLM) -m "" $(TWO) --ignore $(BUSY) tests/with_vllm
 
 test-browser: setup ## Test the router's page in a browser (needs /usr/bin/chromium).
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'

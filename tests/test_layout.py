@@ -1,11 +1,13 @@
 """The tree: one package, four links to it at the root, and what its wheel holds."""
 
+import ast
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,3 +55,13 @@ def test_the_architecture_lists_every_room_and_no_other():
 def test_no_room_has_more_than_twelve_files():
     sizes = {name: len([*path.glob("*.py")]) - 1 for name, path in ROOMS.items()}
     assert {name: size for name, size in sizes.items() if size > 12} == {}
+
+
+def test_each_class_name_has_one_meaning():
+    classes = Counter(
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in classes.items() if count > 1] == []

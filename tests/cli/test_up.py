@@ -56,6 +56,12 @@ def test_default_cluster_is_one_pair_and_a_router():
     assert read.decodes == ("http://127.0.0.1:9002",)
 
 
+def test_processes_have_the_defaults_of_their_own_commands():
+    own = {"port", "bootstrap-port", "num-threads", "log-format", "prefill", "decode", "device"}
+    for process in cluster("--device", "cpu"):
+        assert process.settings.keys() <= own
+
+
 def read_node(node: ChildProcess, role: str):
     with tempfile.TemporaryDirectory() as directory:
         argv = node.with_file(directory).argv[1:]

@@ -35,6 +35,7 @@ EVERYTHING = (
     "rdma.enabled=true,rdma.hostNetwork=true,rdma.runAsRoot=true",
     "prefill.autoscaling.enabled=true,decode.autoscaling.enabled=true,router.autoscaling.enabled=true",
     "decode.autoscaling.kind=keda,router.ingress.enabled=true,router.ingress.tlsSecret=tls",
+    "router.httpRoute.enabled=true,router.httpRoute.parentRefs[0].name=public",
     "networkPolicy.routerFrom[0].podSelector.matchLabels.app=gateway",
     "networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.name=monitoring",
     "monitoring.podMonitor.enabled=true,monitoring.prometheusRule.enabled=true",
@@ -239,6 +240,44 @@ def test_each_mount_has_a_volume_and_each_volume_its_source(sets, values):
             if values is None and "persistentVolumeClaim" in volume:
                 claim = volume["persistentVolumeClaim"]["claimName"]
                 assert claim in of_kind(manifests, "PersistentVolumeClaim")
+
+
+def test_a_release_whose_name_dns_refuses_is_rejected():
+    assert "set fullnameOverride" in template(release="1st").stderr
+
+
+@pytest.mark.parametrize(("component", "group"), [("decode", "nodes"), ("router", "router")])
+def test_sidecars_run_beside_the_containers_of_the_chart(component, group):
+    sidecar = f"{group}.sidecars[0]"
+    manifests = rendered(f"{sidecar}.name=proxy,{sidecar}.image=proxy:1")
+    _, added = dict(pods(manifests))[component]["spec"]["containers"]
+    assert added == {"name": "proxy", "image": "proxy:1"}
+
+
+def test_openshift_chooses_the_user():
+    null = ",".join(
+        f"podSecurityContext.{key}=null" for key in ("runAsUser", "runAsGroup", "fsGroup")
+    )
+    for _, pod in pods(rendered(null)):
+        assert pod["spec"]["securityContext"] == {
+            "runAsNonRoot": True,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+
+
+def test_downloads_stay_on_a_volume_or_their_disk_is_requested():
+    own = "model.path=org/name"
+    kept = "nodes.cacheVolume.persistentVolumeClaim.claimName=cache"
+    for settings, source, requested in [
+        ((own,), {"emptyDir": {"sizeLimit": "20Gi"}}, "20Gi"),
+        ((own, kept), {"persistentVolumeClaim": {"claimName": "cache"}}, None),
+    ]:
+        pod = dict(pods(rendered(*settings)))["prefill"]
+        assert {"name": "cache", **source} in pod["spec"]["volumes"]
+        resources = pod["spec"]["containers"][0]["resources"]
+        assert resources["requests"].get("ephemeral-storage") == requested
+        assert "ephemeral-storage" not in resources["limits"]
 
 
 def test_only_the_init_container_can_write_models():

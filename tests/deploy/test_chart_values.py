@@ -34,6 +34,9 @@ INVALID = [
     ("prefill.resources.cpu=2", "cpu", "not allowed"),
     ("prefill.resources.limits.memory=lots", "memory", "pattern"),
     ("prefill.args=--page-size=32", "args", "array"),
+    ("nodes.sidecars[0].name=proxy", "sidecars", "image"),
+    ("nodes.cacheVolume=/srv/cache", "cacheVolume", "object"),
+    ("router.httpRoute.hostnames={LLM.example}", "hostnames", "pattern"),
     ("decode.tolerations[0].effect=Never", "effect", "NoExecute"),
     ("decode.topologySpread.whenUnsatisfiable=Maybe", "whenUnsatisfiable", "DoNotSchedule"),
     ("decode.podDisruptionBudget.maxUnavailable=half", "maxUnavailable", "pattern"),
@@ -92,6 +95,13 @@ CONTRADICTIONS = [
     ("engine=vllm", "vllm.image is empty"),
     ("engine=vllm,vllm.image=i,simulation.enabled=true", "choose one"),
     ("vllm.args={--enforce-eager}", "set engine to vllm"),
+    ("decode.gpus=4", "decode.resources is empty"),
+    ("prefill.ports.engine=8998", "prefill.ports has the same port twice"),
+    ("transfer.backend=nixl\\,cuda_ipc", "cuda_ipc, which moves KV within one host"),
+    ("transfer.backend=shm", "shm, which moves KV within one host"),
+    ("transfer.backend=rdma", "rdma, which the chart does not know"),
+    ("fullnameOverride=llm.prod", "set fullnameOverride"),
+    ("router.httpRoute.enabled=true", "router.httpRoute.parentRefs is empty"),
 ]
 
 

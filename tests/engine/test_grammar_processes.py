@@ -122,6 +122,11 @@ def end(processes: GrammarProcesses) -> None:
     processes._host._process.wait()
 
 
+def yields(thread: int) -> bool:
+    """Return whether a thread runs only on cores that are idle otherwise."""
+    return os.sched_getscheduler(thread) == os.SCHED_IDLE
+
+
 def host_pid(processes: GrammarProcesses) -> int:
     return processes._host._process.pid
 
@@ -229,13 +234,30 @@ def test_grammar_that_needs_too_much_memory_fails(model, processes, begin):
     assert_serves(begin)
 
 
+def test_slow_compilation_yields_to_the_engine_but_the_masks_after_it_do_not(processes, begin):
+    assert_serves(begin)  # starts the host
+    processes.limits = Limits(compile_s=PATIENCE_S)
+    others = set(children(host_pid(processes)))
+    constraint = begin(ebnf(ENDLESS["ambiguous counts"].text.replace("99", "96")))
+
+    def threads() -> list[tuple[int, int]]:
+        pids = set(children(host_pid(processes))) - others
+        return [(pid, int(name)) for pid in pids for name in os.listdir(f"/proc/{pid}/task")]
+
+    until(lambda: any(yields(thread) for _, thread in threads()))
+    assert [thread for pid, thread in threads() if yields(thread) == (pid == thread)] == []
+    (pid,) = {pid for pid, _ in threads()}
+    os.kill(pid, signal.SIGKILL)
+    assert isinstance(error_of(constraint), EngineFailed)
+
+
 def test_process_with_slow_masks_yields_to_the_engine(model, processes, begin):
     processes.limits = Limits(masks_s=PATIENCE_S, cpu_s=PATIENCE_S)
     constraint = begin(ENDLESS["counts of rules"])
     next_mask(constraint)
     constraint.accept(model[1]["-" * 64])
     pids = children(host_pid(processes))
-    until(lambda: any(os.getpriority(os.PRIO_PROCESS, pid) == 19 for pid in pids))
+    until(lambda: any(map(yields, pids)))
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     assert isinstance(error_of(constraint), EngineFailed)
@@ -258,7 +280,7 @@ def test_process_that_waits_for_a_core_keeps_its_priority(
     finally:
         os.kill(new_pid(), signal.SIGCONT)
     next_mask(constraint)
-    assert os.getpriority(os.PRIO_PROCESS, new_pid()) == os.getpriority(os.PRIO_PROCESS, 0)
+    assert not yields(new_pid())
 
 
 # The error after a signal, and the cause and the level that are logged.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 TARGETS = ("edge worker", "router", "prefill", "decode", "engine process", "TP rank")
 FAULTS = (
-    *("SIGKILL", "SIGSTOP", "SIGTERM", "network cut", "delay and loss"),
+    *("SIGKILL", "restart", "SIGSTOP", "SIGTERM", "network cut", "delay and loss"),
     *("disk full", "out of pages", "memory limit"),
 )
 STAGES = ("idle", "waiting", "prefilling", "pushing", "landed", "decoding", "streaming")
@@ -26,6 +26,10 @@ EMPTY = {
        for target, whose in (("edge worker", "router"), ("engine process", "prefill and decode"),
                              ("TP rank", "prefill and decode"))
        for fault in ("network cut", "delay and loss")},
+    **{(target, "restart"): f"started again by {whose}: see SIGKILL"
+       for target, whose in (("edge worker", "the router"), ("engine process", "what runs the node"),
+                             ("TP rank", "what runs the node"))},
+    ("router", "restart"): "its connections end with it: see SIGKILL",
     ("edge worker", "disk full"): f"{_SHARES_DISK}: see router",
     ("engine process", "disk full"): f"{_SHARES_DISK}: see prefill and decode",
     ("TP rank", "disk full"): f"{_SHARES_DISK}: see prefill and decode",

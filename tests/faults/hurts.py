@@ -51,6 +51,10 @@ def hurt(rig: Rig, cell: Cell, member: Member) -> Lift:
             number = getattr(signal, cell.fault)
             signal_all(pids, number)
             return nothing
+        case "restart":
+            member.kill()
+            member.start()
+            return nothing
         case "SIGSTOP":
             signal_all(pids, signal.SIGSTOP)
             return lambda: signal_all(pids, signal.SIGCONT)

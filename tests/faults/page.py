@@ -25,7 +25,7 @@ right one. `make faults`, as root, runs the matrix, resumes after an interruptio
 row and column.
 
 Each cell has its own cluster, two at a time: two prefill and two decode nodes (simulated engines, real KV bytes over TCP,
-checked), a router with two edge workers, and a second router. Each cell sends six requests, *waiting* sixteen. They are greedy, sampled with a seed, or ended by a
+checked; the second of each has half the heartbeat interval), a router with two edge workers, and a second router. Each cell sends six requests, *waiting* sixteen. They are greedy, sampled with a seed, or ended by a
 stop id. *TP rank* is a tiny model with two ranks per decode node, on loopback.
 """
 
@@ -51,6 +51,7 @@ SIGKILL and SIGSTOP hit all processes of a node or router, SIGTERM the first. *E
 
 | fault | means |
 |---|---|
+| restart | SIGKILL, and the node is started again at once |
 | SIGSTOP | for {LASTS_S["SIGSTOP"]:g} s, then SIGCONT |
 | network cut | all packets of the host are dropped for {LASTS_S["network cut"]:g} s |
 | delay and loss | {DELAY_MS:g} ms each way and {LOSS:.0%} of all packets, for {LASTS_S["delay and loss"]:g} s |

@@ -229,6 +229,8 @@ def _add_members(
         host, port = rig.network.addresses[name], str(next(ports))
         url = f"http://{host}:{port}"
         at = ["--host", host, "--port", port]
+        if name in ("p1", "d1"):
+            at += ["--heartbeat-interval-ms", "250"]
         if name[0] == "p":
             role, bootstrap = "prefill", str(next(ports))
             argv = ["prefill", *at, "--bootstrap-port", bootstrap, *flags]

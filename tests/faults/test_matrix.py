@@ -31,6 +31,7 @@ CELLS = [
     Cell("prefill", "memory limit", "idle"),
     Cell("decode", "SIGKILL", "landed"),
     Cell("decode", "SIGTERM", "streaming"),
+    Cell("decode", "restart", "pushing"),
     Cell("decode", "network cut", "pushing"),
     Cell("decode", "delay and loss", "decoding"),
     Cell("decode", "out of pages", "streaming"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tandem.engine.config import EngineOptions
+from tandem.engine.config import EngineConfig, EngineOptions
 from tandem.engine.profile import Profile, Simulation
 from tandem.node import machine
 from tandem.node.models import checkpoint, conversion
@@ -199,13 +199,7 @@ def test_gguf_with_a_missing_tensor_is_rejected_by_name(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("flags", "chosen"), [({"avx2", "avx512_bf16"}, "bfloat16"), ({"avx2"}, "float32")]
-)
-def test_gguf_weights_are_rounded_once_to_the_requested_type(
-    converts_here, tmp_path, monkeypatch, flags, chosen
-):
-    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset(flags))
+def test_gguf_weights_are_rounded_once_to_the_requested_type(converts_here, tmp_path):
     path = write_gguf(tmp_path / "model.gguf")
     exact = torch.from_numpy(tensors()["token_embd.weight"])
 
@@ -215,11 +209,19 @@ def test_gguf_weights_are_rounded_once_to_the_requested_type(
         return directory, load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
 
     found = {dtype: converted(dtype) for dtype in ("auto", "bfloat16", "float16", "float32")}
-    assert found["auto"][0] == found[chosen][0]
+    assert found["auto"][0] == found["bfloat16"][0]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         weight = found[str(dtype).removeprefix("torch.")][1]
         assert weight.dtype == dtype
         assert torch.equal(weight, exact.to(dtype))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_cpu_without_bfloat16_computes_a_gguf_in_float32(converts_here, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx2"}))
+    directory = resolve_model(str(write_gguf(tmp_path / "model.gguf")), tmp_path / "cache")
+    config = EngineConfig(model_dir=str(directory), device="cpu")
+    assert machine.with_dtype(config, tmp_path).dtype == "float32"
 
 
 def test_gguf_is_converted_once(embedded_model, tmp_path):

@@ -140,8 +140,11 @@ def embedded(cache: Path) -> Path:
     return resolve_model(None, cache)
 
 
-def prompts(vocab_size: int, block: int, longest: int) -> list[list[int]]:
-    """Return 19 prompts: of one token, with lengths around block boundaries, of several chunks, with shared prefixes."""
+def prompts(vocab_size: int, block: int, longest: int, count: int = 19) -> list[list[int]]:
+    """Return prompts of one token, with lengths around block boundaries, of several chunks, and with shared prefixes.
+
+    Those beyond 19 have prefixes of others and ends of their own.
+    """
     rng = random.Random(7)
     base = [rng.randrange(3, vocab_size) for _ in range(longest)]
     around = [block * n + more for n in (1, 2, 3) for more in (-1, 0, 1)]
@@ -149,4 +152,8 @@ def prompts(vocab_size: int, block: int, longest: int) -> list[list[int]]:
     lengths = [1, 2, block + 7, 2 * block + 40, longest // 3, longest - 1]
     own = [[rng.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
     mixed = [shared[0] + own[2][:50], shared[1] + own[3][:50]]
-    return [*shared, *own, *mixed]
+    more = [
+        [*base[: rng.randrange(longest // 3)], rng.randrange(3, vocab_size)]
+        for _ in range(count - 19)
+    ]
+    return [*shared, *own, *mixed, *more]

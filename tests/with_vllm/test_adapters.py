@@ -2,12 +2,15 @@
 
 import random
 
+import pytest
+
 from tests.with_vllm.models import adapter, embedded
 from tests.with_vllm.nodes import NUM_NEW, Cluster, alone, get, post
 
 FLAGS = ("--max-model-len", "1024", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
 
 
+@pytest.mark.thorough
 def test_adapters_match_plain_vllm_and_share_no_prefix(tmp_path, cache):
     model, rng = embedded(cache), random.Random(5)
     paths = {

@@ -10,12 +10,12 @@ from tests.with_vllm.nodes import Cluster, alone, check_answers
 @pytest.mark.parametrize(
     ("kind", "dtype", "block_size"),
     [
-        ("experts", "float32", 32),
-        ("sliding window", "float32", 32),
+        pytest.param("experts", "float32", 32, marks=pytest.mark.thorough),
+        pytest.param("sliding window", "float32", 32, marks=pytest.mark.thorough),
         ("windows in some layers", "float32", 32),
-        ("latent attention", "float32", 16),
-        ("state", "float32", None),
-        ("state in some layers", "bfloat16", None),
+        pytest.param("latent attention", "float32", 16, marks=pytest.mark.thorough),
+        pytest.param("state", "float32", None, marks=pytest.mark.thorough),
+        pytest.param("state in some layers", "bfloat16", None, marks=pytest.mark.thorough),
     ],
 )
 def test_other_architectures_match_plain_vllm(tmp_path, kind, dtype, block_size):

@@ -11,14 +11,14 @@ import pytest
 from tests.with_vllm.models import tiny
 from tests.with_vllm.nodes import Cluster, alone, post
 
-NUM_TOKENS = 60
+NUM_TOKENS = 100
 FLAGS = ("--block-size", "32", "--skip-tokenizer-init", "--max-num-batched-tokens", "128")
 FLAGS += ("--max-num-seqs", "64")
 
 
-def asked() -> list[list[int]]:
+def asked(count: int) -> list[list[int]]:
     rng = random.Random(3)
-    return [[rng.randrange(3, 320) for _ in range(rng.randrange(1, 400))] for _ in range(20)]
+    return [[rng.randrange(3, 320) for _ in range(rng.randrange(1, 400))] for _ in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(model, tmp_path_factory):
-    """Plain vLLM's answers to `asked()`."""
-    questions = [(ids, {"max_tokens": NUM_TOKENS}) for ids in asked()]
+    """Plain vLLM's answers to `asked(40)`."""
+    questions = [(ids, {"max_tokens": NUM_TOKENS}) for ids in asked(40)]
     return alone(model, questions, tmp_path_factory.mktemp("alone"), "--dtype", "float32", *FLAGS)
 
 
@@ -72,10 +72,10 @@ def answers(cluster, prompts, then) -> list:
     return tokens
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.thorough), "decode"])
 def test_killed_node_changes_no_answer(cluster, expected, role):
     node = (cluster.prefills if role == "prefill" else cluster.decodes)[0]
-    assert answers(cluster, asked(), lambda: node.process.signal_tree(signal.SIGKILL)) == expected
+    assert answers(cluster, asked(40), lambda: node.process.signal_tree(signal.SIGKILL)) == expected
     assert not node.process.is_running()
     cluster.nodes.remove(node)
     try:
@@ -84,11 +84,12 @@ def test_killed_node_changes_no_answer(cluster, expected, role):
         cluster.nodes.append(node)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_requests_of_a_frozen_node_finish_on_other_nodes(cluster, expected, role):
     node = (cluster.prefills if role == "prefill" else cluster.decodes)[1]
     try:
-        received = answers(cluster, asked(), lambda: node.process.signal_tree(signal.SIGSTOP))
+        received = answers(cluster, asked(40), lambda: node.process.signal_tree(signal.SIGSTOP))
     finally:
         node.process.signal_tree(signal.SIGCONT)
     assert received == expected
@@ -96,9 +97,10 @@ def test_requests_of_a_frozen_node_finish_on_other_nodes(cluster, expected, role
     cluster.wait_free()
 
 
-def test_aborting_a_third_of_100_requests_leaks_no_block(cluster, expected):
+@pytest.mark.thorough
+def test_aborting_a_third_of_200_requests_leaks_no_block(cluster, expected):
     rng = random.Random(5)
-    prompts, answered = asked(), {}
+    prompts, answered = asked(40), {}
 
     def ask(number: int) -> None:
         # Abort before the first event, after it, or later in the answer.
@@ -110,8 +112,8 @@ def test_aborting_a_third_of_100_requests_leaks_no_block(cluster, expected):
         stream.close()
 
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(ask, range(100)))
-    for number in range(100):
+        list(pool.map(ask, range(200)))
+    for number in range(200):
         if number % 3:
             assert answered[number] == expected[number % len(prompts)], number
     cluster.wait_free()
@@ -121,7 +123,7 @@ def test_drained_node_hands_over_its_requests(cluster, expected):
     node = cluster.decodes[0]
     try:
         drained = lambda: post(f"{node.url}/drain", {"timeout_s": 0})  # noqa: E731
-        assert answers(cluster, asked(), drained) == expected
+        assert answers(cluster, asked(40), drained) == expected
     finally:
         assert post(f"{node.url}/drain", {"cancel": True})[0] == 200
     cluster.wait_free()

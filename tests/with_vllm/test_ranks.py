@@ -18,6 +18,7 @@ def model(tmp_path_factory):
     return tiny("experts", tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.thorough
 def test_pipeline_stages_hand_off_their_own_layers(tmp_path, model):
     asked = prompts(320, block=32, longest=400)
     # The CPU build allocates the buffers between stages only when it compiles.

@@ -10,6 +10,8 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from tests.with_vllm.models import tiny
 from tests.with_vllm.nodes import alone
 from tests.with_vllm.servers import FLAGS, NUM_TOKENS, NixlPair, Pair
@@ -64,6 +66,7 @@ def count(pair, asked, expected, limit_s=math.inf):
         return Counter(use for each in rounds for use in each)
 
 
+@pytest.mark.thorough
 def test_reused_room_never_answers_a_different_prompt(tmp_path, capsys):
     model, rng = tiny("experts", tmp_path / "model"), random.Random(52234)
     asked = [(make_prompt(rng), make_prompt(rng)) for _ in range(NUM_ROUNDS)]

@@ -2,8 +2,12 @@
 
 import json
 
+import pytest
+
 from tests.with_vllm.models import embedded, prompts, quantized
 from tests.with_vllm.nodes import Cluster, alone, check_answers
+
+pytestmark = pytest.mark.thorough
 
 
 def test_prompt_lookup_speculation_matches_plain_vllm(tmp_path, cache):
@@ -20,7 +24,7 @@ def test_prompt_lookup_speculation_matches_plain_vllm(tmp_path, cache):
 
 def test_quantized_checkpoint_matches_plain_vllm(tmp_path, cache):
     model = quantized(embedded(cache), tmp_path / "model")
-    asked = prompts(40_000, block=128, longest=700)[::3]
+    asked = prompts(40_000, block=128, longest=700)
     flags = ("--max-num-batched-tokens", "512", "--max-model-len", "1024")
     own = ("--dtype", "bfloat16")
     expected = alone(model, [(ids, {}) for ids in asked * 2], tmp_path, *own, *flags)

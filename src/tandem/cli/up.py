@@ -73,8 +73,7 @@ def build_parser() -> Parser:
         common=COMMON,
         description="Start prefill nodes, decode nodes and a router on this machine.",
         epilog="HTTP flags, such as --api-key, go to the router; node flags, such as --page-size 32, go to every node; "
-        "--log-level and a few others go to all. The default of --local-prefill-threshold is 0 here: prefill nodes "
-        "compute every prompt. With --engine simulated --sim-kv none, nodes only simulate the timing of --sim-profile, "
+        "--log-level and a few others go to all. With --engine simulated --sim-kv none, nodes only simulate the timing of --sim-profile, "
         "so a cluster of any size fits one machine.\n\n"
         "More: docs/quickstart.md; docs/simulation.md",
     )
@@ -220,9 +219,7 @@ def members(
     prefills = [word for index in range(args.num_prefills) for word in add("prefill", index)]
     decodes = [word for index in range(args.num_decodes) for word in add("decode", index)]
     settings = {"prefill": prefills, "decode": decodes, "log-format": "json"}
-    # The threshold 0 makes even a short first request use both nodes. The operator's settings override it.
-    settings |= {"local-prefill-threshold": 0} | of_router
-    return [*nodes, ChildProcess(ROUTER, ["lb"], settings)]
+    return [*nodes, ChildProcess(ROUTER, ["lb"], settings | of_router)]
 
 
 def _divided(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -25,8 +25,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             that two nodes of the built-in model stay below 4 GiB.
         mem_fraction_static: Default 0.85, close to SGLang's, which leaves memory for the activations of an 8k chunk.
         max_running_requests: Default 256, like vLLM.
-        local_prefill_tokens: See docs/policies.md. With 128, the prompts that a router leaves to a decode node by
-            default fit into one step.
+        local_prefill_tokens: See docs/policies.md.
         is_overlapped: Whether to prepare a forward while the previous one runs; None: only on asynchronous devices.
         has_tiers: Whether the prefix cache has tiers, so that pages need content keys.
         simulation: Settings of a simulated model; None runs the model.

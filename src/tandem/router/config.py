@@ -31,9 +31,9 @@ POLICY_ALIASES = {
     "consistent_hashing": "session",
     "manual": "session",
 }
-# A decode step that also computes this many prompt tokens takes four times as long with the embedded model, and
-# less than twice as long with a large model on GPUs: docs/policies.md has the measurements.
-LOCAL_PREFILL_THRESHOLD = 128
+# Prefill nodes compute every prompt that has more to compute than its last token. With 0, no prompt would be answered
+# while no prefill node is up.
+LOCAL_PREFILL_THRESHOLD = 1
 
 
 def node_url(text: str) -> str:

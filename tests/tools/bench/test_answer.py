@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.tools.bench.client import AnswerParser, RequestFailed, Sample
+from tandem.tools.bench.client import AnswerFailed, AnswerParser, Sample
 
 
 def native(count: int, finish=None, **fields) -> dict:
@@ -89,7 +89,7 @@ def test_tokens_do_not_depend_on_where_reads_cut_the_stream(name, cuts):
 )
 def test_an_incomplete_or_invalid_stream_is_a_failure(events, kind):
     answer, _ = reading()
-    with pytest.raises(RequestFailed) as raised:
+    with pytest.raises(AnswerFailed) as raised:
         answer.feed(encoded(events, done=kind != "cut off"), 1.0)
         answer.finish()
     assert raised.value.kind == kind

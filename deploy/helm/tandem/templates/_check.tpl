@@ -50,7 +50,27 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- $name := include "tandem.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "DNS refuses %s as the beginning of the names of Services: set fullnameOverride to lower-case letters, digits and dashes, beginning with a letter" $name) -}}
+{{- end -}}
+{{- range splitList "," .Values.transfer.backend -}}
+{{- if has . (list "shm" "cuda_ipc") -}}
+{{- fail (printf "transfer.backend names %s, which moves KV within one host, and pods share no memory: use tcp, or nixl for GPUs" .) -}}
+{{- end -}}
+{{- if not (has . (list "auto" "tcp" "ucx" "nixl" "nccl" "mooncake")) -}}
+{{- fail (printf "transfer.backend names %s, which the chart does not know: use tcp, ucx, nixl, nccl or mooncake, or set --transfer-backend in nodes.args" .) -}}
+{{- end -}}
+{{- end -}}
 {{- range $role := list "prefill" "decode" -}}
+{{- $node := index $.Values $role -}}
+{{- if and $node.gpus (not $node.resources) -}}
+{{- fail (printf "%s.gpus is set and %s.resources is empty: set requests and limits of CPU and memory for your model; the memory also holds nodes.sharedMemorySize and the KV tier of the host" $role $role) -}}
+{{- end -}}
+{{- $ports := list (int $node.ports.http) (int $node.ports.engine) (int $node.ports.bootstrap) -}}
+{{- if lt (uniq $ports | len) 3 -}}
+{{- fail (printf "%s.ports has the same port twice: http, engine and bootstrap must differ" $role) -}}
+{{- end -}}
 {{- if and $.Values.simulation.enabled (index $.Values $role).gpus -}}
 {{- fail (printf "simulation.enabled and %s.gpus are set: a simulated node runs on the CPU; set gpus to 0, and set the speed of the GPUs in simulation.profile" $role) -}}
 {{- end -}}
@@ -66,6 +86,11 @@
 {{- end -}}
 {{- if and .Values.monitoring.podMonitor.enabled .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) -}}
 {{- fail "monitoring.podMonitor is enabled and networkPolicy blocks Prometheus: set networkPolicy.metricsFrom to the namespace of Prometheus" -}}
+{{- end -}}
+{{- with .Values.router.httpRoute -}}
+{{- if and .enabled (not .parentRefs) -}}
+{{- fail "router.httpRoute.parentRefs is empty: name at least one Gateway" -}}
+{{- end -}}
 {{- end -}}
 {{- with .Values.networkPolicy.transferPorts -}}
 {{- if gt (int .from) (int .to) -}}

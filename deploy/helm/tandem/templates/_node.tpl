@@ -82,12 +82,16 @@
 
 {{/* The user's resources, with GPUs and adapters in requests and limits, which must be equal. */}}
 {{- define "tandem.nodeResources" -}}
-{{- $rdma := (first .).Values.rdma -}}{{- $node := index (first .).Values (last .) -}}
+{{- $values := (first .).Values -}}{{- $rdma := $values.rdma -}}{{- $node := index $values (last .) -}}
+{{- $small := dict "requests" (dict "cpu" "2" "memory" "6Gi") "limits" (dict "memory" "8Gi") -}}
+{{- $resources := default $small $node.resources -}}
+{{- $disk := dict -}}
+{{- if and $values.model.path (not $values.nodes.cacheVolume) }}{{ $disk = dict "ephemeral-storage" $values.nodes.cacheSize }}{{ end -}}
 {{- $devices := dict -}}
 {{- if $node.gpus }}{{ $_ := set $devices $node.gpuResource (int $node.gpus | toString) }}{{ end -}}
 {{- if and $rdma.enabled $rdma.resource }}{{ $_ := set $devices $rdma.resource (int $rdma.count | toString) }}{{ end -}}
 {{- range $kind := list "requests" "limits" }}
-{{ $kind }}: {{- merge (dict) $devices (default dict (index $node.resources $kind)) | toYaml | nindent 2 }}
+{{ $kind }}: {{- merge (dict) $devices (default dict (index $resources $kind)) (ternary $disk dict (eq $kind "requests")) | toYaml | nindent 2 }}
 {{- end }}
 {{- end }}
 
@@ -101,11 +105,10 @@ seccompProfile:
 {{- end }}
 {{- end }}
 
+{{/* RDMA adapters pin the memory that they write; the capability for it has no effect for users other than root. */}}
 {{- define "tandem.nodeContainerSecurity" -}}
-{{ include "tandem.containerSecurity" . }}
-{{- if and .Values.rdma.enabled .Values.rdma.runAsRoot }}
-  add: [IPC_LOCK] # RDMA adapters pin the memory that they write; the capability has no effect for users other than root
-{{- end }}
+{{- $locks := ternary (dict "capabilities" (dict "add" (list "IPC_LOCK"))) dict (and .Values.rdma.enabled .Values.rdma.runAsRoot) -}}
+{{- toYaml (merge dict $locks .Values.securityContext) -}}
 {{- end }}
 
 {{/* Mounts of a node, and of the init container that fills /models: (list root readOnly). */}}

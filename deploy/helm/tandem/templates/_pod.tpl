@@ -1,20 +1,11 @@
 {{/* Parts that all pods have. */}}
 
 {{- define "tandem.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile:
-  type: RuntimeDefault
+{{- toYaml .Values.podSecurityContext -}}
 {{- end }}
 
 {{- define "tandem.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
+{{- toYaml .Values.securityContext -}}
 {{- end }}
 
 {{/* Where a pod runs: (list root component values). */}}

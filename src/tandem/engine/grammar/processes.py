@@ -58,9 +58,9 @@ _NUM_COMPILING = 3
 _MAX_PROCESSES = 64
 # How long a refused grammar is not compiled again, which may take the whole time limit.
 _REFUSED_S = 60.0
-# A process whose masks take more CPU time, in addition to the average that its limits allow, yields to the engine for
-# good: the engine may compute on the same cores.
-_SLOW_S, _LOWEST_PRIORITY = 0.5, 19
+# A compilation that takes more CPU time, and a process whose masks take more in addition to the average that its limits
+# allow, get only cores that the engine leaves idle.
+_SLOW_S = 0.5
 # How often the engine reads the CPU time of a process that has not answered.
 _CHECK_S = 0.1
 _DEFAULT_LIMITS = Limits()
@@ -283,8 +283,10 @@ class _Link:
 
     def _lower_priority(self) -> None:
         with suppress(OSError):  # the process has ended
-            for thread in os.listdir(f"/proc/{self._pid}/task"):
-                os.setpriority(os.PRIO_PROCESS, int(thread), _LOWEST_PRIORITY)
+            threads = {int(name) for name in os.listdir(f"/proc/{self._pid}/task")}
+            # A second thread compiles, and then ends; the main thread fills masks.
+            for thread in threads - {self._pid} or threads:
+                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
 
 class _Process:
@@ -377,7 +379,7 @@ class _Process:
     def _compile(self, link: _Link, limits: Limits) -> None:
         with self._owner.compiling():
             try:
-                link.ask(Compile(self._grammar, limits))
+                link.ask(Compile(self._grammar, limits), _SLOW_S)
             except InvalidRequest:
                 self._refused_until_s = time.monotonic() + _REFUSED_S
                 raise

@@ -69,7 +69,7 @@ class AnthropicWriter:
         assert piece.ending is not None
         if piece.ending.error is not None:
             raise error_from_info(piece.ending.error)
-        reader = _Reader(self._call)
+        reader = _BlockReader(self._call)
         blocks: list[tuple[dict[str, Any], list[ReplyPart]]] = []
         for part, is_new in reader.read(piece):
             if is_new:
@@ -97,7 +97,7 @@ class AnthropicWriter:
         return b""
 
 
-class _Reader:
+class _BlockReader:
     """Splits the text of a message into parts of content blocks."""
 
     def __init__(self, call: OpenAICall) -> None:
@@ -202,7 +202,7 @@ class _MessageEvents:
     def __init__(self, events: EventStream, call: OpenAICall) -> None:
         [self.generation] = call.generations
         self._events, self.drain = events, events.drain
-        self._call, self._reader = call, _Reader(call)
+        self._call, self._reader = call, _BlockReader(call)
         self._num_tokens = self._cached_tokens = 0
         self._index = -1  # index of the open block
         self._is_started = False

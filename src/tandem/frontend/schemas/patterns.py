@@ -184,14 +184,14 @@ def parse(pattern: str) -> Expression:
     """
     if len(pattern) > _MAX_PATTERN:
         raise ValueError(f"is longer than {_MAX_PATTERN} characters")
-    reader = _Reader(pattern)
+    reader = _PatternReader(pattern)
     found = reader.either(0)
     if reader.at < len(pattern):
         raise ValueError("has a ) without a (")
     return _whole(found, open_start=True, open_end=True)
 
 
-class _Reader:
+class _PatternReader:
     """Reads the syntax of ECMA-262 that other dialects read alike."""
 
     def __init__(self, text: str) -> None:

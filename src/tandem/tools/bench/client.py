@@ -58,14 +58,14 @@ class _Usage(msgspec.Struct):
     finish_reason: Any = None
 
 
-class _Choice(msgspec.Struct):
+class _AnswerChoice(msgspec.Struct):
     text: str | None = None
     finish_reason: Any = None
 
 
 class _Event(msgspec.Struct):
     meta_info: _Usage | None = None
-    choices: list[_Choice] = []
+    choices: list[_AnswerChoice] = []
     usage: _Usage | None = None
     error: Any = None
     object: str = ""
@@ -74,7 +74,7 @@ class _Event(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Event)
 
 
-class RequestFailed(Exception):
+class AnswerFailed(Exception):
     """A request failed; reports count failures by `kind`."""
 
     def __init__(self, kind: str, message: str) -> None:
@@ -95,7 +95,7 @@ class AnswerParser:
         """Parse the bytes of one read, which arrived at `now_s` (monotonic).
 
         Raises:
-            RequestFailed: An event is an error, an abort or invalid JSON.
+            AnswerFailed: An event is an error, an abort or invalid JSON.
         """
         *lines, self._partial = (self._partial + data).split(b"\n")
         before = self._num_tokens
@@ -109,10 +109,10 @@ class AnswerParser:
         """Check that the body, which has ended, was complete.
 
         Raises:
-            RequestFailed: The stream ended before its last event.
+            AnswerFailed: The stream ended before its last event.
         """
         if not self._is_ended:
-            raise RequestFailed(
+            raise AnswerFailed(
                 "cut off", f"the stream ended early, after {self._num_tokens} tokens"
             )
 
@@ -125,9 +125,9 @@ class AnswerParser:
         try:
             event = _decoder.decode(content)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise RequestFailed("bad event", f"{error}: {content[:200]!r}") from error
+            raise AnswerFailed("bad event", f"{error}: {content[:200]!r}") from error
         if event.error is not None or event.object == "error":
-            raise RequestFailed("error event", content[:MAX_SHOWN].decode(errors="replace"))
+            raise AnswerFailed("error event", content[:MAX_SHOWN].decode(errors="replace"))
         self._count(event)
 
     def _count(self, event: _Event) -> None:
@@ -146,7 +146,7 @@ class AnswerParser:
         for reason in (usage.finish_reason, *(choice.finish_reason for choice in event.choices)):
             kind = reason.get("type") if isinstance(reason, dict) else reason
             if kind == "abort":
-                raise RequestFailed("aborted", str(reason))
+                raise AnswerFailed("aborted", str(reason))
             self._is_ended |= bool(kind)
 
 
@@ -167,7 +167,7 @@ async def drive(
         samples.append(sample)
         try:
             await _exchange(session, config, body, sample)
-        except RequestFailed as failed:
+        except AnswerFailed as failed:
             sample.failure, sample.error = failed.kind, str(failed)
         slots.release()
 
@@ -194,23 +194,23 @@ async def _exchange(
     """Send a request and read its answer.
 
     Raises:
-        RequestFailed: The answer failed or is incomplete.
+        AnswerFailed: The answer failed or is incomplete.
     """
     answer = AnswerParser(sample)
     try:
         async with session.post(config.url + PATHS[config.api], data=body) as response:
             if response.status != 200:
                 reason = error_message(await response.read())
-                raise RequestFailed(f"HTTP {response.status}", reason)
+                raise AnswerFailed(f"HTTP {response.status}", reason)
             async for data in response.content.iter_any():
                 answer.feed(data, time.monotonic())
     except TimeoutError as error:
-        raise RequestFailed("timeout", f"no data for {TIMEOUT_S:g} s") from error
+        raise AnswerFailed("timeout", f"no data for {TIMEOUT_S:g} s") from error
     except aiohttp.ClientError as error:
-        raise RequestFailed("disconnected", str(error) or "the connection broke") from error
+        raise AnswerFailed("disconnected", str(error) or "the connection broke") from error
     answer.finish()
     if sample.output_tokens < config.output_tokens:
-        raise RequestFailed(
+        raise AnswerFailed(
             "short",
             f"ended after {sample.output_tokens} of {config.output_tokens} tokens: use a smaller --output-len if "
             "the context is too short",
