@@ -38,6 +38,7 @@ from tandem.wire.errors import (
     NoNodeAvailable,
     Overloaded,
     PeerLost,
+    RequestEndedEngine,
     TandemError,
 )
 from tandem.wire.messages import StartColocated, TokenDelta
@@ -386,17 +387,24 @@ class Request:
             and (links := await attempt.lost_links())
         ):
             self._suspect = self._suspect or name_of(self._progress.request)
-            self._shared.suspects.note_loss(self._suspect, links)
+            try:
+                self._shared.suspects.note_loss(self._suspect, links)
+            except RequestEndedEngine:
+                log.warning("prompt.refused", **self._facts(pair, error))
+                raise
         self._replays.after(error)
         self._progress.timeline.lose_attempt()
         self._failed.add(pair)
         self._last_error = error
         self._shared.metrics.replays.labels(error.code).inc()
-        log.warning(
-            "request.replay",
-            request_id=self._progress.request_id,
-            num_sent=len(self._progress.sent_ids),
-            prefill=pair.prefill,
-            decode=pair.decode,
-            error=error.message,
-        )
+        log.warning("request.replay", **self._facts(pair, error))
+
+    def _facts(self, pair: Pair, error: TandemError) -> dict[str, object]:
+        """Return what the log tells of a failed attempt."""
+        return {
+            "request_id": self._progress.request_id,
+            "num_sent": len(self._progress.sent_ids),
+            "prefill": pair.prefill,
+            "decode": pair.decode,
+            "error": error.message,
+        }

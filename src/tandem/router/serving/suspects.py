@@ -17,12 +17,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tandem.telemetry.log import get_logger
 from tandem.wire.engine_client import EngineClient
 from tandem.wire.errors import RequestEndedEngine
 from tandem.wire.generation import GenerateRequest, RequestId
-
-log = get_logger(__name__)
 
 # Longer than clients repeat a request, and short enough that a repaired cluster computes the prompt soon.
 KEPT_S = 300.0
@@ -132,7 +129,6 @@ class Suspects:
         record.num_lost += record.links.isdisjoint(links)
         record.links |= links
         if record.num_lost > 1 and not record.is_refused:
-            log.error("prompt.refused", prompt=name, for_s=KEPT_S, see="docs/replay.md")
             self.refuse(name)
             self.on_refused(name)
         record.check()
