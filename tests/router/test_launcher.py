@@ -247,6 +247,21 @@ async def test_every_worker_uses_tls_and_the_api_key_file(tmp_path):
         for headers, status in (({}, 401), ({"Authorization": "bearer sk-one"}, 503)):
             async with client.get("/v1/models", headers=headers, ssl=trusting) as response:
                 assert response.status == status
+        (tmp_path / "renewed").mkdir()
+        renewed = make_certificates(tmp_path / "renewed")
+        for old, new in ((files.cert, renewed.cert), (files.key, renewed.key)):
+            os.replace(new, old)
+        trusting = ssl.create_default_context(cafile=renewed.ca)
+        await until_async(lambda: is_trusted(url, trusting))
+
+
+async def is_trusted(url: str, trusting: ssl.SSLContext) -> bool:
+    """Return whether a new connection is served with a certificate of this authority."""
+    try:
+        async with aiohttp.ClientSession(url) as client, client.get("/live", ssl=trusting):
+            return True
+    except aiohttp.ClientConnectorCertificateError:
+        return False
 
 
 class KeyUser:

@@ -131,10 +131,11 @@ class Suspects:
         if record.num_lost > 1 and not record.is_refused:
             self.refuse(name)
             self.on_refused(name)
-        record.check()
+        self._records[name].check()
 
     def refuse(self, name: str) -> None:
-        """Refuse a prompt from now on."""
+        """Refuse a prompt from now on, for `KEPT_S`."""
+        self._records.pop(name, None)
         self._record(name).is_refused = True
 
     def _record(self, name: str) -> _Record:
@@ -146,8 +147,8 @@ class Suspects:
 
     def _forget_old(self) -> None:
         oldest_s = _now() - KEPT_S
-        for name in [n for n, record in self._records.items() if record.noted_s < oldest_s]:
-            del self._records[name]
+        while self._records and next(iter(self._records.values())).noted_s < oldest_s:
+            del self._records[next(iter(self._records))]
 
 
 def _now() -> float:
