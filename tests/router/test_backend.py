@@ -10,6 +10,7 @@ from tandem.router.config import PrefillTarget, RouterConfig
 from tandem.router.membership.membership import Announcement, Membership
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.pairing.policy import POLICIES
+from tandem.router.serving import suspects
 from tandem.router.serving.backend import ClusterBackend
 from tandem.router.serving.suspects import KEPT_S, name_of
 from tandem.wire.errors import (
@@ -852,7 +853,9 @@ async def lose_decode(setup):
 
 
 def ended_engine(raised) -> bool:
-    return raised.group_contains(RequestEndedEngine, match="two nodes were lost")
+    return raised.group_contains(
+        RequestEndedEngine, match="nodes were lost while they computed this prompt"
+    )
 
 
 async def test_prompt_that_was_on_two_lost_nodes_is_tried_on_no_third_pair():
@@ -921,11 +924,11 @@ async def test_lost_nodes_count_over_all_requests_with_the_same_prompt(max_attem
 
 async def test_refused_prompt_is_computed_again_after_a_while():
     async with cluster(num_decodes=1) as setup:
-        suspects, now_s = setup.backend.suspects, asyncio.get_running_loop().time()
-        suspects.refuse(name_of(request()))
+        known, now_s = setup.backend.suspects, asyncio.get_running_loop().time()
+        known.refuse(name_of(request()))
         with pytest.raises(RequestEndedEngine):
             await read(setup.backend)
-        suspects._records[name_of(request())].noted_s = now_s - KEPT_S - 1
+        known._records[name_of(request())].noted_s = now_s - KEPT_S - 1
         async with reading(setup) as reader:
             await serve(setup, reader)
 
@@ -939,7 +942,10 @@ async def outcome(backend, generate_request):
     return [token_id for part in parts for token_id in part.token_ids]
 
 
-async def test_prompts_of_a_lost_node_are_tried_one_at_a_time_and_only_the_cause_is_refused():
+async def test_prompts_of_a_lost_node_are_tried_one_at_a_time_and_only_the_cause_is_refused(
+    monkeypatch,
+):
+    monkeypatch.setattr(suspects, "ALONE_S", PATIENCE_S)
     async with (
         cluster(num_decodes=2, node_wait_s=PATIENCE_S) as setup,
         asyncio.TaskGroup() as tasks,
@@ -959,6 +965,33 @@ async def test_prompts_of_a_lost_node_are_tried_one_at_a_time_and_only_the_cause
                 prefill.engine.say(start_prefill, 0, [10], "handed_off")
                 decode.engine.say(start_decode, 0, [10, 11], "stop")
     assert [client.result() for client in clients] == [[10, 11], RequestEndedEngine, [10, 11]]
+
+
+async def test_prompts_that_waited_long_are_tried_together_and_refused_after_the_third_loss(
+    monkeypatch,
+):
+    monkeypatch.setattr(suspects, "ALONE_S", 0)
+    async with (
+        cluster(num_decodes=3, node_wait_s=PATIENCE_S) as setup,
+        asyncio.TaskGroup() as tasks,
+    ):
+        (prefill,), backend = setup.prefills, setup.backend
+        clients = [
+            tasks.create_task(outcome(backend, request((1, n), request_id=str(n), group="g")))
+            for n in range(2)
+        ]
+        for _ in range(2):
+            for _ in clients:
+                _, lost, _ = await next_attempt(setup)
+            assert len(decode_streams(setup)) == 2
+            lost.restart_engine()
+        for _ in clients:
+            start_prefill, decode, start_decode = await next_attempt(setup)
+            if start_decode.request.request_id == "0":
+                prefill.engine.say(start_prefill, 0, [10], "handed_off")
+                decode.engine.say(start_decode, 0, [10, 11], "stop")
+        decode.restart_engine()
+    assert [client.result() for client in clients] == [[10, 11], RequestEndedEngine]
 
 
 async def test_choices_of_one_request_count_a_lost_node_once():

@@ -149,7 +149,7 @@ class AttemptsUsedUp(TandemError, code="attempts_used_up", status=503, is_retrya
 
 
 class RequestEndedEngine(TandemError, code="request_ended_engine", status=500):
-    """Two nodes were lost while they computed this prompt. It is not tried on a third pair."""
+    """Nodes were lost while they computed this prompt, one after the other. It is not tried again."""
 
 
 class PeerLost(TandemError, code="peer_lost", status=503, is_retryable=True):

@@ -316,12 +316,12 @@ class Request:
         Raises:
             NoNodeAvailable: No node came up in time.
             DeadlinePassed: The client's deadline passed first.
-            RequestEndedEngine: Two nodes were lost with this prompt.
+            RequestEndedEngine: Nodes were lost with this prompt, one after the other.
         """
-        while self._suspect and not self._shared.suspects.try_begin(self._suspect, self._wake):
+        while self._suspect:
             self._check_aborted()
-            self._wake.clear()
-            await self._wake.wait()
+            if await self._shared.suspects.turn(self._suspect, self._wake):
+                break
         limit_s, left_s = self._shared.node_wait.limit_s, self._progress.remaining_s()
         wait_s = limit_s if left_s is None else min(limit_s, left_s)
         deadline = asyncio.get_running_loop().time() + wait_s

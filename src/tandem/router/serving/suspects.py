@@ -7,12 +7,16 @@
 ```
 
 A lost node takes all its prompts with it, and at most one of them is the cause. So suspected prompts are tried one at a
-time: the next lost node shows which of them it was.
+time: the next lost node shows which of them it was. Nearly always the node was lost for a different reason, and its
+prompts must not wait long: those that are left after `ALONE_S` are tried together. A prompt that was lost twice in
+company is suspected still, and refused after the third loss.
 """
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Callable, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,6 +27,8 @@ from tandem.wire.generation import GenerateRequest, RequestId
 
 # Longer than clients repeat a request, and short enough that a repaired cluster computes the prompt soon.
 KEPT_S = 300.0
+# Time after a loss in which suspected prompts are tried one at a time.
+ALONE_S = 2.0
 # Far more than are lost with one node. Beyond it, the oldest is forgotten.
 MAX_KEPT = 1024
 
@@ -44,18 +50,22 @@ def name_of(request: GenerateRequest) -> str:
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """A suspected or refused prompt, and the links of the nodes that were lost with it."""
+    """A suspected or refused prompt, and the links of the nodes that were lost with it.
+
+    `is_alone`: whether no other suspected prompt was tried with it the last time.
+    """
 
     noted_s: float
     links: set[EngineClient] = field(default_factory=set)
     num_lost: int = 0
+    is_alone: bool = False
     is_refused: bool = False
 
     def check(self) -> None:
         """Raise `RequestEndedEngine` if the prompt is refused."""
         if self.is_refused:
             raise RequestEndedEngine(
-                "two nodes were lost while they computed this prompt: it is not tried again for "
+                "nodes were lost while they computed this prompt, one after the other: it is not tried again for "
                 f"{KEPT_S:g} s"
             )
 
@@ -70,12 +80,13 @@ class Suspects:
     def __init__(self) -> None:
         self.on_refused: Callable[[str], None] = lambda _name: None
         self._records: dict[str, _Record] = {}  # oldest first
-        self._trying: asyncio.Event | None = None
+        self._trying: dict[asyncio.Event, _Record] = {}
+        self._alone_until_s = -math.inf
         self._waiting: dict[asyncio.Event, None] = {}
 
     def __len__(self) -> int:
         """Return how many requests try a suspected prompt, or wait to do so."""
-        return len(self._waiting) + (self._trying is not None)
+        return len(self._waiting) + len(self._trying)
 
     def known_name(self, request: GenerateRequest) -> str:
         """Return the name of a suspected or refused prompt; empty for all others."""
@@ -84,27 +95,34 @@ class Suspects:
         name = name_of(request) if self._records else ""
         return name if name in self._records else ""
 
-    def try_begin(self, name: str, wake: asyncio.Event) -> bool:
-        """Return whether a request may try this prompt now. If not, `wake` is set when it may ask again.
+    async def turn(self, name: str, wake: asyncio.Event) -> bool:
+        """Wait until a request may try this prompt; return False early if `wake` is set.
 
         Raises:
             RequestEndedEngine: The prompt is refused.
         """
-        record = self._records.get(name)
-        if record is not None:
-            record.check()
-            if self._trying not in {None, wake}:
-                self._waiting[wake] = None
-                return False
-            self._trying = wake
         self._waiting.pop(wake, None)
+        record = self._records.get(name)
+        if record is None:
+            return True
+        record.check()
+        left_s, others = self._alone_until_s - _now(), self._trying.keys() - {wake}
+        if others and left_s > 0:
+            wake.clear()
+            self._waiting[wake] = None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await wake.wait()
+            return False
+        self._trying[wake] = record
+        for each in self._trying.values():
+            each.is_alone = not others
         return True
 
     def end(self, wake: asyncio.Event) -> None:
         """Let the next request try its prompt. Safe to call for a request that neither tries nor waits."""
         self._waiting.pop(wake, None)
-        if self._trying is wake:
-            self._trying = None
+        if self._trying.pop(wake, None) is not None and not self._trying:
             for waiting in self._waiting:
                 waiting.set()
 
@@ -121,14 +139,16 @@ class Suspects:
             links: Links to the lost nodes.
 
         Raises:
-            RequestEndedEngine: It was the second loss. The prompt is refused from now on.
+            RequestEndedEngine: It was the second loss, and the prompt was tried alone, or the third. The prompt is
+                refused from now on.
         """
         self._forget_old()
+        self._alone_until_s = _now() + ALONE_S
         record = self._record(name)
         # The choices of one request are lost together, and each of them reports it.
         record.num_lost += record.links.isdisjoint(links)
         record.links |= links
-        if record.num_lost > 1 and not record.is_refused:
+        if record.num_lost > (1 if record.is_alone else 2) and not record.is_refused:
             self.refuse(name)
             self.on_refused(name)
         self._records[name].check()
