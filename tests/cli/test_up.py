@@ -22,6 +22,7 @@ from tandem.cli.up import (
     members,
     place_nodes,
 )
+from tandem.frontend.options import read_keys
 from tandem.node.flags import build_parser as build_node_parser
 from tandem.node.flags import read_options
 from tandem.router.arguments import parse
@@ -268,7 +269,7 @@ def test_http_flags_go_to_the_router_only(tmp_path):
         *("--ssl-certfile", certificates.cert, "--ssl-keyfile", certificates.key),
     )
     http = router_config(router).http
-    assert http.api_keys == ("-sk-1", "sk-2")
+    assert read_keys(http) == ("-sk-1", "sk-2")
     assert (http.max_body_bytes, http.request_timeout_s) == (1000, 2.5)
     assert http.cors_origins == ("https://a.example",)
     assert http.tls is not None

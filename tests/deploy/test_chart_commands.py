@@ -2,6 +2,7 @@
 
 import pytest
 
+from tandem.frontend.options import read_keys
 from tandem.kvtransfer.transports.nixl import ucx_settings
 from tandem.node.flags import build_parser, read_options
 from tandem.router.arguments import parse
@@ -129,11 +130,11 @@ def test_all_processes_get_the_cluster_key_and_api_keys(tmp_path):
     configs = [node_config(manifests, role, tmp_path) for role in NODES]
     configs.append(router_config(manifests, tmp_path))
     for config in configs:
-        assert config.http.api_keys == ("client-key-1", "client-key-2")
+        assert read_keys(config.http) == ("client-key-1", "client-key-2")
     for component in (*NODES, "router"):
         env = start(manifests, by_component[component], tmp_path / "again" / component).env
         assert env["TANDEM_CLUSTER_KEY"] == CLUSTER_KEY
-    assert configs[-1].admission.key_limits is not None
+    assert configs[-1].admission.key_limits
 
 
 def test_auth_insecure_starts_nodes_without_a_cluster_key(tmp_path):

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 
 from tandem.frontend.text.tokenizer import Tokenizer
+from tandem.node.life.ending import FIRST_FORWARDS
 from tests.e2e.clients import (
     NUM_NEW,
     PROMPTS,
@@ -43,6 +44,23 @@ def test_a_step_that_hangs_ends_the_node(tiny_model, tmp_path):
         said = node.output()
     assert "Timeout" in said  # where every thread stood
     assert "engine.died" in said
+
+
+def test_a_prompt_that_ends_engines_leaves_the_third_one_to_others(tiny_model, tmp_path):
+    profile = tmp_path / "profile.json"
+    profile.write_text('{"prefill": {"per_pair_ms": 10}}')  # as above
+    model = ("--model", str(tiny_model("llama")))
+    flags = ("--sim-profile", str(profile), "--step-timeout-s", "1", *SIMULATED)
+    with running_cluster(*model, *flags, prefills=3) as cluster:
+        *prefills, _decode, _router = cluster.processes
+        for i in range(5 * FIRST_FORWARDS):  # no step is limited before so many
+            generate(cluster.url, input_ids=[5, 6 + i], max_new_tokens=1)
+        for _ in range(2):  # the second one is refused at once
+            refused = generate(cluster.url, input_ids=[5, 6] * 200)
+            assert refused["error"]["code"] == "request_ended_engine"
+        assert eventually(lambda: sum(prefill.is_running() for prefill in prefills) == 1)
+        assert len(generate(cluster.url, input_ids=[5, 6], max_new_tokens=4)["output_ids"]) == 4
+        assert sum(prefill.is_running() for prefill in prefills) == 1
 
 
 def check_answers(url: str, model) -> None:

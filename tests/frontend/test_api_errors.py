@@ -80,7 +80,8 @@ KNOWN = {
     )
     for codes, status, kind, anthropic_type in (
         (
-            "internal_error transfer_refused transfer_failed kv_corrupted engine_failed message_invalid message_too_large",
+            "internal_error transfer_refused transfer_failed kv_corrupted engine_failed message_invalid message_too_large "
+            "request_ended_engine",
             500,
             anthropic.InternalServerError,
             "api_error",

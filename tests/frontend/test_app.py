@@ -64,6 +64,15 @@ async def test_health_generate_generates_one_token(client, backend):
     assert (await get(client, "/health_generate"))[0] == 503
 
 
+async def test_health_probe_counts_for_no_key(backend):
+    options = FrontendOptions(http=HttpOptions(api_keys=("secret",)))
+    async with serve(backend, options) as client:
+        headers = {"Authorization": "Bearer secret"}
+        async with client.get("/health_generate", headers=headers) as response:
+            assert response.status == 200
+    assert [request.client for request in backend.requests] == [""]
+
+
 @pytest.mark.parametrize("step", [Overloaded("the queue is full"), asyncio.Event()])
 async def test_saturated_server_with_progress_is_healthy(client, backend, step):
     backend.script = say(step)

@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,6 +15,7 @@ from tandem.frontend.apis.answering import CollectedAnswer
 from tandem.frontend.app import create_app
 from tandem.frontend.http.edge import EDGE, INLINE_BYTES, MAX_READERS
 from tandem.frontend.http.metrics import FrontendMetrics
+from tandem.frontend.http.sse import DONE, EventStream
 from tandem.frontend.text import transcript
 from tandem.frontend.text.detokenizer import NoText
 from tandem.frontend.text.stops import TextRules
@@ -185,6 +187,33 @@ async def test_disconnected_client_counts_with_its_tokens(client, backend, is_st
     assert counted["tandem_edge_prompt_tokens_total"] == 3
     assert counted["tandem_edge_output_tokens_total"] == 3
     assert counted["tandem_edge_generations_running"] == 0
+
+
+async def test_client_that_closes_after_the_last_chunk_counts_by_the_answer(backend):
+    app, is_cancelled = create_app(backend), asyncio.Event()
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        edge, handling = request.app[EDGE], asyncio.current_task()
+
+        def close() -> None:  # as aiohttp does when the client closes
+            handling.cancel()
+            is_cancelled.set()
+
+        async with EventStream(request, PATIENCE_S, edge.outbox) as events:
+            events.put(b"data: 1\n\n")
+            await events.drain()
+            asyncio.get_running_loop().call_soon(close)  # before any other task runs
+            return await events.finish(DONE)
+
+    app.add_routes([web.get("/complete", complete)])
+    async with serve_app(app) as client:
+        async with client.get("/complete") as response:
+            assert (await response.read()).endswith(DONE)
+        await is_cancelled.wait()
+        async with client.get("/metrics") as response:
+            text = await response.text()
+    assert 'tandem_http_requests_total{route="/complete",status="200"} 1.0' in text
+    assert 'status="499"' not in text
 
 
 async def test_rejected_request_counts_no_prompt_tokens(client, backend):

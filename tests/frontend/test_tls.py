@@ -2,6 +2,8 @@
 
 import argparse
 import asyncio
+import os
+import shutil
 import ssl
 from contextlib import asynccontextmanager
 
@@ -16,14 +18,16 @@ from tandem.frontend.options import (
     FrontendOptions,
     HttpOptions,
     TlsFiles,
+    check_files,
+    read_keys,
     server_context,
     warn_of_exposed_keys,
-    with_files,
 )
 from tandem.settings.flags import SettingInvalid, add_flags, read_flags
 from tests.certificates import Certificates, make_certificates
+from tests.frontend.conftest import serve_app
 from tests.frontend.raw import head
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until_async
 
 BODY = {"input_ids": [5, 6], "max_new_tokens": 2}
 
@@ -80,6 +84,89 @@ async def test_client_certificate_is_required_with_ca_certs(backend, files):
         assert await generate(url, trusting) == [5, 6]
 
 
+def has_event(logs, name: str) -> bool:
+    return any(entry["event"] == name for entry in logs)
+
+
+async def served_by(url: str, authority) -> list[int]:
+    """Return the answer of a server, to a client that trusts this authority only."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    authority.configure_trust(context)
+    return await generate(url, context)
+
+
+def replace_file(path: str, new: str) -> None:
+    """Replace a file in one step, as operators should."""
+    shutil.copy(new, path + ".new")
+    os.replace(path + ".new", path)
+
+
+async def test_renewed_certificate_serves_new_connections_without_a_restart(
+    backend, tmp_path, logs
+):
+    (tmp_path / "old").mkdir(), (tmp_path / "new").mkdir()
+    old, new = make_certificates(tmp_path / "old"), make_certificates(tmp_path / "new")
+    async with (
+        serve(backend, old, TlsFiles(old.cert, old.key)) as (trusting, url),
+        aiohttp.ClientSession() as open_client,
+    ):
+        ask = lambda: open_client.post(f"{url}/generate", json=BODY, ssl=trusting)  # noqa: E731
+        assert (await (await ask()).json())["output_ids"] == [5, 6]
+        # Between the two steps of a renewal the pair does not match: the old one stays in use.
+        replace_file(old.cert, new.cert)
+        await until_async(lambda: has_event(logs, "files.not_reloaded"))
+        assert await served_by(url, old.authority) == [5, 6]
+        replace_file(old.key, new.key)
+        await until_async(lambda: has_event(logs, "files.reloaded"))
+        assert await served_by(url, new.authority) == [5, 6]
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await served_by(url, old.authority)
+        assert (await (await ask()).json())["output_ids"] == [5, 6]
+
+
+async def test_renewed_authority_of_clients_replaces_the_old_one(backend, tmp_path, logs):
+    (tmp_path / "old").mkdir(), (tmp_path / "new").mkdir()
+    old, new = make_certificates(tmp_path / "old"), make_certificates(tmp_path / "new")
+    async with serve(backend, old, TlsFiles(old.cert, old.key, old.ca)) as (_, url):
+        contexts = []
+        for each in (old, new):
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            old.authority.configure_trust(context)
+            each.authority.issue_cert("client.example").configure_cert(context)
+            contexts.append(context)
+        assert await generate(url, contexts[0]) == [5, 6]
+        with pytest.raises(aiohttp.ClientError):
+            await generate(url, contexts[1])
+        replace_file(old.ca, new.ca)
+        await until_async(lambda: has_event(logs, "files.reloaded"))
+        assert await generate(url, contexts[1]) == [5, 6]
+        with pytest.raises(aiohttp.ClientError):
+            await generate(url, contexts[0])
+
+
+async def test_keys_are_added_and_revoked_without_a_restart(backend, tmp_path, logs):
+    file = tmp_path / "keys"
+    file.write_text("leaked\n")
+    http = HttpOptions(api_keys=("flag",), key_files=(str(file),))
+    async with serve_app(create_app(backend, FrontendOptions(http=http))) as client:
+
+        async def accepted() -> set[str]:
+            statuses = {}
+            for key in ("flag", "leaked", "new", ""):
+                headers = {"Authorization": f"Bearer {key}"}
+                async with client.get("/v1/models", headers=headers) as response:
+                    statuses[key] = response.status
+            return {key for key, status in statuses.items() if status == 200}
+
+        assert await accepted() == {"flag", "leaked"}
+        file.write_text("# nothing\n")  # must not open the server to everyone
+        await until_async(lambda: has_event(logs, "files.not_reloaded"))
+        assert await accepted() == {"flag", "leaked"}
+        file.write_text("new\n")
+        await until_async(lambda: has_event(logs, "files.reloaded"))
+        assert await accepted() == {"flag", "new"}
+
+
 async def test_plain_http_and_stalled_handshakes_are_closed(backend, files):
     async with serve(backend, files, TlsFiles(files.cert, files.key)) as (trusting, url):
         address = url.removeprefix("https://").split(":")
@@ -113,7 +200,7 @@ def test_unusable_tls_files_are_named(files, cert, key, ca, sentence):
 def read(*argv: str) -> HttpOptions:
     parser = argparse.ArgumentParser()
     add_flags(parser, HttpOptions)
-    return with_files(read_flags(HttpOptions, parser.parse_args(argv)))
+    return check_files(read_flags(HttpOptions, parser.parse_args(argv)))
 
 
 def test_default_is_plain_http_without_keys():
@@ -125,8 +212,15 @@ def test_keys_from_flags_and_files_are_deduplicated(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# of the team\nsk-one\n\n  sk-two  \nsk-zero\n")
     options = read("--api-key", "sk-zero", "--api-key-file", str(file))
-    assert options.api_keys == ("sk-zero", "sk-one", "sk-two")
+    assert read_keys(options) == ("sk-zero", "sk-one", "sk-two")
     assert "sk-" not in repr(options)
+
+
+def test_pipe_of_keys_is_rejected_because_it_can_be_read_only_once(tmp_path):
+    pipe = tmp_path / "keys"
+    os.mkfifo(pipe)
+    with pytest.raises(SettingInvalid, match="is a pipe"):
+        read("--api-key-file", str(pipe))
 
 
 def test_limit_and_origin_flags_are_parsed():

@@ -165,6 +165,8 @@ class FakeNode:
         self.role, self.fingerprint, self._extra = role, fingerprint, info
         self._tokenizer_files = tokenizer_files or {}
         self.num_tokenizer_fetches = 0
+        self.serves_tokenizer = asyncio.Event()
+        self.serves_tokenizer.set()
         self.keys_shown: set[str] = set()
         self.engine = FakeEngine()
         self.url = ""
@@ -214,6 +216,7 @@ class FakeNode:
 
     async def _tokenizer(self, _request) -> web.Response:
         self.num_tokenizer_fetches += 1
+        await self.serves_tokenizer.wait()
         return web.json_response({"files": self._tokenizer_files})
 
     @contextlib.asynccontextmanager

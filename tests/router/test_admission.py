@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.router.admission import Admission, Queue, Waiting
 from tandem.router.config import AdmissionConfig, QueueLimits
-from tandem.router.key_limits import KeyLimit
+from tandem.router.key_limits import KeyLimit, KeyUsage
 from tandem.router.metrics import RouterMetrics
 from tandem.router.nodes.snapshot import ClusterSnapshot, NodeSnapshot
 from tandem.wire.errors import DeadlinePassed, Overloaded, RateLimited
@@ -138,11 +138,11 @@ def test_queue_expiry_is_the_earlier_of_deadline_and_queue_limit():
 class Rig:
     """Admission to a decode with some places; an admitted request is on the node until it leaves."""
 
-    def __init__(self, num_places=1, *, is_up=True, pages=None, **config) -> None:
+    def __init__(self, num_places=1, *, is_up=True, pages=None, keys=None, **config) -> None:
         self.num_places, self.is_up, self.pages = num_places, is_up, pages or {}
         self.inside, self.lengths, self.seen, self.ends = [], {}, [], {}
         self.metrics = RouterMetrics()
-        self.admission = Admission(self._snapshot, AdmissionConfig(**config), self.metrics)
+        self.admission = Admission(self._snapshot, AdmissionConfig(**config), self.metrics, keys)
 
     def _snapshot(self):
         common = {"is_up": self.is_up, "fingerprint": "m"}
@@ -461,7 +461,7 @@ async def test_disabled_admission_starts_all_requests_immediately():
 
 @in_virtual_time
 async def test_key_token_budget_counts_prompt_and_output():
-    rig = Rig(num_places=9, key_limits={"default": KeyLimit(tokens_per_minute=60)})
+    rig = Rig(num_places=9, keys=KeyUsage({"default": KeyLimit(tokens_per_minute=60)}))
     async with rig.admission.admitted(request(prompt_ids=range(1, 31), client="k")) as admitted:
         admitted.count_output(60)
     with pytest.raises(RateLimited) as refused:

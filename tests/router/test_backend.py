@@ -10,7 +10,9 @@ from tandem.router.config import PrefillTarget, RouterConfig
 from tandem.router.membership.membership import Announcement, Membership
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.pairing.policy import POLICIES
+from tandem.router.serving import suspects
 from tandem.router.serving.backend import ClusterBackend
+from tandem.router.serving.suspects import KEPT_S, name_of
 from tandem.wire.errors import (
     Aborted,
     AttemptsUsedUp,
@@ -23,6 +25,7 @@ from tandem.wire.errors import (
     Overloaded,
     PeerDraining,
     PeerLost,
+    RequestEndedEngine,
     TandemError,
 )
 from tandem.wire.generation import LogprobOptions, Phase
@@ -819,3 +822,202 @@ async def test_requests_go_to_nodes_that_report_their_prefix_until_a_restart():
                 await node.engine.next(Cancel)
         warm[0].restart_engine()
         await until_async(lambda: known[0].num_blocks == 0)
+
+
+async def started(engine, kind):
+    """Return the next start of a request, without the cancels before it."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not isinstance(message := await engine._received.get(), kind):
+            pass
+    return message
+
+
+async def next_attempt(setup):
+    """Return the start at the only prefill node, the decode node of the attempt, and the start there."""
+    start_prefill = await started(setup.prefills[0].engine, StartPrefill)
+    decode = await busy_of(setup.decodes)
+    return start_prefill, decode, await started(decode.engine, StartDecode)
+
+
+async def busy_of(nodes):
+    """Return the node that has received something."""
+    await until_async(lambda: not all(node.engine.is_idle() for node in nodes))
+    (busy,) = [node for node in nodes if not node.engine.is_idle()]
+    return busy
+
+
+async def lose_decode(setup):
+    """Have the decode node of the next attempt be lost before it sends a token."""
+    _, decode, _ = await next_attempt(setup)
+    decode.engine.close()
+
+
+def ended_engine(raised) -> bool:
+    return raised.group_contains(
+        RequestEndedEngine, match="nodes were lost while they computed this prompt"
+    )
+
+
+async def test_prompt_that_was_on_two_lost_nodes_is_tried_on_no_third_pair():
+    async with cluster(num_decodes=3, max_attempts=5) as setup:
+        told = []
+        setup.backend.suspects.on_refused = told.append
+        with pytest.raises(ExceptionGroup) as raised:
+            async with reading(setup):
+                for _ in range(2):
+                    await lose_decode(setup)
+        assert ended_engine(raised)
+        # The client repeats it, with another id and seed.
+        with pytest.raises(RequestEndedEngine):
+            await read(setup.backend, request(request_id="r2"))
+        assert told == [name_of(request())]
+        assert sum(use.num_started for use in setup.backend.pairing.uses.values()) == 2
+        async with reading(setup, request(prompt_ids=(1, 2))) as other:
+            start_prefill, decode, start_decode = await next_attempt(setup)
+            setup.prefills[0].engine.say(start_prefill, 0, [10], "handed_off")
+            decode.engine.say(start_decode, 0, [10, 11], "stop")
+            assert await other.result() == ([10, 11], "stop")
+
+
+async def test_prompt_of_two_lost_prefill_nodes_is_refused_if_decode_reports_the_loss_first(
+    monkeypatch,
+):
+    monkeypatch.setattr("tandem.router.serving.request.LOSS_NOTICED_S", PATIENCE_S)
+    async with cluster(num_prefills=3, max_attempts=5) as setup:
+        with pytest.raises(ExceptionGroup) as raised:
+            async with reading(setup):
+                for _ in range(2):
+                    start_decode = await started(setup.decodes[0].engine, StartDecode)
+                    prefill = await busy_of(setup.prefills)
+                    setup.decodes[0].engine.fail(start_decode, PeerLost("prefill was lost"))
+                    await started(prefill.engine, Cancel)
+                    prefill.engine.close()
+        assert ended_engine(raised)
+
+
+async def test_loss_that_only_a_node_reports_refuses_no_prompt():
+    """As where a firewall keeps decode from prefill."""
+    async with cluster(max_attempts=3) as setup:
+        with pytest.raises(ExceptionGroup) as raised:
+            async with reading(setup):
+                for _ in range(3):
+                    _, decode, start_decode = await next_attempt(setup)
+                    decode.engine.fail(start_decode, PeerLost("prefill cannot be reached"))
+        assert raised.group_contains(AttemptsUsedUp)
+        assert not setup.backend.suspects.known_name(request())
+
+
+@pytest.mark.parametrize("max_attempts", [1, 2])
+async def test_lost_nodes_count_over_all_requests_with_the_same_prompt(max_attempts):
+    async with cluster(num_decodes=3, max_attempts=max_attempts) as setup:
+        if max_attempts == 1:
+            with pytest.raises(ExceptionGroup) as raised:
+                async with reading(setup):
+                    await lose_decode(setup)
+            assert raised.group_contains(PeerLost)
+        with pytest.raises(ExceptionGroup) as raised:
+            async with reading(setup, request(request_id="again")):
+                for _ in range(max_attempts):
+                    await lose_decode(setup)
+        assert ended_engine(raised)
+
+
+async def test_refused_prompt_is_computed_again_after_a_while():
+    async with cluster(num_decodes=1) as setup:
+        known, now_s = setup.backend.suspects, asyncio.get_running_loop().time()
+        known.refuse(name_of(request()))
+        with pytest.raises(RequestEndedEngine):
+            await read(setup.backend)
+        known._records[name_of(request())].noted_s = now_s - KEPT_S - 1
+        async with reading(setup) as reader:
+            await serve(setup, reader)
+
+
+async def outcome(backend, generate_request):
+    """Return the tokens of a request, or the kind of its error."""
+    try:
+        parts = await read(backend, generate_request)
+    except TandemError as error:
+        return type(error)
+    return [token_id for part in parts for token_id in part.token_ids]
+
+
+async def test_prompts_of_a_lost_node_are_tried_one_at_a_time_and_only_the_cause_is_refused(
+    monkeypatch,
+):
+    monkeypatch.setattr(suspects, "ALONE_S", PATIENCE_S)
+    async with (
+        cluster(num_decodes=2, node_wait_s=PATIENCE_S) as setup,
+        asyncio.TaskGroup() as tasks,
+    ):
+        (prefill,), backend = setup.prefills, setup.backend
+        requests = [request((1, 2, n), request_id=str(n), group="g") for n in range(3)]
+        clients = [tasks.create_task(outcome(backend, each)) for each in requests]
+        for _ in requests:
+            _, lost, _ = await next_attempt(setup)
+        lost.restart_engine()
+        for _ in requests:
+            start_prefill, decode, start_decode = await next_attempt(setup)
+            assert len(decode_streams(setup)) == 1
+            if start_decode.request.request_id == "1":
+                decode.restart_engine()
+            else:
+                prefill.engine.say(start_prefill, 0, [10], "handed_off")
+                decode.engine.say(start_decode, 0, [10, 11], "stop")
+    assert [client.result() for client in clients] == [[10, 11], RequestEndedEngine, [10, 11]]
+
+
+async def test_prompts_that_waited_long_are_tried_together_and_refused_after_the_third_loss(
+    monkeypatch,
+):
+    monkeypatch.setattr(suspects, "ALONE_S", 0)
+    async with (
+        cluster(num_decodes=3, node_wait_s=PATIENCE_S) as setup,
+        asyncio.TaskGroup() as tasks,
+    ):
+        (prefill,), backend = setup.prefills, setup.backend
+        clients = [
+            tasks.create_task(outcome(backend, request((1, n), request_id=str(n), group="g")))
+            for n in range(2)
+        ]
+        for _ in range(2):
+            for _ in clients:
+                _, lost, _ = await next_attempt(setup)
+            assert len(decode_streams(setup)) == 2
+            lost.restart_engine()
+        for _ in clients:
+            start_prefill, decode, start_decode = await next_attempt(setup)
+            if start_decode.request.request_id == "0":
+                prefill.engine.say(start_prefill, 0, [10], "handed_off")
+                decode.engine.say(start_decode, 0, [10, 11], "stop")
+        decode.restart_engine()
+    assert [client.result() for client in clients] == [[10, 11], RequestEndedEngine]
+
+
+async def test_choices_of_one_request_count_a_lost_node_once():
+    async with cluster(num_decodes=2) as setup, asyncio.TaskGroup() as tasks:
+        choices = [request(request_id=str(n), group="g") for n in range(3)]
+        clients = [tasks.create_task(outcome(setup.backend, each)) for each in choices]
+        for _ in choices:
+            _, lost, _ = await next_attempt(setup)
+        lost.engine.close()
+        for _ in choices:
+            start_prefill, decode, start_decode = await next_attempt(setup)
+            setup.prefills[0].engine.say(start_prefill, 0, [10], "handed_off")
+            decode.engine.say(start_decode, 0, [10, 11], "stop")
+        results = await asyncio.gather(*clients)
+    assert results == [[10, 11]] * 3
+
+
+async def test_first_token_clears_a_suspected_prompt():
+    async with cluster(num_decodes=3) as setup, reading(setup) as reader:
+        await lose_decode(setup)
+        start_prefill, decode, start_decode = await next_attempt(setup)
+        setup.prefills[0].engine.say(start_prefill, 0, [10], "handed_off")
+        decode.engine.say(start_decode, 0, [10, 11])
+        await until_async(lambda: reader.token_ids == [10, 11])
+        assert setup.backend.leftovers["suspects"] == 0
+        decode.engine.close()
+        _, decode, start_decode = await next_attempt(setup)
+        decode.engine.say(start_decode, 2, [12], "stop")
+        assert await reader.result() == ([10, 11, 12], "stop")

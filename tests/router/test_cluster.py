@@ -12,10 +12,16 @@ from tandem.frontend.options import HttpOptions, TlsFiles, server_context
 from tandem.frontend.text.tokenizer import tokenizer_hash
 from tandem.router.config import PrefillTarget, RouterConfig
 from tandem.router.membership.membership import Member, Members
+from tandem.router.nodes import watch
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.nodes.node import Node
 from tandem.router.nodes.prefixes import NodePrefixes
-from tandem.router.nodes.watch import FIRST_ANSWER_TIMEOUT_S, INFO_TIMEOUT_S, LAST_RETRY_S
+from tandem.router.nodes.watch import (
+    FIRST_ANSWER_TIMEOUT_S,
+    INFO_TIMEOUT_S,
+    LAST_RETRY_S,
+    TOKENIZER_TIMEOUT_S,
+)
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import SamplingDefaults
 from tandem.wire.keys import operator_key, reader_key
@@ -204,6 +210,22 @@ async def test_removed_node_finishes_its_streams_and_is_then_forgotten():
         await until_async(lambda: watched_cluster.node(decode.url).is_up)
 
 
+@pytest.mark.parametrize("hands_over", [False, True])
+async def test_node_that_returns_at_any_moment_of_its_removal_is_used(hands_over):
+    async with cluster() as setup:
+        url, watched_cluster = setup.decodes[0].url, setup.backend._cluster
+        members = watched_cluster.members
+        others = [member for member in members.members if member.url != url]
+        for num_turns in range(20):  # of the loop, until its link is closed
+            watched_cluster.apply(Members(members=others, handing_over=[url] * hands_over))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            watched_cluster.apply(members)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            await until_async(lambda: watched_cluster.node(url).is_up)
+
+
 async def test_node_removed_with_hand_over_moves_streams_without_using_an_attempt():
     async with cluster(num_decodes=2, max_attempts=1) as setup, reading(setup) as running:
         _, _, decode, start = await setup.pair_of()
@@ -257,6 +279,39 @@ async def test_tokenizer_is_fetched_once_for_all_nodes():
     async with cluster(prefills=prefills, decodes=decodes) as setup:
         assert setup.backend.model().tokenizer.encode("b") == [1]
         assert sum(node.num_tokenizer_fetches for node in prefills + decodes) == 1
+
+
+@pytest.mark.parametrize("num_hung", [1, 2])
+async def test_hung_tokenizer_of_some_nodes_delays_no_other_node(monkeypatch, num_hung):
+    monkeypatch.setattr(watch, "TOKENIZER_TURN_S", 0.05)
+    files = tokenizer_files()
+    model = model_info(tokenizer_hash=tokenizer_hash(files))
+    *hung, prefill, decode = (
+        FakeNode(role, tokenizer_files=files, model=model)
+        for role in (*["prefill"] * num_hung, "prefill", "decode")
+    )
+    async with AsyncExitStack() as stack:
+        for node in (*hung, prefill, decode):
+            await stack.enter_async_context(node.serving())
+        for node in hung:
+            node.serves_tokenizer.clear()
+        backend = await stack.enter_async_context(watched([*hung, prefill], [decode]))
+        joined, find = backend._cluster.members, backend._cluster.node
+        backend._cluster.apply(Members(members=joined.members[:num_hung]))
+        # They are asked first.
+        await until_async(lambda: all(node.num_tokenizer_fetches for node in hung))
+        backend._cluster.apply(joined)
+        await until_async(lambda: backend.health().is_serving, within_s=TOKENIZER_TIMEOUT_S)
+        before = find(decode.url).client
+        decode.restart_engine()
+        await until_async(
+            lambda: find(decode.url).is_up and find(decode.url).client is not before,
+            within_s=TOKENIZER_TIMEOUT_S,
+        )
+        assert not any(find(node.url).is_up for node in hung)
+        for node in hung:
+            node.serves_tokenizer.set()
+        await until_async(lambda: all(find(node.url).is_up for node in hung))
 
 
 async def test_chat_template_of_the_router_overrides_that_of_the_nodes():

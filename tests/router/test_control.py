@@ -83,11 +83,12 @@ class Worker:
             observer=None,
             metrics_directory=str(directory),
         )
-        self.has_left = False
+        self.has_left, self.refused = False, []
         link.question_handlers = combined.question_handlers()
         link.message_handlers = {
             "members": lambda body: self.cluster.apply(msgspec.json.decode(body, type=Members)),
             "leave": lambda _body: setattr(self, "has_left", True),
+            "refuse": lambda body: self.refused.append(msgspec.json.decode(body)),
         }
         self.app.middlewares.append(combined.middleware())
         self.client = TestClient(TestServer(self.app))
@@ -165,6 +166,12 @@ async def test_announcement_reaches_all_workers_and_their_number_is_limited(rout
     await until_async(lambda: [node.url for node in other.cluster.roster] == ["http://a:1"])
     refused = await post(other, "/nodes", url="http://b:1")
     assert "1 nodes are announced already" in refused["error"]["message"]
+
+
+async def test_prompt_that_ended_engines_is_refused_by_all_workers(router):
+    _, worker, other = router
+    worker.link.send("refuse", "a hash")
+    await until_async(lambda: worker.refused == other.refused == ["a hash"])
 
 
 async def test_node_is_up_while_it_is_up_at_any_worker(router):

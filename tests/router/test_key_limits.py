@@ -1,7 +1,11 @@
+import tempfile
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.router.arguments import parse
-from tandem.router.key_limits import KeyLimit, KeyUsage, max_priority, read_limits
+from tandem.router.key_limits import KeyLimit, KeyUsage, read_limits, release_requests
 from tandem.wire.errors import ConfigInvalid, RateLimited
 
 NODES = ["--prefill", "http://p:1", "--decode", "http://d:1"]
@@ -23,7 +27,7 @@ def test_limits_are_read_from_a_file(tmp_path):
     }
     assert read_limits(path) == limits
     config = parse([*NODES, "--api-key", "k", "--key-limits", path])
-    assert config.admission.key_limits == limits
+    assert config.admission.key_limits == path
 
 
 @pytest.mark.parametrize(
@@ -43,10 +47,9 @@ def test_invalid_limits_file_is_rejected_with_a_remedy(tmp_path, text, said):
 
 def test_section_sets_the_highest_priority_of_its_key(tmp_path):
     path = written(tmp_path, "[default]\nmax_priority = 2\n[0a1b2c3d]\nrequests_in_flight = 8")
-    limits = read_limits(path)
-    assert max_priority(limits, "ffffffff") == 2
-    assert max_priority(limits, "0a1b2c3d") == max_priority({}, "ffffffff") == 0
-    assert limits["default"].divided(4).max_priority == 2
+    keys = KeyUsage(read_limits(path))
+    assert keys.max_priority("ffffffff") == 2
+    assert keys.max_priority("0a1b2c3d") == KeyUsage({}).max_priority("ffffffff") == 0
 
 
 def test_key_limits_without_api_keys_are_rejected(tmp_path):
@@ -56,7 +59,7 @@ def test_key_limits_without_api_keys_are_rejected(tmp_path):
 
 
 def test_key_may_burst_a_minute_of_requests_and_then_refills():
-    usage = KeyUsage({"default": KeyLimit(requests_per_minute=30)}).of("k", 0.0)
+    usage = KeyUsage({"default": KeyLimit(requests_per_minute=30)}).of("k")
     for _ in range(30):
         usage.begin(1, 0.0)
     with pytest.raises(RateLimited) as refused:
@@ -66,7 +69,7 @@ def test_key_may_burst_a_minute_of_requests_and_then_refills():
 
 
 def test_prompt_over_the_token_budget_delays_the_next_request_until_refilled():
-    usage = KeyUsage({"default": KeyLimit(tokens_per_minute=60)}).of("k", 0.0)
+    usage = KeyUsage({"default": KeyLimit(tokens_per_minute=60)}).of("k")
     usage.begin(1000, 0.0)
     with pytest.raises(RateLimited) as refused:
         usage.begin(1, 0.0)
@@ -74,9 +77,7 @@ def test_prompt_over_the_token_budget_delays_the_next_request_until_refilled():
 
 
 def test_rejected_request_uses_no_budget():
-    usage = KeyUsage({"default": KeyLimit(requests_per_minute=1, tokens_per_minute=60)}).of(
-        "k", 0.0
-    )
+    usage = KeyUsage({"default": KeyLimit(requests_per_minute=1, tokens_per_minute=60)}).of("k")
     usage.begin(50, 0.0)
     for _ in range(5):
         with pytest.raises(RateLimited):
@@ -86,7 +87,7 @@ def test_rejected_request_uses_no_budget():
 
 
 def test_concurrent_requests_of_a_key_are_bounded():
-    usage = KeyUsage({"default": KeyLimit(requests_in_flight=1)}).of("k", 0.0)
+    usage = KeyUsage({"default": KeyLimit(requests_in_flight=1)}).of("k")
     usage.begin(1, 0.0)
     with pytest.raises(RateLimited):
         usage.begin(1, 0.0)
@@ -96,11 +97,78 @@ def test_concurrent_requests_of_a_key_are_bounded():
 
 def test_keys_without_limits_are_not_tracked():
     keys = KeyUsage({"0a1b2c3d": KeyLimit(requests_in_flight=1)})
-    assert keys.of("ffffffff", 0.0) is None
-    assert keys.of("", 0.0) is None
-    assert keys.of("0a1b2c3d", 0.0) is keys.of("0a1b2c3d", 9.0) is not None
+    assert keys.of("ffffffff") is None
+    assert keys.of("") is None
+    assert keys.of("0a1b2c3d") is keys.of("0a1b2c3d") is not None
 
 
-def test_limit_is_divided_over_edge_workers_with_a_minimum_of_one():
-    limit = KeyLimit(requests_in_flight=2, requests_per_minute=90)
-    assert limit.divided(4) == KeyLimit(requests_in_flight=1, requests_per_minute=23)
+def test_file_of_limits_applies_to_used_keys_and_keeps_their_usage(tmp_path):
+    keys = KeyUsage({"default": KeyLimit(requests_in_flight=1)})
+    keys.of("k").begin(1, 0.0)
+    keys.load(written(tmp_path, "[default]\nrequests_in_flight = 2"))
+    keys.of("k").begin(1, 0.0)
+    with pytest.raises(RateLimited, match="has 2 requests in flight; its limit is 2"):
+        keys.of("k").begin(1, 0.0)
+
+
+def workers_of(limit: KeyLimit, directory, num_workers: int) -> list[KeyUsage]:
+    limits = {"default": limit}
+    return [KeyUsage(limits, str(directory), index, num_workers) for index in range(num_workers)]
+
+
+def test_requests_in_flight_are_limited_over_all_edge_workers(tmp_path):
+    first, second = workers_of(KeyLimit(requests_in_flight=2), tmp_path, 2)
+    first.of("k").begin(1, 0.0)
+    first.of("k").begin(1, 0.0)
+    second.of("other").begin(1, 0.0)
+    with pytest.raises(RateLimited):
+        second.of("k").begin(1, 0.0)
+    first.of("k").finish()
+    second.of("k").begin(1, 0.0)
+
+
+def test_requests_of_a_killed_edge_worker_are_no_longer_in_flight(tmp_path):
+    first, second = workers_of(KeyLimit(requests_in_flight=2, requests_per_minute=60), tmp_path, 2)
+    for worker in (first, second):
+        worker.of("k").begin(1, 0.0)
+    release_requests(str(tmp_path), 0)
+    assert second.of("k").num_in_flight == 1
+    successor, _ = workers_of(second.limits["default"], tmp_path, 2)
+    successor.of("k").begin(1, 0.0)
+    # What the killed worker used of the minute stays used.
+    with pytest.raises(RateLimited, match="in flight"):
+        second.of("k").begin(1, 0.0)
+    successor.of("k").finish()
+    for _ in range(57):
+        successor.of("k").begin(1, 0.0)
+        successor.of("k").finish()
+    with pytest.raises(RateLimited, match="requests per minute"):
+        second.of("k").begin(1, 0.0)
+
+
+# Seconds since the last step, the worker, and the tokens of a prompt, or of an answer if negative.
+STEPS = st.lists(
+    st.tuples(st.sampled_from((0.0, 0.5, 7.0, 90.0)), st.integers(0, 2), st.integers(-90, 90))
+)
+
+
+@given(STEPS)
+def test_several_edge_workers_reject_what_one_would(steps):
+    limit = KeyLimit(requests_per_minute=7, tokens_per_minute=100)
+    with tempfile.TemporaryDirectory() as directory:
+        several, now = workers_of(limit, directory, 3), 1000.0
+        alone = KeyUsage({"default": limit}).of("k")
+        for elapsed_s, index, num_tokens in steps:
+            now += elapsed_s
+            outcomes = []
+            for state in (alone, several[index].of("k")):
+                try:
+                    if num_tokens < 0:
+                        state.count_output(-num_tokens, now)
+                    else:
+                        state.begin(num_tokens, now)
+                except RateLimited as error:
+                    outcomes.append((error.message, error.retry_after_s))
+                else:
+                    outcomes.append(None)
+            assert outcomes[0] == outcomes[1]

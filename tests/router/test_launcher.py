@@ -247,6 +247,79 @@ async def test_every_worker_uses_tls_and_the_api_key_file(tmp_path):
         for headers, status in (({}, 401), ({"Authorization": "bearer sk-one"}, 503)):
             async with client.get("/v1/models", headers=headers, ssl=trusting) as response:
                 assert response.status == status
+        (tmp_path / "renewed").mkdir()
+        renewed = make_certificates(tmp_path / "renewed")
+        for old, new in ((files.cert, renewed.cert), (files.key, renewed.key)):
+            os.replace(new, old)
+        trusting = ssl.create_default_context(cafile=renewed.ca)
+        await until_async(lambda: is_trusted(url, trusting))
+
+
+async def is_trusted(url: str, trusting: ssl.SSLContext) -> bool:
+    """Return whether a new connection is served with a certificate of this authority."""
+    try:
+        async with aiohttp.ClientSession(url) as client, client.get("/live", ssl=trusting):
+            return True
+    except aiohttp.ClientConnectorCertificateError:
+        return False
+
+
+class KeyUser:
+    """A client with a key, whose requests run until it ends."""
+
+    def __init__(self, url: str, key: str, decode: FakeNode) -> None:
+        self._url, self._decode = url, decode
+        self._headers, self._running = {"Authorization": f"Bearer {key}"}, []
+
+    async def status(self, path: str = "/generate") -> int:
+        """Return how a new connection is answered."""
+        body = {"input_ids": [1, 2, 3], "stream": True}
+        async with (
+            aiohttp.ClientSession(headers=self._headers) as session,
+            session.post(f"{self._url}{path}", json=body) as response,
+        ):
+            return response.status
+
+    async def is_admitted(self) -> bool:
+        """Send a request; return whether it reached decode, where it stays."""
+        asking = asyncio.create_task(self.status())
+        self._running.append(asking)
+        await until_async(lambda: asking.done() or not self._decode.engine.is_idle())
+        if asking.done():
+            assert asking.result() in {429, 503}  # 503: the worker has not met the nodes
+            return False
+        await self._decode.engine.next(StartDecode)
+        return True
+
+    async def leave(self) -> None:
+        for asking in self._running:
+            asking.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+
+async def test_key_limits_and_key_files_hold_for_both_workers_and_are_read_again(tmp_path):
+    keys, limits = tmp_path / "keys", tmp_path / "limits.toml"
+    keys.write_text("sk-one\n")
+    limits.write_text("[default]\nrequests_in_flight = 1\n")
+    flags = ("--workers", "2", "--api-key-file", str(keys), "--key-limits", str(limits))
+    async with FakeNode("prefill").serving() as prefill, FakeNode("decode").serving() as decode:
+        nodes = ("--prefill", prefill.url, "--decode", decode.url)
+        async with router(*nodes, *flags) as (process, url):
+            user = KeyUser(url, "sk-one", decode)
+            with only(process, 0):
+                await until_async(user.is_admitted)
+            with only(process, 1):
+                await until_returns(user.status, 429)
+            os.kill(workers_of(process)[0], signal.SIGKILL)
+            await next_event(process, "edge_worker.crashed")
+            assert await user.is_admitted()
+            limits.write_text("[default]\nrequests_in_flight = 2\n")
+            await until_async(user.is_admitted)
+            assert await user.status() == 429
+            keys.write_text("sk-another\n")
+            for _ in range(8):  # connections, of either worker
+                await until_returns(user.status, 401)
+            await user.leave()
 
 
 async def num_answering(url: str, trusting: ssl.SSLContext) -> int:

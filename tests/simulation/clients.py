@@ -4,7 +4,13 @@ import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from tandem.wire.errors import DeadlinePassed, NoNodeAvailable, Overloaded, TandemError
+from tandem.wire.errors import (
+    DeadlinePassed,
+    NoNodeAvailable,
+    Overloaded,
+    RequestEndedEngine,
+    TandemError,
+)
 from tandem.wire.generation import GenerateRequest
 from tests.simulation.toy import answer, logprob_after
 
@@ -189,6 +195,8 @@ class Client:
         elif isinstance(error, Overloaded):
             # Of nodes none ever is: their own lines are long enough.
             is_right = not num_attempts and self._is_crowded(waited_s)
+        elif isinstance(error, RequestEndedEngine):
+            is_right = num_attempts > 1 and not world.is_calm
         elif isinstance(error, NoNodeAvailable):
             # A loop that stands still delivers it late, when a node may have come up since.
             is_delayed = waited_s > self.router.backend._node_wait.limit_s + 1e-9

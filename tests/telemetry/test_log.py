@@ -6,7 +6,7 @@ import re
 import pytest
 import structlog
 
-from tandem.telemetry.log import configure, console_text, get_logger, read_line
+from tandem.telemetry.log import configure, console_text, get_access_logger, get_logger, read_line
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +35,17 @@ def test_events_below_the_level_are_not_written():
     get_logger("m").info("dropped")
     get_logger("m").warning("written")
     assert [line["event"] for line in lines(out)] == ["written"]
+
+
+def test_access_log_is_written_at_every_log_level():
+    out = io.StringIO()
+    logger = get_access_logger("m")
+    configure("error", stream=out, worker=1)
+    get_logger("m").warning("dropped")
+    logger.info("http.request", status=200)
+    (line,) = lines(out)
+    assert (line["event"], line["level"], line["module"]) == ("http.request", "info", "m")
+    assert (line["status"], line["worker"]) == (200, 1)
 
 
 def test_logger_created_before_configure_follows_it():

@@ -18,7 +18,7 @@ from tandem.frontend.chat.openai_body import ChatBody, CompletionBody
 from tandem.frontend.chat.sampling import CompletionSampling, NativeSampling, OpenAISampling
 from tandem.frontend.http import loads
 from tandem.frontend.http.edge import EDGE, Edge, close_when_shutting_down
-from tandem.frontend.http.keys import check_key
+from tandem.frontend.http.keys import AcceptedKeys, check_key
 from tandem.frontend.http.middleware import answer_errors, count_requests, read_body
 from tandem.frontend.http.openapi import DOCUMENT, Route, document, show_document, show_page
 from tandem.frontend.http.origins import allow_origins, answer_preflight, refuse_pages
@@ -42,12 +42,16 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
     options.reply_formats.load()
     endpoint = options.http.traces_endpoint
     tracing = create_tracing(endpoint, options.service) if endpoint else None
+    keys = AcceptedKeys(options) if options.http.has_keys else None
     app = web.Application(
-        client_max_size=options.http.max_body_bytes, middlewares=_middlewares(options, tracing)
+        client_max_size=options.http.max_body_bytes,
+        middlewares=_middlewares(options, keys, tracing),
     )
     if tracing is not None:
         app.cleanup_ctx.append(tracing.lifespan)
     app[EDGE] = edge = Edge(backend, options)
+    if keys is not None:
+        edge.reloaded.append(keys.files)
     app.cleanup_ctx.append(edge.lifespan)
     app.on_response_prepare.extend([close_when_shutting_down, add_id_header])
     if options.http.cors_origins:
@@ -59,23 +63,23 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
         ]  # `get` adds HEAD
         app.add_routes([add(route.path, route.handler)])
     # Built on the first request, because most processes never receive one.
-    has_keys = bool(options.http.api_keys)
+    has_keys = options.http.has_keys
     describe: Callable[[], dict[str, Any]] = cache(partial(document, table, has_keys=has_keys))
     app[DOCUMENT] = describe
     return app
 
 
-def _middlewares(options: FrontendOptions, tracing: Tracing | None) -> list[Middleware]:
+def _middlewares(
+    options: FrontendOptions, keys: AcceptedKeys | None, tracing: Tracing | None
+) -> list[Middleware]:
     """Return the middlewares of every route, outermost first."""
     http = options.http
     preflight = [answer_preflight(http.cors_origins)] if http.cors_origins else []
-    # The operator key also opens the routes of clients.
-    accepted = [*http.api_keys, *filter(None, [options.operator_key])]
     # Only nodes serve their tokenizer; routers fetch it with the reader key.
     is_node = options.tokenizer_files is not None
     reader = reader_key(options.operator_key) if is_node else ""
     # With API keys, a page has to send one.
-    guard = check_key(accepted, options.open_paths, reader) if http.api_keys else refuse_pages(http)
+    guard = refuse_pages(http) if keys is None else check_key(keys, options.open_paths, reader)
     traced = [tracing.trace_request] if tracing is not None else []
     inner = [answer_errors, guard, attach_caller, read_body]
     return [count_requests, *preflight, *traced, *inner]

@@ -3,7 +3,7 @@
 import ssl
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from tandem.frontend.replies.parser import NO_FORMATS, ReplyFormats
 from tandem.frontend.text.chat_template import read_template
 from tandem.settings.flags import Flag
+from tandem.settings.reload import ReloadedFiles
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.hosts import bare_host
@@ -140,7 +141,7 @@ class HttpOptions:
     """HTTP options of a router or a node.
 
     Attributes:
-        api_keys: Each key opens every client route. If empty, no key is needed.
+        api_keys: Each key opens every client route, as do those of `key_files`. Without any, no key is needed.
         max_body_bytes: 32 MiB is four times the size of a million token ids.
         cors_origins: Web origins whose pages may use the server. `*` allows every page.
         allowed_hosts: Names of this machine, besides its own, in `Host` headers. In lower case.
@@ -160,7 +161,8 @@ class HttpOptions:
         Flag(
             "--api-key-file",
             metavar="FILE",
-            help="file with one key per line and # comments, so that `ps` shows no keys; may be repeated",
+            help="file with one key per line and # comments, so that `ps` shows no keys; read again when it changes; may "
+            "be repeated",
         ),
     ] = ()
     max_body_bytes: Annotated[
@@ -202,6 +204,13 @@ class HttpOptions:
             parse=_checked_hosts,
         ),
     ] = ()
+    access_log: Annotated[
+        bool,
+        Flag(
+            "--access-log",
+            help="log each HTTP request with its id, the name of its API key, its status and duration",
+        ),
+    ] = False
     traces_endpoint: Annotated[
         str,
         Flag(
@@ -213,6 +222,11 @@ class HttpOptions:
         ),
     ] = ""
     tls: TlsFiles | None = None
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self.api_keys or self.key_files)
 
     @property
     def scheme(self) -> str:
@@ -256,15 +270,21 @@ class FrontendOptions:
     open_paths: frozenset[str] = frozenset()
 
 
-def with_files(options: HttpOptions) -> HttpOptions:
-    """Return the options with the keys from `key_files` added. Checks the TLS files too."""
+def check_files(options: HttpOptions) -> HttpOptions:
+    """Return the options if their files are valid. Raises `ConfigInvalid`."""
     if (tls := options.tls) is not None:
         for flag, value in (("--ssl-keyfile", tls.keyfile), ("--ssl-ca-certs", tls.ca_certs)):
             if value and not tls.certfile:
                 raise ConfigInvalid(f"{flag} needs --ssl-certfile")
         server_context(tls)
+    read_keys(options)
+    return options
+
+
+def read_keys(options: HttpOptions) -> tuple[str, ...]:
+    """Return the API keys of the flags and of the key files. Raises `ConfigInvalid`."""
     keys = [*options.api_keys, *(key for path in options.key_files for key in _keys_in(path))]
-    return replace(options, api_keys=tuple(dict.fromkeys(keys)))
+    return tuple(dict.fromkeys(keys))
 
 
 def warn_of_exposed_keys(options: HttpOptions) -> None:
@@ -275,6 +295,10 @@ def warn_of_exposed_keys(options: HttpOptions) -> None:
 
 
 def _keys_in(path: str) -> list[str]:
+    if Path(path).is_fifo():
+        raise ConfigInvalid(
+            f"--api-key-file {path}: is a pipe, which cannot be read again; use a file"
+        )
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -286,6 +310,31 @@ def _keys_in(path: str) -> list[str]:
         # Otherwise a file emptied by mistake would open the server to everyone.
         raise ConfigInvalid(f"--api-key-file {path}: contains no key; write one key per line")
     return [_checked_key(f"--api-key-file {path}", key) for key in keys]
+
+
+class ServerTls:
+    """A server's TLS. New connections use its files as they are now.
+
+    Attributes:
+        context: The context to serve with.
+        files: To be refreshed by the owner.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self.context = server_context(files)
+        # OpenSSL calls this for every handshake, even if the client names no server.
+        self.context.sni_callback = self._use_current
+        paths = filter(None, (files.certfile, files.keyfile, files.ca_certs))
+        self.files = ReloadedFiles(list(paths), self._load)
+
+    def _load(self) -> None:
+        self._current = server_context(self._files)
+
+    def _use_current(
+        self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext
+    ) -> None:
+        connection.context = self._current
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:

@@ -67,10 +67,17 @@ def record_ids(request: web.Request, ids: Sequence[RequestId]) -> None:
     request[RESPONSE_ID] = ids[0] if len(ids) == 1 else ids[0].removesuffix("_0")
 
 
+def response_id(request: web.Request) -> str:
+    """Return the id in the header of the request's answer."""
+    request_id = _header_id(request.headers) or request.get(RESPONSE_ID, "")
+    if not _is_header_safe(request_id):
+        request_id = request[RESPONSE_ID] = new_request_id()
+    return request_id
+
+
 async def add_id_header(request: web.Request, response: web.StreamResponse) -> None:
     """Add the request's id to the headers of its answer."""
-    request_id = _header_id(request.headers) or request.get(RESPONSE_ID, "")
-    response.headers[HEADER] = request_id if _is_header_safe(request_id) else new_request_id()
+    response.headers[HEADER] = response_id(request)
 
 
 def _header_id(headers: Mapping[str, str]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from tandem.frontend.options import HttpOptions, with_files
+from tandem.frontend.options import HttpOptions, check_files
 from tandem.frontend.replies.parser import reply_formats
 from tandem.node.config import NodeOptions, NodeRole, check
 from tandem.node.machine import DEFAULTS, with_machine_defaults
@@ -118,7 +118,10 @@ def read_options(
             f"--disaggregation-mode is {args.disaggregation_mode}, but this is a {role} node"
         )
     parsed = read_flags(
-        NodeOptions, args, role=role, http=with_files(read_flags(HttpOptions, args, prefix="http."))
+        NodeOptions,
+        args,
+        role=role,
+        http=check_files(read_flags(HttpOptions, args, prefix="http.")),
     )
     # An invalid parser name is reported now, before the model is loaded.
     reply_formats(parsed.tool_call_parser, parsed.reasoning_parser)

@@ -339,23 +339,24 @@ class Admitted:
     def count_output(self, num_tokens: int) -> None:
         """Count the tokens of its answer against the limits of its key."""
         if self._usage is not None:
-            self._usage.count_output(num_tokens)
+            self._usage.count_output(num_tokens, _now())
 
 
 class Admission:
-    """Starts requests when the nodes of `snapshot()` have room."""
+    """Starts requests when the nodes of `snapshot()` have room, within the limits of `keys`."""
 
     def __init__(
         self,
         snapshot: Callable[[], ClusterSnapshot],
         config: AdmissionConfig,
         metrics: RouterMetrics,
+        keys: KeyUsage | None = None,
     ) -> None:
         self._snapshot, self._metrics = snapshot, metrics
         self._is_on = config.is_on
         self._queue = Queue(config.limits)
         self._capacity = Capacity(config.max_in_flight, config.num_workers)
-        self._keys = KeyUsage(config.key_limits)
+        self._keys = keys or KeyUsage({})
         # Results: True when the request starts, False when it was aborted.
         self._futures: dict[Waiting, asyncio.Future[bool]] = {}
         self._by_id: dict[str, Waiting] = {}
@@ -424,7 +425,7 @@ class Admission:
 
     def _begin(self, request: GenerateRequest, now: float) -> KeyState | None:
         """Count the request for its key; return None if the key has no limits."""
-        usage = self._keys.of(request.client, now)
+        usage = self._keys.of(request.client)
         if usage is not None:
             with self._metrics.rejections():
                 usage.begin(len(request.prompt_ids), now)

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tandem.frontend.options import HttpOptions, with_files
+from tandem.frontend.options import HttpOptions, check_files
 from tandem.router.config import PrefillTarget, RouterConfig
+from tandem.router.key_limits import read_limits
 from tandem.settings.flags import add_flags, read_flags
 from tandem.settings.parser import Parser
 from tandem.wire.errors import ConfigInvalid
@@ -111,9 +112,11 @@ def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
     config = read_flags(
         RouterConfig,
         args,
-        http=with_files(read_flags(HttpOptions, args, prefix="http.")),
+        http=check_files(read_flags(HttpOptions, args, prefix="http.")),
         ignored_flags=tuple(dict.fromkeys(args.ignored)),
     )
+    if config.admission.key_limits:
+        read_limits(config.admission.key_limits)
     return replace(config, prefills=_with_ports(config.prefills, config.bootstrap_ports))
 
 

@@ -2,7 +2,7 @@
 
 import ssl
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -15,7 +15,6 @@ from tandem.frontend.options import (
     load_authorities,
 )
 from tandem.frontend.replies.parser import reply_formats
-from tandem.router.key_limits import KeyLimit, read_limits
 from tandem.settings.flags import HEARTBEAT, LOG_FORMAT, LOG_LEVEL, PORT, Flag
 from tandem.telemetry.log import LogFormat
 from tandem.wire.channel import Heartbeat, heartbeat_of
@@ -185,14 +184,13 @@ class AdmissionConfig:
     ] = 0
     limits: QueueLimits = field(default_factory=QueueLimits)
     key_limits: Annotated[
-        dict[str, KeyLimit],
+        str,
         Flag(
             "--key-limits",
             metavar="FILE",
-            help="TOML file with limits for each API key; see docs/admission.md",
-            parse=read_limits,
+            help="TOML file with limits for each API key, read again when it changes; see docs/admission.md",
         ),
-    ] = field(default_factory=dict)
+    ] = ""
     is_on: Annotated[
         bool,
         Flag(
@@ -201,11 +199,6 @@ class AdmissionConfig:
         ),
     ] = True
     num_workers: int = 1
-
-    def for_worker(self, num_workers: int) -> "AdmissionConfig":
-        """Return the configuration of one of several edge workers, with its share of each key's limits."""
-        shares = {name: limit.divided(num_workers) for name, limit in self.key_limits.items()}
-        return replace(self, key_limits=shares, num_workers=num_workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -413,7 +406,7 @@ class RouterConfig:
         urls = [target.url for target in self.prefills] + list(self.decodes)
         if len(set(urls)) < len(urls):
             raise ConfigInvalid("two nodes have the same URL: pass each node once")
-        if self.admission.key_limits and not self.http.api_keys:
+        if self.admission.key_limits and not self.http.has_keys:
             raise ConfigInvalid(
                 "--key-limits needs API keys: set --api-key or --api-key-file as well"
             )

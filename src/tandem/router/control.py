@@ -1,8 +1,8 @@
 """The link between the parent process and one edge worker: lines of JSON over a socket pair.
 
 ```
- parent ──▶ worker     WorkerStart, then: members · leave · questions of other workers · end of input: stop
- worker ──▶ parent     ready · up (usable nodes) · announce · others (a question to all other workers)
+ parent ──▶ worker     WorkerStart, then: members · leave · refuse · questions of other workers · end of input: stop
+ worker ──▶ parent     ready · up (usable nodes) · announce · refuse (a prompt) · others (a question to all other workers)
 ```
 
 Both ends are a `WorkerLink`. Messages are handled in order. Each question is answered by a `ControlReply`.
@@ -33,7 +33,7 @@ LINE_LIMIT_BYTES = 16 << 20
 
 QuestionKind = Literal[
     "members", "leave", "abort", "overview", "status",
-    "ready", "up", "announce", "others",
+    "ready", "up", "announce", "refuse", "others",
 ]  # fmt: skip
 NOTHING = msgspec.Raw(b"null")
 

@@ -1,6 +1,7 @@
 """Limits of an API key: requests in flight, requests per minute, tokens per minute, and priority.
 
-The classes do no I/O and read no clock: the caller passes the time. The file of limits:
+The limits hold over all edge workers of a router, which share the usage of each key in a file that they map. No class
+reads a clock: the caller passes the time of a clock that all workers share. The file of limits:
 
 ```toml
 [default]                    # keys without a section of their own
@@ -15,18 +16,26 @@ max_priority = 10            # higher priorities of its requests are lowered to 
 """
 
 import math
+import mmap
 import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
 from tandem.wire.errors import ConfigInvalid, RateLimited
 
 MINUTE_S = 60.0
+# Far more than the rounding errors of a year, far less than anybody waits.
+ROUNDING_S = 1e-6
+# Numbers that each edge worker writes of a key: requests in flight, and two for each rate.
+CELLS, CELL_BYTES = 5, 8
+Cells: TypeAlias = "memoryview[float]"
 DEFAULT = "default"
 DOCUMENTATION = "docs/admission.md#what-a-key-may-use"
+_FILE = "key-"
 _CLIENT = re.compile("[0-9a-f]{8}")
 
 
@@ -37,15 +46,6 @@ class KeyLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     max_priority: int = 0
-
-    def divided(self, num_workers: int) -> "KeyLimit":
-        """Return the share of one of several edge workers, rounded up: at least 1 of each limit that is set."""
-        return msgspec.structs.replace(
-            self,
-            requests_in_flight=math.ceil(self.requests_in_flight / num_workers),
-            requests_per_minute=math.ceil(self.requests_per_minute / num_workers),
-            tokens_per_minute=math.ceil(self.tokens_per_minute / num_workers),
-        )
 
 
 def read_limits(path: str) -> dict[str, KeyLimit]:
@@ -73,33 +73,54 @@ def read_limits(path: str) -> dict[str, KeyLimit]:
     return limits
 
 
-class _Bucket:
-    """A token bucket with a capacity of one minute's allowance. The tokens of an answer may make its level negative."""
+class _Minute:
+    """A token bucket with a capacity of one minute's allowance, in seconds of it. An answer may overdraw it.
 
-    def __init__(self, per_minute: int, now: float) -> None:
-        self._per_s, self._capacity = per_minute / MINUTE_S, float(per_minute)
-        self._level, self._updated_s = self._capacity, now
+    The edge workers share it without a lock, because each writes its own cells only. Without a limit to its level, a
+    bucket would hold `now - used_s`. What it lost because it was full is the maximum of that over all times, which is
+    reached just before a use.
 
-    def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until the bucket holds `amount`, or is full if `amount` exceeds its capacity."""
-        self._level = min(self._capacity, self._level + (now - self._updated_s) * self._per_s)
-        self._updated_s = now
-        return max(0.0, min(amount, self._capacity) - self._level) / self._per_s
+    Args:
+        used_s: Allowance that each worker has used.
+        lost_s: The maximum of `now - used_s` of all workers at any use by each worker.
+        index: The own cell.
+    """
 
-    def use(self, amount: float) -> None:
-        self._level -= amount
+    def __init__(self, used_s: Cells, lost_s: Cells, index: int) -> None:
+        self._used_s, self._lost_s, self._index = used_s, lost_s, index
+
+    def wait_s(self, amount_s: float, now: float) -> float:
+        """Return the seconds until the bucket holds `amount_s`, or is full if that exceeds its capacity."""
+        missing_s = max(0.0, sum(self._used_s) + max(self._lost_s) - now)
+        wait_s = min(amount_s, MINUTE_S) + missing_s - MINUTE_S
+        return wait_s if wait_s > ROUNDING_S else 0.0
+
+    def use(self, amount_s: float, now: float) -> None:
+        self._lost_s[self._index] = max(*self._lost_s, now - sum(self._used_s))
+        self._used_s[self._index] += amount_s
 
 
 class KeyState:
-    """Current usage of one key."""
+    """Current usage of one key at all edge workers of a router.
 
-    def __init__(self, limit: KeyLimit, now: float) -> None:
+    Args:
+        cells: `CELLS` numbers of each worker, which the workers share.
+        index: Index of this worker, which writes its own cells only.
+
+    Attributes:
+        limit: The limits that apply now.
+    """
+
+    def __init__(self, limit: KeyLimit, cells: Cells, index: int) -> None:
         self.limit = limit
-        self.num_in_flight = 0
-        self._requests = (
-            _Bucket(limit.requests_per_minute, now) if limit.requests_per_minute else None
-        )
-        self._tokens = _Bucket(limit.tokens_per_minute, now) if limit.tokens_per_minute else None
+        self._in_flight, self._index = cells[0::CELLS], index
+        self._requests = _Minute(cells[1::CELLS], cells[2::CELLS], index)
+        self._tokens = _Minute(cells[3::CELLS], cells[4::CELLS], index)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests in flight."""
+        return int(sum(self._in_flight))
 
     def begin(self, num_tokens: int, now: float) -> None:
         """Count the start of a request. Raises `RateLimited`."""
@@ -108,49 +129,90 @@ class KeyState:
             raise RateLimited(
                 f"this key has {self.num_in_flight} requests in flight; its limit is {limit}", 1
             )
-        amounts = ((self._requests, 1, "requests"), (self._tokens, num_tokens, "tokens"))
-        for bucket, amount, unit in amounts:
-            if bucket is not None and (wait_s := bucket.wait_s(amount, now)) > 0:
+        uses = (
+            (self._requests, _allowance_s(1, self.limit.requests_per_minute), "requests"),
+            (self._tokens, _allowance_s(num_tokens, self.limit.tokens_per_minute), "tokens"),
+        )
+        for bucket, amount_s, unit in uses:
+            if amount_s and (wait_s := bucket.wait_s(amount_s, now)) > 0:
                 message = f"this key has used its {unit} per minute: send the request again later"
                 raise RateLimited(message, math.ceil(wait_s))
-        for bucket, amount, _ in amounts:
-            if bucket is not None:
-                bucket.use(amount)
-        self.num_in_flight += 1
+        for bucket, amount_s, _ in uses:
+            bucket.use(amount_s, now)
+        self._in_flight[self._index] += 1
 
-    def count_output(self, num_tokens: int) -> None:
+    def count_output(self, num_tokens: int, now: float) -> None:
         """Count the tokens of an answer."""
-        if self._tokens is not None:
-            self._tokens.use(num_tokens)
+        self._tokens.use(_allowance_s(num_tokens, self.limit.tokens_per_minute), now)
 
     def finish(self) -> None:
         """Count the end of a request counted by `begin`."""
-        self.num_in_flight -= 1
+        self._in_flight[self._index] -= 1
 
 
-def limit_of(limits: Mapping[str, KeyLimit], client: str) -> KeyLimit | None:
-    """Return the limits of a key by its name, or None if it has none."""
-    return limits.get(client) or limits.get(DEFAULT)
-
-
-def max_priority(limits: Mapping[str, KeyLimit], client: str) -> int:
-    """Return the highest priority of a key's requests."""
-    limit = limit_of(limits, client)
-    return 0 if limit is None else limit.max_priority
+def _allowance_s(amount: int, per_minute: int) -> float:
+    """Return the seconds in which this amount is allowed; 0 without a limit."""
+    return amount * MINUTE_S / per_minute if per_minute else 0.0
 
 
 class KeyUsage:
-    """Usage of all keys at one edge worker."""
+    """The limits of all keys, and their usage.
 
-    def __init__(self, limits: Mapping[str, KeyLimit]) -> None:
-        self._limits = limits
+    Args:
+        directory: Directory that the edge workers share; empty for a single worker.
+        index: Index of this worker.
+
+    Attributes:
+        limits: Limits by the name of a key.
+    """
+
+    def __init__(
+        self,
+        limits: Mapping[str, KeyLimit],
+        directory: str = "",
+        index: int = 0,
+        num_workers: int = 1,
+    ) -> None:
+        self.limits = limits
+        self._directory, self._index, self._num_workers = directory, index, num_workers
         self._usage: dict[str, KeyState] = {}
 
-    def of(self, client: str, now: float) -> KeyState | None:
+    def load(self, path: str) -> None:
+        """Apply the limits of a file from now on; usage stays. Raises `ConfigInvalid`."""
+        self.limits = read_limits(path)
+
+    def limit_of(self, client: str) -> KeyLimit | None:
+        """Return the limits of a key by its name, or None if it has none."""
+        return self.limits.get(client) or self.limits.get(DEFAULT)
+
+    def max_priority(self, client: str) -> int:
+        """Return the highest priority of a key's requests."""
+        limit = self.limit_of(client)
+        return 0 if limit is None else limit.max_priority
+
+    def of(self, client: str) -> KeyState | None:
         """Return the usage of a key; None if the key has no limits."""
-        limit = limit_of(self._limits, client)
+        limit = self.limit_of(client)
         if not client or limit is None:
             return None
         if client not in self._usage:
-            self._usage[client] = KeyState(limit, now)
-        return self._usage[client]
+            self._usage[client] = KeyState(limit, self._cells(client), self._index)
+        state = self._usage[client]
+        state.limit = limit
+        return state
+
+    def _cells(self, client: str) -> Cells:
+        size_bytes = CELL_BYTES * CELLS * self._num_workers
+        if not self._directory:
+            return memoryview(bytearray(size_bytes)).cast("d")
+        with open(Path(self._directory, _FILE + client), "a+b") as file:
+            file.truncate(size_bytes)  # the first worker fills it with zeros
+            return memoryview(mmap.mmap(file.fileno(), size_bytes)).cast("d")
+
+
+def release_requests(directory: str, index: int) -> None:
+    """Count the requests in flight of an edge worker that has ended as finished."""
+    for path in Path(directory).glob(_FILE + "*"):
+        with path.open("r+b") as file:
+            file.seek(CELL_BYTES * CELLS * index)
+            file.write(bytes(CELL_BYTES))

@@ -97,6 +97,15 @@ def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
     return logger
 
 
+def get_access_logger(name: str) -> structlog.typing.FilteringBoundLogger:
+    """Return a logger that writes at every log level, for lines that an operator turned on by a flag."""
+    every_level = structlog.make_filtering_bound_logger(logging.NOTSET)
+    logger: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
+        None, wrapper_class=every_level, module=name
+    )
+    return logger
+
+
 def read_line(line: str) -> Mapping[str, Any] | None:
     """Return the fields of a JSON log line; None for other output, such as a traceback."""
     if not line.startswith("{"):

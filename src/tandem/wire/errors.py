@@ -148,6 +148,10 @@ class AttemptsUsedUp(TandemError, code="attempts_used_up", status=503, is_retrya
         super().__init__(f"gave up after {num_attempts} attempts; the last error was: {reason}")
 
 
+class RequestEndedEngine(TandemError, code="request_ended_engine", status=500):
+    """Nodes were lost while they computed this prompt, one after the other. It is not tried again."""
+
+
 class PeerLost(TandemError, code="peer_lost", status=503, is_retryable=True):
     """The process at the other end of a link died, restarted or cannot be reached."""
 

@@ -28,16 +28,20 @@ from tandem.frontend.request_ids import is_part
 from tandem.frontend.text.detokenizer import Detokenizer, NoText
 from tandem.frontend.text.transcript import Sink, Transcript
 from tandem.frontend.timings import RequestOutcome, RequestReport, TimingsSink
+from tandem.settings.reload import ReloadedFiles
+from tandem.telemetry.log import get_logger
 from tandem.wire.errors import EngineFailed, InvalidRequest
 from tandem.wire.generation import RequestId
 
 T = TypeVar("T")
 
+log = get_logger(__name__)
+
 # Parsing and tokenizing a body of this size blocks the loop for at most 2 ms. Larger bodies go to a thread.
 INLINE_BYTES = 4096
 # Each reader holds the GIL for 0.2 s while it parses 32 MiB, and engine links time out after 2 s of silence.
 MAX_READERS = 2
-# A killed worker loses the counts since its last pulse.
+# A killed worker loses the counts since its last pulse. Files that changed are read again after it.
 PULSE_INTERVAL_S = 0.5
 # `live` returns only the newest generations.
 MAX_LIVE = 200
@@ -50,6 +54,7 @@ class Edge:
     """Runs and times generations for the routes, and aborts them by id.
 
     Attributes:
+        reloaded: Files that are read again when they change, until the app ends.
         timings_sinks: Receive the report of every generation when it ends.
         is_shutting_down: True once `begin_shutdown` was called.
         is_loopback_only: Whether only this machine can connect. Set by `serving`.
@@ -60,6 +65,7 @@ class Edge:
         self.options = options
         self.metrics = FrontendMetrics()
         self.outbox = Outbox()
+        self.reloaded: list[ReloadedFiles] = []
         self.timings_sinks: list[TimingsSink] = []
         self.is_shutting_down = self.is_loopback_only = False
         self._running: dict[RequestId, tuple[Generation, Transcript]] = {}
@@ -100,7 +106,11 @@ class Edge:
             async with aclosing(deltas):
                 async for delta in deltas:
                     if timings.record_delta(delta):
-                        self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
+                        num_tokens = len(generation.request.prompt_ids)
+                        self.metrics.prompt_tokens.inc(num_tokens)
+                        self.metrics.count_tokens_of(
+                            generation.request.client, "prompt", num_tokens
+                        )
                     piece = transcript.take(delta)
                     if piece is None:
                         continue
@@ -163,6 +173,8 @@ class Edge:
             await asyncio.sleep(PULSE_INTERVAL_S)
             self.metrics.loop_lag.observe(max(0.0, loop.time() - due_s))
             self.metrics.flush_gaps()
+            for files in self.reloaded:
+                _refresh(files)
 
     @contextmanager
     def _registered(self, generation: Generation, transcript: Transcript) -> Iterator[None]:
@@ -183,7 +195,10 @@ class Edge:
         finally:
             generation.timings.outcome = outcome
             generation.timings.num_output_tokens = transcript.num_tokens
-            self.metrics.output_tokens.inc(transcript.num_tokens)
+            client, num_tokens = generation.request.client, transcript.num_tokens
+            self.metrics.output_tokens.inc(num_tokens)
+            self.metrics.count_tokens_of(client, "output", num_tokens)
+            self.metrics.count_generation_of(client, outcome)
             self.metrics.running.dec()
             del self._running[request_id]
             self._report(generation)
@@ -193,6 +208,16 @@ class Edge:
             report = generation.report()
             for sink in sinks:
                 sink.request_ended(report)
+
+
+def _refresh(files: ReloadedFiles) -> None:
+    if not files.refresh():
+        return
+    if files.problem:
+        action = "their last valid content stays in use"
+        log.warning("files.not_reloaded", reason=files.problem, action=action)
+    else:
+        log.info("files.reloaded", paths=files.paths)
 
 
 EDGE = web.AppKey("edge", Edge)

@@ -11,13 +11,15 @@ abort all requests. Whether a request counts as an operator's:
 """
 
 import hashlib
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from functools import wraps
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from tandem.frontend.http.edge import EDGE
+from tandem.frontend.options import FrontendOptions, read_keys
+from tandem.settings.reload import ReloadedFiles
 from tandem.wire.errors import TandemError, Unauthorized
 from tandem.wire.keys import is_loopback
 
@@ -32,23 +34,44 @@ _CLIENT_DIGITS = 8
 _PROXY_HEADERS = frozenset({"origin", "sec-fetch-site", "referer", "forwarded", "via", "x-real-ip"})
 
 
+class AcceptedKeys:
+    """The keys that open the routes of clients: those of the options, and the operator key.
+
+    Attributes:
+        files: The key files, to be refreshed by the owner.
+    """
+
+    def __init__(self, options: FrontendOptions) -> None:
+        self._options = options
+        self.files = ReloadedFiles(options.http.key_files, self._load)
+
+    def _load(self) -> None:
+        keys = [*read_keys(self._options.http), *filter(None, [self._options.operator_key])]
+        # Looking up a digest reveals nothing by its duration: no client can choose the digest of a wrong key.
+        self._digests = frozenset(_digest(key.encode()) for key in keys)
+
+    def __contains__(self, key: bytes) -> bool:
+        return _digest(key) in self._digests
+
+
 def check_key(
-    api_keys: Iterable[str], open_paths: Set[str] = frozenset(), reader_key: str = ""
+    accepted: AcceptedKeys, open_paths: Set[str] = frozenset(), reader_key: str = ""
 ) -> Middleware:
-    """Return a middleware that rejects requests without one of `api_keys`, except to open paths.
+    """Return a middleware that rejects requests without an accepted key, except to open paths.
 
     Args:
         reader_key: Key that opens `READER_ROUTES` only. Empty: there is none.
     """
-    # Looking up a digest reveals nothing by its duration: no client can choose the digest of a wrong key.
-    accepted = frozenset(_digest(key.encode()) for key in api_keys)
-    readers = accepted | {_digest(reader_key.encode())} if reader_key else accepted
+    reader = _digest(reader_key.encode()) if reader_key else None
+
+    def is_reader(request: web.Request, key: bytes) -> bool:
+        return request.path in READER_ROUTES and _digest(key) == reader
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         is_open = request.path in OPEN_ROUTES or request.path in open_paths
-        keys = readers if request.path in READER_ROUTES else accepted
-        if not is_open and _digest(key_of(request)) not in keys:
+        key = key_of(request)
+        if not (is_open or key in accepted or is_reader(request, key)):
             raise Unauthorized("send the API key as 'Authorization: Bearer KEY'")
         return await handler(request)
 
@@ -85,7 +108,7 @@ def require_operator(request: web.Request) -> None:
                 "this route is for operators: send the operator key as 'Authorization: Bearer KEY'; "
                 "`tandem operator-key` prints it where TANDEM_CLUSTER_KEY is set"
             )
-    elif options.http.api_keys:
+    elif options.http.has_keys:
         raise Forbidden(
             "this route is for operators, and API keys are for clients: set TANDEM_CLUSTER_KEY and send the "
             "key that `tandem operator-key` prints"
@@ -113,7 +136,7 @@ def owner_of(request: web.Request) -> str | None:
 
 def client_of(request: web.Request) -> str:
     """Return the name of a request's key: a prefix of its hash, safe to log. Empty if the server needs no key."""
-    if not request.app[EDGE].options.http.api_keys:
+    if not request.app[EDGE].options.http.has_keys:
         return ""
     return _digest(key_of(request)).hex()[:_CLIENT_DIGITS]
 

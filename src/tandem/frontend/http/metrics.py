@@ -1,6 +1,7 @@
 """Prometheus metrics of the edge. Each app has its own registry."""
 
 from functools import partial
+from typing import Literal
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,6 +25,9 @@ _ITL_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05),
     *(0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0),
 )
+# Keys with series of their own at one process. The later ones share a series.
+MAX_KEYS = 100
+OTHER_KEYS = "other"
 _LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -90,7 +94,33 @@ class FrontendMetrics:
             buckets=_ITL_BUCKETS_S,
             registry=registry,
         )
+        self._key_generations = counter(
+            "tandem_edge_key_generations",
+            "Generations by API key and outcome: finished, failed or cancelled.",
+            ["key", "outcome"],
+        )
+        self._key_tokens = counter(
+            "tandem_edge_key_tokens",
+            "Tokens of generations by API key and kind: prompt or output.",
+            ["key", "kind"],
+        )
+        self._keys = set[str]()
         self.gaps = Histogram(_ITL_BUCKETS_S)
+
+    def count_generation_of(self, client: str, outcome: str) -> None:
+        """Count an ended generation of a key by its name. Does nothing on a server without keys."""
+        if client:
+            self._key_generations.labels(self._label_of(client), outcome).inc()
+
+    def count_tokens_of(self, client: str, kind: Literal["prompt", "output"], number: int) -> None:
+        """Count tokens of a key by its name. Does nothing on a server without keys."""
+        if client:
+            self._key_tokens.labels(self._label_of(client), kind).inc(number)
+
+    def _label_of(self, client: str) -> str:
+        if len(self._keys) < MAX_KEYS:
+            self._keys.add(client)
+        return client if client in self._keys else OTHER_KEYS
 
     def flush_gaps(self) -> None:
         """Move the gaps counted since the last call into the registry, which the processes of a pool share."""

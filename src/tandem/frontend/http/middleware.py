@@ -4,6 +4,7 @@ Errors have OpenAI's format, `{"error": {"message", "type", "code"}}`, except on
 """
 
 import asyncio
+import time
 
 import msgspec
 from aiohttp import web
@@ -13,10 +14,13 @@ from tandem.frontend.chat.generation import PromptTooLong
 from tandem.frontend.http.absent_routes import replacement_for
 from tandem.frontend.http.api_errors import error_answer, words_of
 from tandem.frontend.http.edge import EDGE
-from tandem.telemetry.log import get_logger
+from tandem.frontend.http.keys import client_of, key_of
+from tandem.frontend.request_ids import response_id
+from tandem.telemetry.log import get_access_logger, get_logger
 from tandem.wire.errors import BodyTooLarge, ErrorInfo, InvalidRequest, NoNodeAvailable, TandemError
 
 log = get_logger(__name__)
+access_log = get_access_logger(__name__)
 
 # For errors without a retry time.
 _RETRY_AFTER_S = 1
@@ -71,8 +75,11 @@ def error_response(
 
 @web.middleware
 async def count_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Count the answer by route and status. Unknown paths share one label."""
-    status = _CLIENT_GONE  # remains if the handler is cancelled
+    """Count the answer by route and status, and write the access log. Unknown paths share one label."""
+    status, received_s = (
+        _CLIENT_GONE,
+        time.perf_counter(),
+    )  # 499 remains if the handler is cancelled
     try:
         response = await handler(request)
         status = response.status
@@ -80,7 +87,19 @@ async def count_requests(request: web.Request, handler: Handler) -> web.StreamRe
     finally:
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "unknown"
-        request.app[EDGE].metrics.requests.labels(route, str(status)).inc()
+        edge = request.app[EDGE]
+        edge.metrics.requests.labels(route, str(status)).inc()
+        if edge.options.http.access_log:
+            access_log.info(
+                "http.request",
+                request_id=response_id(request),
+                key=client_of(request) if key_of(request) else "",
+                remote=request.remote,
+                method=request.method,
+                path=request.path,
+                status=status,
+                duration_s=round(time.perf_counter() - received_s, 6),
+            )
 
 
 @web.middleware

@@ -16,7 +16,7 @@ from aiohttp.http import HttpProcessingError
 from typing_extensions import override
 
 from tandem.frontend.http.edge import EDGE
-from tandem.frontend.options import server_context
+from tandem.frontend.options import ServerTls
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.hosts import listener_on
@@ -125,7 +125,11 @@ async def serving(
         ConfigInvalid: The TLS files cannot be loaded.
     """
     options = app[EDGE].options
-    tls = None if options.http.tls is None else server_context(options.http.tls)
+    tls = None
+    if options.http.tls is not None:
+        server_tls = ServerTls(options.http.tls)
+        app[EDGE].reloaded.append(server_tls.files)
+        tls = server_tls.context
     set_stall_timeout(sock, options.stall_timeout_s)
     app[EDGE].is_loopback_only = is_loopback(sock.getsockname()[0])
     runner = web.AppRunner(

@@ -119,6 +119,7 @@ class EventStream:
     __slots__ = (
         "_is_chunked",
         "_is_idle",
+        "_is_keeping",
         "_keep_alive",
         "_keeper",
         "_outbox",
@@ -139,7 +140,7 @@ class EventStream:
         keep_alive: bytes = COMMENT,
     ) -> None:
         self.request, self._outbox, self._keep_alive = request, outbox, keep_alive
-        self._is_idle = True
+        self._is_idle, self._is_keeping = True, False
         self._stall_timeout_s = stall_timeout_s
         self._response = web.StreamResponse(headers=_HEADERS)
         self._start_lock = asyncio.Lock()
@@ -220,12 +221,18 @@ class EventStream:
                 self._is_idle = True
                 await asyncio.sleep(KEEP_ALIVE_S)
                 if self._is_idle:
+                    self._is_keeping = True
                     self.put(self._keep_alive)
                     await self.drain()
+                    self._is_keeping = False
 
     async def _end_keeper(self) -> None:
         self._keeper.cancel()
-        await asyncio.wait({self._keeper})
+        # `asyncio.wait` suspends even for a finished task. A client that closes after the last event would then cancel
+        # the handler of a complete answer, which would count as 499.
+        if self._is_keeping:
+            await asyncio.wait({self._keeper})
+            self._is_keeping = False
 
     async def _start(self) -> None:
         async with self._start_lock:

@@ -336,6 +336,8 @@ class Cluster:
             node.prefixes.forget()
         self.roster.remove(node)
         log.info("node.forgotten", role=node.role, url=node.url)
+        # While its link was being closed, it may have become a member again.
+        self.apply(self.members)
 
     async def _check_often(self) -> None:
         while True:

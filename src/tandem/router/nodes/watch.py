@@ -10,7 +10,8 @@ A linked node is not polled over HTTP: a restart ends the link, and a load repor
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -33,6 +34,8 @@ log = get_logger(__name__)
 # A healthy node answers /server_info from memory, within milliseconds.
 INFO_TIMEOUT_S = 2.0
 TOKENIZER_TIMEOUT_S = 30.0
+# Time for which the nodes of a model wait for one of them to serve the tokenizer. Then the next one is asked as well.
+TOKENIZER_TURN_S = 2.0
 INFO_LIMIT_BYTES = 1 << 20
 # Twice the largest accepted tokenizer file: JSON escapes need space, and there are small files as well.
 TOKENIZER_LIMIT_BYTES = 128 << 20
@@ -178,12 +181,26 @@ class Watcher:
         self, node: Node, info: NodeInfo, session: aiohttp.ClientSession
     ) -> None:
         name = info.model.tokenizer_hash
-        async with self._fetching:  # all nodes of a model share one tokenizer: fetch it once
-            tokenizer = self.tokenizer(name)
-            if tokenizer is None and name:
-                tokenizer = await fetch_tokenizer(session, node.url, name, self._chat_template)
-                self._tokenizers[name] = tokenizer
-            node.tokenizer = tokenizer
+        tokenizer = self.tokenizer(name)
+        if tokenizer is None and name:
+            async with self._turn():  # all nodes of a model share one tokenizer: fetch it once
+                tokenizer = self.tokenizer(name)
+                if tokenizer is None:
+                    tokenizer = await fetch_tokenizer(session, node.url, name, self._chat_template)
+                    self._tokenizers[name] = tokenizer
+        node.tokenizer = tokenizer
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Wait until no other block runs. A block that takes longer than `TOKENIZER_TURN_S` lets the next one start."""
+        await self._fetching.acquire()
+        with ExitStack() as turn:
+            turn.callback(self._fetching.release)
+            timer = asyncio.get_running_loop().call_later(TOKENIZER_TURN_S, turn.close)
+            try:
+                yield
+            finally:
+                timer.cancel()
 
 
 async def _run_link(node: Node, client: EngineClient) -> None:

@@ -9,12 +9,14 @@ import msgspec
 from tandem.frontend.backend import Bootstrap, Health, ServedModel
 from tandem.router.admission import Admission
 from tandem.router.config import AdmissionConfig
+from tandem.router.key_limits import KeyUsage
 from tandem.router.metrics import RouterMetrics, WorkerCounts
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.pairing.pairing import PairGroups, Pairing
 from tandem.router.pairing.policy import Policy
 from tandem.router.serving.progress import Progress, RequestTimeline
 from tandem.router.serving.request import NodeWait, Request, RequestContext
+from tandem.router.serving.suspects import Suspects
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import NoNodeAvailable, PeerLost, TandemError
 from tandem.wire.generation import GenerateRequest
@@ -32,9 +34,11 @@ class ClusterBackend:
         max_attempts: Limit of attempts at one request; at least 1.
         node_wait_s: Seconds that a request waits while a role has no node.
         rng: Source of randomness for policies that need one.
+        keys: Limits and usage of the API keys; None: no limits.
 
     Attributes:
         pairing: The choice of pairs, with the attempts on each pair.
+        suspects: Prompts with which nodes were lost.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class ClusterBackend:
         node_wait_s: float = 0.0,
         *,
         admission: AdmissionConfig | None = None,
+        keys: KeyUsage | None = None,
     ) -> None:
         self._cluster = cluster
         self._groups, self._requests = PairGroups(), dict[str, Request]()
@@ -53,10 +58,11 @@ class ClusterBackend:
         admission = admission or AdmissionConfig()
         self._node_wait = NodeWait(node_wait_s, admission.limits.max_requests)
         self.pairing = Pairing(cluster, policy, rng, self._metrics)
+        self.suspects = Suspects()
         self._shared = RequestContext(
-            cluster, self.pairing, self._node_wait, max_attempts, self._metrics
+            cluster, self.pairing, self._node_wait, max_attempts, self._metrics, self.suspects
         )
-        self._admission = Admission(cluster.servable, admission, self._metrics)
+        self._admission = Admission(cluster.servable, admission, self._metrics, keys)
         cluster.roster.on_change = self._admission.schedule_start
         cluster.on_node_up = self._node_wait.wake_all
 
@@ -67,6 +73,7 @@ class ClusterBackend:
             "waiting for nodes": len(self._node_wait),
             "requests": len(self._requests),
             "groups": len(self._groups),
+            "suspects": len(self.suspects),
         }
 
     def model(self) -> ServedModel:

@@ -94,6 +94,11 @@ class Progress:
         self._next_position = start if start >= 0 else len(request.prompt_ids)
 
     @property
+    def request(self) -> GenerateRequest:
+        """The request as it was admitted."""
+        return self._request
+
+    @property
     def request_id(self) -> RequestId:
         """The request's id, which is the same in every attempt."""
         return self._request.request_id

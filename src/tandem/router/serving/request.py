@@ -13,6 +13,7 @@ another attempt follows:
  an error that a retry cannot fix ────────────────────────────▶ the client gets it
  rejected for lack of room: a different pair, once; then ─────▶ the client gets it, with the time of a retry
  handed over by a draining node: a different pair; does not count as an attempt
+ the second node lost with its prompt: no other pair ─────────▶ RequestEndedEngine
  lost, failed, timed out: a different pair, up to `max_attempts` ─▶ AttemptsUsedUp
 ```
 """
@@ -27,13 +28,17 @@ from tandem.router.nodes.node import NodeWork, halves
 from tandem.router.pairing.pairing import PairGroup, Pairing, PairUse
 from tandem.router.pairing.policy import Pair, RoutingRequest, tokens_to_compute
 from tandem.router.serving.progress import Progress
+from tandem.router.serving.suspects import Suspects, name_of
 from tandem.telemetry.log import get_logger
+from tandem.wire.engine_client import EngineClient
 from tandem.wire.errors import (
     AttemptsUsedUp,
     DeadlinePassed,
     NodeDraining,
     NoNodeAvailable,
     Overloaded,
+    PeerLost,
+    RequestEndedEngine,
     TandemError,
 )
 from tandem.wire.messages import StartColocated, TokenDelta
@@ -42,6 +47,8 @@ log = get_logger(__name__)
 
 # A rolling update of a large cluster hands a long answer over a few times. More hand-overs mean a broken node.
 MAX_HAND_OVERS = 32
+# A node may report the loss of its peer before the router notices it: both connections break within milliseconds.
+LOSS_NOTICED_S, LOSS_POLL_S = 0.2, 0.01
 
 
 class Replays:
@@ -119,6 +126,7 @@ class RequestContext:
     node_wait: NodeWait
     max_attempts: int
     metrics: RouterMetrics
+    suspects: Suspects
 
 
 class Attempt:
@@ -129,6 +137,9 @@ class Attempt:
 
     Raises:
         TandemError: A node was lost after it had been chosen, or rejects the request. Nothing remains to be released.
+
+    Attributes:
+        is_decoding: Whether decode has sent a token.
     """
 
     def __init__(
@@ -143,8 +154,9 @@ class Attempt:
         self._progress, self._pair = progress, pair
         self._prefill: NodeWork | None = None
         self._arrived: deque[tuple[str, TokenDelta]] = deque()
-        self._is_decoding = False
+        self.is_decoding = False
         request, decode = progress.remaining(), cluster.node(pair.decode)
+        self._links = [cluster.node(url).client for url in pair.urls]
         if not pair.prefill:
             start = StartColocated(request=request, attempt=number)
             num_cached = RoutingRequest.of(request).cached_tokens(cluster.view(pair.decode))
@@ -180,7 +192,7 @@ class Attempt:
 
         This is possible once decode has sent a token: from then on only its tokens can follow.
         """
-        if self._is_decoding:
+        if self.is_decoding:
             self._decode.stream.tap = self._progress
 
     def release(self) -> None:
@@ -191,6 +203,15 @@ class Attempt:
         if self._use is not None:
             self._use.num_running -= 1
             self._use = None
+
+    async def lost_links(self) -> frozenset[EngineClient]:
+        """Return the links of its nodes that are lost, or will be within `LOSS_NOTICED_S`."""
+        deadline = asyncio.get_running_loop().time() + LOSS_NOTICED_S
+        while True:
+            lost = frozenset(link for link in self._links if link and link.lost.is_set())
+            if lost or asyncio.get_running_loop().time() >= deadline:
+                return lost
+            await asyncio.sleep(LOSS_POLL_S)
 
     def _next(self) -> tuple[str, TokenDelta] | None:
         """Return the next message of either stream; prefill's first, because it sends the first token."""
@@ -215,7 +236,7 @@ class Attempt:
                 prefill.finish()
         if delta is None:
             return None
-        self._is_decoding = self._is_decoding or bool(delta.token_ids)
+        self.is_decoding = self.is_decoding or bool(delta.token_ids)
         if prefill is not None and delta.finish is not None:
             # Phases that prefill reported after its half was finished belong before the last delta.
             late = prefill.stream.take_all()
@@ -237,6 +258,8 @@ class Request:
         self._wake = asyncio.Event()
         self._is_aborted = False
         self._fingerprint = ""
+        # Name of its prompt while that is suspected; see `Suspects`.
+        self._suspect = ""
         self._number = 0
         self._pair: Pair | None = None
         self._attempt: Attempt | None = None
@@ -246,6 +269,7 @@ class Request:
     def begin(self, progress: Progress, group: PairGroup) -> None:
         """Start serving `progress`, until `release`."""
         self._progress, self._group = progress, group
+        self._suspect = self._shared.suspects.known_name(progress.request)
 
     def abort(self) -> None:
         """End the request with reason `abort`, also while it waits."""
@@ -267,8 +291,12 @@ class Request:
                     attempt = self._attempt or self._begin_attempt(self._pair)
                     delta = attempt.take()
                 except TandemError as error:
-                    self._lose(self._pair, error)
+                    await self._lose(self._pair, error)
                     continue
+                if self._suspect and (attempt.is_decoding or self._progress.is_finished):
+                    self._shared.suspects.clear(self._suspect)
+                    self._shared.suspects.end(self._wake)
+                    self._suspect = ""
                 if delta is not None:
                     return delta
                 attempt.open_tap()
@@ -288,7 +316,12 @@ class Request:
         Raises:
             NoNodeAvailable: No node came up in time.
             DeadlinePassed: The client's deadline passed first.
+            RequestEndedEngine: Nodes were lost with this prompt, one after the other.
         """
+        while self._suspect:
+            self._check_aborted()
+            if await self._shared.suspects.turn(self._suspect, self._wake):
+                break
         limit_s, left_s = self._shared.node_wait.limit_s, self._progress.remaining_s()
         wait_s = limit_s if left_s is None else min(limit_s, left_s)
         deadline = asyncio.get_running_loop().time() + wait_s
@@ -336,25 +369,42 @@ class Request:
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.release()
+        self._shared.suspects.end(self._wake)
 
-    def _lose(self, pair: Pair, error: TandemError) -> None:
+    async def _lose(self, pair: Pair, error: TandemError) -> None:
         """Release a failed attempt and prepare the next on a different pair.
 
         Raises:
             TandemError: No further attempt follows.
         """
+        attempt = self._attempt
         self.release()
         self._pair = None
+        if (
+            attempt is not None
+            and not attempt.is_decoding
+            and isinstance(error, PeerLost)
+            and (links := await attempt.lost_links())
+        ):
+            self._suspect = self._suspect or name_of(self._progress.request)
+            try:
+                self._shared.suspects.note_loss(self._suspect, links)
+            except RequestEndedEngine:
+                log.warning("prompt.refused", **self._facts(pair, error))
+                raise
         self._replays.after(error)
         self._progress.timeline.lose_attempt()
         self._failed.add(pair)
         self._last_error = error
         self._shared.metrics.replays.labels(error.code).inc()
-        log.warning(
-            "request.replay",
-            request_id=self._progress.request_id,
-            num_sent=len(self._progress.sent_ids),
-            prefill=pair.prefill,
-            decode=pair.decode,
-            error=error.message,
-        )
+        log.warning("request.replay", **self._facts(pair, error))
+
+    def _facts(self, pair: Pair, error: TandemError) -> dict[str, object]:
+        """Return what the log tells of a failed attempt."""
+        return {
+            "request_id": self._progress.request_id,
+            "num_sent": len(self._progress.sent_ids),
+            "prefill": pair.prefill,
+            "decode": pair.decode,
+            "error": error.message,
+        }

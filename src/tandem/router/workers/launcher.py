@@ -29,6 +29,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from tandem.frontend.http.server import listen
 from tandem.router.config import RouterConfig
 from tandem.router.control import Question, QuestionKind, WorkerLink, WorkerReplies, WorkerStart
+from tandem.router.key_limits import release_requests
 from tandem.router.membership.membership import (
     Announcement,
     Membership,
@@ -292,6 +293,7 @@ class EdgeLauncher:
         worker.reset()
         if self._connections is not None:
             self._connections.publish(worker.index, AWAY)
+            release_requests(self._metrics, worker.index)
         if self._metrics:
             # Its counters stay in /metrics; only its gauges are dropped.
             mark_process_dead(process.pid, self._metrics)  # type: ignore[no-untyped-call]
@@ -316,6 +318,7 @@ class EdgeLauncher:
         link.message_handlers = {
             "ready": worker.note_ready,
             "up": worker.note_up,
+            "refuse": lambda prompt: self._send_all("refuse", prompt),
         }
         link.question_handlers = {
             "announce": self._announce,

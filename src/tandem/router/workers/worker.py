@@ -10,6 +10,7 @@ import random
 import signal
 import socket
 import sys
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -22,7 +23,7 @@ from tandem.frontend.options import FrontendOptions
 from tandem.frontend.replies.parser import reply_formats
 from tandem.router.console.console import OverviewApi, PageFiles, RequestObserver
 from tandem.router.control import WorkerLink, WorkerStart, read_start, socket_of
-from tandem.router.key_limits import max_priority
+from tandem.router.key_limits import KeyUsage
 from tandem.router.membership.membership import Members
 from tandem.router.nodes.api import NodesApi
 from tandem.router.nodes.cluster import Cluster
@@ -30,6 +31,7 @@ from tandem.router.pairing.policy import policy_of
 from tandem.router.serving.backend import ClusterBackend
 from tandem.router.workers.accepting import Acceptor, OpenConnections
 from tandem.router.workers.combined import Combined
+from tandem.settings.reload import ReloadedFiles
 from tandem.telemetry.log import configure, get_logger
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.keys import operator_key
@@ -52,13 +54,15 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
     config, has_siblings = start.config, bool(start.metrics_directory)
     cluster = Cluster(config)
     cluster.apply(start.members)
+    keys = KeyUsage({}, start.metrics_directory, start.index, config.num_workers)
     backend = ClusterBackend(
         cluster,
         policy_of(config.policy, config.prefill_policy, config.decode_policy),
         config.max_attempts,
         random.Random(),
         config.node_wait_s,
-        admission=config.admission.for_worker(config.num_workers),
+        admission=replace(config.admission, num_workers=config.num_workers),
+        keys=keys,
     )
     page = PageFiles()
     options = FrontendOptions(
@@ -66,10 +70,12 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
         http=config.http,
         reply_formats=reply_formats(config.tool_call_parser, config.reasoning_parser),
         operator_key=operator_key(config.cluster_secret),
-        max_priority=partial(max_priority, config.admission.key_limits),
+        max_priority=keys.max_priority,
         service="tandem-router",
     )
     app = create_app(backend, options)
+    if path := config.admission.key_limits:
+        app[EDGE].reloaded.append(ReloadedFiles([path], partial(keys.load, path)))
     observer = RequestObserver(cluster, backend, app[EDGE].live)
     app[EDGE].timings_sinks.append(observer)
     link = await WorkerLink.over(parent)
@@ -78,7 +84,9 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
     link.message_handlers = {
         "members": lambda body: cluster.apply(msgspec.json.decode(body, type=Members)),
         "leave": lambda _body: begin_shutdown(app),
+        "refuse": lambda body: backend.suspects.refuse(msgspec.json.decode(body, type=str)),
     }
+    backend.suspects.on_refused = partial(link.send, "refuse")
     if has_siblings:
         combined = Combined(
             index=start.index,

@@ -1,0 +1,175 @@
+"""Prompts with which nodes were lost. A prompt that was on two lost nodes is refused instead of tried on a third pair.
+
+```
+ unknown ──a node is lost before decode's first token──▶ suspected ──a second node──▶ refused, for `KEPT_S`
+    ▲                                                        │
+    └────────────── decode's first token, or `KEPT_S` ───────┘
+```
+
+A lost node takes all its prompts with it, and at most one of them is the cause. So suspected prompts are tried one at a
+time: the next lost node shows which of them it was. Nearly always the node was lost for a different reason, and its
+prompts must not wait long: those that are left after `ALONE_S` are tried together. A prompt that was lost twice in
+company is suspected still, and refused after the third loss.
+"""
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Callable, Set
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tandem.wire.engine_client import EngineClient
+from tandem.wire.errors import RequestEndedEngine
+from tandem.wire.generation import GenerateRequest, RequestId
+
+# Longer than clients repeat a request, and short enough that a repaired cluster computes the prompt soon.
+KEPT_S = 300.0
+# Time after a loss in which suspected prompts are tried one at a time.
+ALONE_S = 2.0
+# Far more than are lost with one node. Beyond it, the oldest is forgotten.
+MAX_KEPT = 1024
+
+
+def name_of(request: GenerateRequest) -> str:
+    """Return a hash of what decides a computation. Ids, times and a seed differ when a client repeats a request."""
+    same = msgspec.structs.replace(
+        request,
+        request_id=RequestId(""),
+        sampling=msgspec.structs.replace(request.sampling, seed=None),
+        priority=0,
+        group="",
+        client="",
+        deadline_s=None,
+        session="",
+    )
+    return hashlib.blake2b(msgspec.msgpack.encode(same), digest_size=16).hexdigest()
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    """A suspected or refused prompt, and the links of the nodes that were lost with it.
+
+    `is_alone`: whether no other suspected prompt was tried with it the last time.
+    """
+
+    noted_s: float
+    links: set[EngineClient] = field(default_factory=set)
+    num_lost: int = 0
+    is_alone: bool = False
+    is_refused: bool = False
+
+    def check(self) -> None:
+        """Raise `RequestEndedEngine` if the prompt is refused."""
+        if self.is_refused:
+            raise RequestEndedEngine(
+                "nodes were lost while they computed this prompt, one after the other: it is not tried again for "
+                f"{KEPT_S:g} s"
+            )
+
+
+class Suspects:
+    """The suspected and refused prompts of one edge worker.
+
+    Attributes:
+        on_refused: Called with the name of each prompt that this worker begins to refuse.
+    """
+
+    def __init__(self) -> None:
+        self.on_refused: Callable[[str], None] = lambda _name: None
+        self._records: dict[str, _Record] = {}  # oldest first
+        self._trying: dict[asyncio.Event, _Record] = {}
+        self._alone_until_s = -math.inf
+        self._waiting: dict[asyncio.Event, None] = {}
+
+    def __len__(self) -> int:
+        """Return how many requests try a suspected prompt, or wait to do so."""
+        return len(self._waiting) + len(self._trying)
+
+    def known_name(self, request: GenerateRequest) -> str:
+        """Return the name of a suspected or refused prompt; empty for all others."""
+        self._forget_old()
+        # Hashing takes a millisecond per 100,000 tokens, and hardly ever is any prompt suspected.
+        name = name_of(request) if self._records else ""
+        return name if name in self._records else ""
+
+    async def turn(self, name: str, wake: asyncio.Event) -> bool:
+        """Wait until a request may try this prompt; return False early if `wake` is set.
+
+        Raises:
+            RequestEndedEngine: The prompt is refused.
+        """
+        self._waiting.pop(wake, None)
+        record = self._records.get(name)
+        if record is None:
+            return True
+        record.check()
+        left_s, others = self._alone_until_s - _now(), self._trying.keys() - {wake}
+        if others and left_s > 0:
+            wake.clear()
+            self._waiting[wake] = None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await wake.wait()
+            return False
+        self._trying[wake] = record
+        for each in self._trying.values():
+            each.is_alone = not others
+        return True
+
+    def end(self, wake: asyncio.Event) -> None:
+        """Let the next request try its prompt. Safe to call for a request that neither tries nor waits."""
+        self._waiting.pop(wake, None)
+        if self._trying.pop(wake, None) is not None and not self._trying:
+            for waiting in self._waiting:
+                waiting.set()
+
+    def clear(self, name: str) -> None:
+        """Forget that a prompt was suspected, because decode has computed a token with it."""
+        record = self._records.get(name)
+        if record is not None and not record.is_refused:
+            del self._records[name]
+
+    def note_loss(self, name: str, links: Set[EngineClient]) -> None:
+        """Record that nodes of an attempt were lost with a prompt.
+
+        Args:
+            links: Links to the lost nodes.
+
+        Raises:
+            RequestEndedEngine: It was the second loss, and the prompt was tried alone, or the third. The prompt is
+                refused from now on.
+        """
+        self._forget_old()
+        self._alone_until_s = _now() + ALONE_S
+        record = self._record(name)
+        # The choices of one request are lost together, and each of them reports it.
+        record.num_lost += record.links.isdisjoint(links)
+        record.links |= links
+        if record.num_lost > (1 if record.is_alone else 2) and not record.is_refused:
+            self.refuse(name)
+            self.on_refused(name)
+        self._records[name].check()
+
+    def refuse(self, name: str) -> None:
+        """Refuse a prompt from now on, for `KEPT_S`."""
+        self._records.pop(name, None)
+        self._record(name).is_refused = True
+
+    def _record(self, name: str) -> _Record:
+        if name not in self._records:
+            self._records[name] = _Record(_now())
+            if len(self._records) > MAX_KEPT:
+                del self._records[next(iter(self._records))]
+        return self._records[name]
+
+    def _forget_old(self) -> None:
+        oldest_s = _now() - KEPT_S
+        while self._records and next(iter(self._records.values())).noted_s < oldest_s:
+            del self._records[next(iter(self._records))]
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
