@@ -1,19 +1,23 @@
-"""Fails a test in which one callback blocked an event loop for too long.
+"""Fails a test in which a loop stood for too long: an event loop in one callback, or an engine's in one pass.
 
-The limit applies to the CPU time of the loop's thread without garbage collection, so that a busy machine
-fails no test. Tasks of the tests themselves are exempt.
+The limit of a callback applies to the CPU time of the loop's thread without garbage collection, so that a busy
+machine fails no test. Tasks of the tests themselves are exempt. The limit of a pass is a number of bytecodes.
 """
 
 import asyncio
 import gc
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 # A tenth of the silence after which an engine considers its edge worker lost.
 MAX_CALLBACK_S = 0.2
+# About 2 ms of Python, and 24 bytecodes for each page of a prompt of 128k tokens.
+MAX_BYTECODES = 200_000
 TESTS = str(Path(__file__).parent)
 
 
@@ -57,3 +61,22 @@ def no_callback_holds_up_the_loop(monkeypatch) -> Iterator[list[str]]:
     yield slow
     gc.callbacks.remove(collector)
     assert not slow, f"the loop was held up: {slow}"
+
+
+@contextmanager
+def few_bytecodes() -> Iterator[None]:
+    """Fail if the block runs so much Python code that the loop stands, such as one operation per page."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame, event, _argument):
+        nonlocal count
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+    assert count < MAX_BYTECODES

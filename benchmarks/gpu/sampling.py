@@ -18,6 +18,7 @@ from tandem.engine.sampling.sampler import sample
 from tandem.engine.scheduling.forward import Slots
 from tandem.engine.scheduling.request import ActiveRequest
 from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
+from tandem.wire.prefixes import token_array
 
 # Bytes of Llama-3-8B in bfloat16, without its embeddings, which are only looked up.
 WEIGHT_BYTES, KV_BYTES_OF_TOKEN, CONTEXT = 15.0e9, 131_072, 2_000
@@ -39,7 +40,8 @@ def slots_of(num_rows: int, sampling: SamplingParams) -> Slots:
         request = GenerateRequest(
             request_id=RequestId(str(seed)), prompt_ids=[1], sampling=sampling
         )
-        slots.take(ActiveRequest(request, arrival=0, max_tokens=2, seed=seed, token_ids=[1]))
+        tokens = token_array([1])
+        slots.take(ActiveRequest(request, arrival=0, max_tokens=2, seed=seed, token_ids=tokens))
     return slots
 
 

@@ -1,5 +1,6 @@
 """Page ownership, the prefix cache, and pages saved to tiers and adopted from them."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,6 +113,49 @@ def test_page_reinserted_under_a_new_parent_is_reported_once():
     assert told.added == []
 
 
+@pytest.mark.parametrize("longer", [[], [3] * 4], ids=["extended", "split"])
+def test_evicting_a_cached_copy_does_not_evict_what_a_request_holds_below_it(longer):
+    cache = KVCache(8, PAGE)
+    first, tokens = put(cache, [1] * 8 + longer), [1] * 8 + [2] * 4
+    own = cache.allocate(3)  # the request computed its own copy of the first pages
+    cache.insert(tokens, own)
+    assert cache.match(tokens).page_ids == [*first[:2], own[2]]
+    cache.release([*first[:2], own[2]])
+    assert sorted(cache.allocate(5)) == sorted({*range(8)} - {*own})
+    assert cache.match(tokens).page_ids == []
+    cache.insert(tokens, own)
+    cache.release(own)
+    assert cache.match(tokens).page_ids == own
+
+
+@pytest.mark.parametrize("num_shared", [4, 8, 12])
+def test_prompts_that_share_pages_of_a_run_keep_the_ids_of_both(num_shared):
+    cache = KVCache(9, PAGE)
+    long = list(range(16))
+    pages = put(cache, long)
+    other = [*long[:num_shared], *range(50, 54)]
+    match = cache.match(other)
+    assert match.page_ids == pages[: num_shared // PAGE]
+    own = [*match.page_ids, *cache.allocate(1)]
+    cache.insert(other, own)
+    cache.release(own)
+    for tokens, expected in ((long, pages), (other, own)):
+        assert cache.match(tokens).page_ids == expected
+        cache.release(expected)
+    assert cache.flush() == 5
+
+
+def test_continued_prompt_stays_one_run():
+    cache = KVCache(64, PAGE)
+    for length in range(PAGE, 33 * PAGE, PAGE):
+        match = cache.match([7] * length)
+        own = [*match.page_ids, *cache.allocate(1)]
+        cache.insert([7] * length, own)
+        cache.release(own)
+    assert len(cache._prefixes._runs) == 1
+    assert cache.flush() == 32
+
+
 # ── tiers behind it ──────────────────────────────────────────────────────────────────────────────
 
 
@@ -125,7 +169,18 @@ def test_missing_pages_have_the_same_keys_on_all_nodes(tokens, num_cached, salt)
     if missing is None:
         assert first == len(expected)
     else:
-        assert (missing.first_page, missing.keys) == (first, expected[first:])
+        assert missing.hash_slice()
+        assert (missing.first_page, missing.num_pages) == (first, len(expected) - first)
+        assert missing.keys == expected[first:]
+
+
+@pytest.mark.parametrize("num_cached", [0, 3, 1023, 1024, 1025, 2048])
+def test_keys_of_a_long_prompt_are_hashed_in_slices(num_cached):
+    cache, tokens = tiered(2100), list(range(2049 * PAGE))
+    put(cache, tokens[: num_cached * PAGE])
+    missing = cache.missing(tokens)
+    assert [missing.hash_slice() for _ in range(3)] == [False, False, True]
+    assert missing.keys == list(page_keys(SPACE, tokens))[num_cached:]
 
 
 def test_pages_to_save_have_content_keys_parents_first():
@@ -189,6 +244,16 @@ def test_saving_does_not_change_the_eviction_order():
 # ── all of it ────────────────────────────────────────────────────────────────────────────────────
 
 
+SPACE_OF_TWO = PageSpace("toy", "float32", 2)
+
+
+def prompts(min_size: int) -> st.SearchStrategy[list[int]]:
+    """Return prompts that begin alike and part at any page, so that runs are split and extended."""
+    whole = st.sampled_from(["0000000000", "0000000011", "0000001111", "0000110000", "0011111111"])
+    length = st.integers(min_size, 10)
+    return st.builds(lambda text, length: [int(char) for char in text[:length]], whole, length)
+
+
 class OwnersOfPages(RuleBasedStateMachine):
     """Requests arrive, match, get grants, land, are withdrawn and end, and pages are saved and adopted, in any order."""
 
@@ -199,15 +264,33 @@ class OwnersOfPages(RuleBasedStateMachine):
         self.granted: list[tuple[list[int], bool]] = []
         self.saving: list[list[int]] = []
         self.placing: list[tuple[list[int], list[int], list[int]]] = []
+        # The tokens whose KV was written last into each page, with all tokens before them.
+        self.written: dict[int, list[int]] = {}
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10))
+    def write(self, tokens, pages):
+        for index, page in enumerate(pages):
+            self.written[page] = tokens[: 2 * (index + 1)]
+
+    def assert_written(self, tokens, pages):
+        for index, page in enumerate(pages):
+            assert self.written[page] == tokens[: 2 * (index + 1)]
+
+    @rule(tokens=prompts(1))
     def admit(self, tokens):
         match = self.cache.match(tokens)
+        self.assert_written(tokens, match.page_ids)
         own = self.cache.allocate(self.cache.num_pages_for(len(tokens)) - len(match.page_ids))
         if own is None:
             self.cache.release(match.page_ids)
         else:
             self.held.append((tokens, match.page_ids + own))
+            self.write(tokens, match.page_ids + own)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def share(self, data):
+        """A request whose prompt is computed shares it before it ends."""
+        self.cache.insert(*data.draw(st.sampled_from(self.held)))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), is_remembered=st.booleans())
@@ -224,7 +307,7 @@ class OwnersOfPages(RuleBasedStateMachine):
             self.granted.append((pages, False))
 
     @precondition(lambda self: self.granted)
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=8, max_size=8))
+    @rule(data=st.data(), tokens=prompts(8))
     def land_or_withdraw(self, data, tokens):
         index = data.draw(st.integers(0, len(self.granted) - 1))
         pages, is_withdrawn = self.granted.pop(index)
@@ -236,11 +319,14 @@ class OwnersOfPages(RuleBasedStateMachine):
         else:
             self.cache.land(pages)
             self.held.append((tokens[: len(pages) * 2], pages))
+            self.write(tokens, pages)
 
     @rule(num_pages=st.integers(1, 6), only_unused=st.booleans())
     def save(self, num_pages, only_unused):
         taken = self.cache.begin_save(num_pages, only_unused=only_unused)
         assert len(taken) <= num_pages
+        for page, key in taken.items():
+            assert key == list(page_keys(SPACE_OF_TWO, self.written[page]))[-1]
         if taken:
             self.saving.append(list(taken))
 
@@ -250,14 +336,14 @@ class OwnersOfPages(RuleBasedStateMachine):
         pages = self.saving.pop(data.draw(st.integers(0, len(self.saving) - 1)))
         self.cache.end_save(pages, is_saved=is_saved)
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=4, max_size=10))
+    @rule(tokens=prompts(4))
     def place(self, tokens):
         missing = self.cache.missing(tokens)
         if missing is None:
             return
         matched = self.cache.match(tokens).page_ids
         assert len(matched) == missing.first_page
-        placed = self.cache.allocate(len(missing.keys))
+        placed = self.cache.allocate(missing.num_pages)
         if placed is None:
             self.cache.release(matched)
         else:
@@ -270,9 +356,11 @@ class OwnersOfPages(RuleBasedStateMachine):
         if not is_whole:
             self.cache.release([*matched, *placed])
             return
+        self.write(tokens, [*matched, *placed])
         self.cache.adopt(tokens, matched, placed, is_saved=is_saved)
         match = self.cache.match(tokens)
         assert len(match.page_ids) == len(tokens) // 2
+        self.assert_written(tokens, match.page_ids)
         self.cache.release(match.page_ids)
 
     @rule()
@@ -287,6 +375,7 @@ class OwnersOfPages(RuleBasedStateMachine):
         held = {page for pages in held for page in pages}
         granted = [page for pages, _ in self.granted for page in pages]
         counts = self.cache.counts()
+        assert msgspec.json.encode(counts)  # sent to routers
         assert counts.held == len(held)
         assert len(granted) == len(set(granted)) == counts.granted + counts.quarantined
         assert not held & set(granted)
@@ -304,8 +393,9 @@ class OwnersOfPages(RuleBasedStateMachine):
             self.cache.reclaim(pages)
         self.cache.flush()
         assert self.cache.counts().free == 12
+        assert not self.cache._prefixes._roots
         assert self.cache.num_unsaved == 0
 
 
 TestOwnersOfPages = OwnersOfPages.TestCase
-TestOwnersOfPages.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestOwnersOfPages.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)

@@ -18,6 +18,7 @@ from tandem.wire.generation import (
 )
 from tests.engine.toy_grammars import ANY_TEXT, ToyGrammars
 from tests.engine.toy_runner import EOS, toy_answer, toy_engine
+from tests.loop_watch import few_bytecodes
 from tests.one_engine import ask, ask_remote, run
 
 OVERLAP = pytest.mark.parametrize("is_overlapped", [False, True])
@@ -55,10 +56,11 @@ REQUESTS = st.lists(
     st.booleans(),
     st.booleans(),
     st.integers(1, 6),
+    st.sampled_from([0, 1, 4]),
     st.randoms(use_true_random=False),
 )
 def test_answers_are_correct_and_pages_freed_in_any_schedule(
-    asked, num_pages, is_overlapped, has_prefix_cache, max_running, rng
+    asked, num_pages, is_overlapped, has_prefix_cache, max_running, local_prefill_tokens, rng
 ):
     grammars = ToyGrammars()
     grammars.is_held = True
@@ -68,6 +70,7 @@ def test_answers_are_correct_and_pages_freed_in_any_schedule(
         is_prefix_cache_enabled=has_prefix_cache,
         max_running_requests=max_running,
         chunked_prefill_size=9,
+        local_prefill_tokens=local_prefill_tokens,
         grammars=grammars,
     )
     out: dict[str, list[int]] = {}
@@ -301,6 +304,117 @@ def test_new_prompts_run_in_small_chunks_while_others_decode(is_overlapped):
     run(engine, out)
     assert runner.largest == 6
     assert out["second"] == toy_answer(prompt_of(30), 2)
+
+
+@OVERLAP
+@pytest.mark.parametrize("local_prefill_tokens", [1, 5, 0])
+def test_retracted_answer_is_recomputed_in_small_chunks_while_others_decode(
+    local_prefill_tokens, is_overlapped
+):
+    engine, runner = toy_engine(
+        14,
+        is_overlapped=is_overlapped,
+        is_prefix_cache_enabled=False,
+        chunked_prefill_size=32,
+        local_prefill_tokens=local_prefill_tokens,
+    )
+    engine._scheduler.growth_share = 0.0
+    lengths = {"oldest": 40, "middle": 12, "youngest": 30}
+    for seed, (name, num_new) in enumerate(lengths.items()):
+        engine.submit(ask(prompt_of(8, seed), name, max_new_tokens=num_new))
+    out: dict[str, list[int]] = {}
+    largest = 0
+    while engine.has_work:
+        runner.largest, engine._scheduler.growth_share = 0, 0.0
+        for token in engine.step().tokens:
+            out.setdefault(token.request.request.request_id, []).append(token.token)
+        if engine.num_retracted and 12 < len(out["oldest"]) < lengths["oldest"]:
+            largest = max(largest, runner.largest)
+    assert engine.num_retracted > 0
+    assert largest == 1 + min(local_prefill_tokens or 32, 17)
+    assert out == {
+        name: toy_answer(prompt_of(8, seed), num_new)
+        for seed, (name, num_new) in enumerate(lengths.items())
+    }
+
+
+# ── a prompt of 128k tokens ──────────────────────────────────────────────────────────────────────
+
+LONG = 131_072
+
+
+def test_loop_does_not_stand_while_a_long_prompt_comes_lands_continues_and_ends():
+    engine, _ = toy_engine(3 * LONG // 16, page_size=16)
+    prompt = prompt_of(LONG)
+    for turn in (prompt, [*prompt, 5, *prompt_of(40)]):
+        request = ask(turn, max_new_tokens=20)
+        with few_bytecodes():
+            active = ask_remote(engine, request)
+        assert active.stage is Stage.RESERVED
+        with few_bytecodes():
+            engine.land(active, first_token=5, seed=0)
+        with few_bytecodes():
+            engine.step()
+        with few_bytecodes():
+            engine.cancel(active)
+    assert active.num_cached == LONG
+    with few_bytecodes():
+        engine.cache.flush()
+    assert engine.counts().free == engine.counts().total
+
+
+def test_loop_does_not_stand_while_a_long_prompt_waits_for_pages_or_loses_its_grant():
+    engine, _ = toy_engine(2 * LONG // 16, page_size=16)
+    prompt = prompt_of(LONG)
+    first = ask_remote(engine, ask(prompt, max_new_tokens=20))
+    engine.land(first, first_token=5, seed=0)
+    granted = ask_remote(engine, ask(prompt_of(LONG - 64, seed=1), max_new_tokens=1))
+    longer = ask([*prompt, *prompt_of(LONG - 64, seed=2)], max_new_tokens=1)
+    blocked = ask_remote(engine, longer)
+    assert (granted.stage, blocked.stage) == (Stage.RESERVED, Stage.WAITING)
+    for _ in range(3):
+        engine.note_pages()
+        with few_bytecodes():
+            engine.admit()
+    with few_bytecodes():
+        engine.quarantine(granted)
+    with few_bytecodes():
+        engine.reclaim(granted)
+    with few_bytecodes():
+        engine.admit()
+    assert blocked.stage is Stage.RESERVED
+
+
+def test_long_prompts_that_waited_for_the_same_pages_are_admitted_over_several_passes():
+    engine, _ = toy_engine(2 * LONG // 16, page_size=16)
+    prompt = prompt_of(LONG)
+    first, *others = [
+        ask_remote(engine, ask([*prompt, number], str(number))) for number in range(2, 10)
+    ]
+    assert {active.stage for active in others} == {Stage.WAITING}
+    engine.land(first, first_token=5, seed=0)
+    engine.cancel(first)
+    num_passes = 0
+    while engine.has_work:
+        before = [active for active in others if active.stage is Stage.WAITING]
+        engine.step()
+        assert sum(active.stage is Stage.RESERVED for active in before) <= 2
+        num_passes += 1
+    assert {active.stage for active in others} == {Stage.RESERVED}
+    assert num_passes >= 4
+
+
+def test_loop_does_not_stand_while_short_prompts_are_evicted_for_a_long_one():
+    engine, _ = toy_engine(LONG // 16 + 1, page_size=16)
+    cache = engine.cache
+    for seed in range(LONG // 512):
+        pages = cache.allocate(32)
+        cache.insert(prompt_of(512, seed), pages)
+        cache.release(pages)
+    request = ask(prompt_of(LONG, seed=1))
+    with few_bytecodes():
+        active = ask_remote(engine, request)
+    assert active.stage is Stage.RESERVED
 
 
 # ── what a turn leaves for the next ──────────────────────────────────────────────────────────────
@@ -635,7 +749,7 @@ def test_logprob_rows_of_a_forward_are_limited_and_cover_each_position_once(draw
     assert not any(missing.values())
 
 
-def test_retracted_answer_is_exempt_from_the_new_prompt_budget():
-    new, retracted = prompt_request(6), prompt_request(50, 60)
-    prompts = [new, prompt_request(6), retracted, prompt_request(6)]
-    assert sizes(next_chunks(prompts, 40, 8)) == [(6, True), (2, False), (32, False)]
+def test_retracted_answer_shares_the_budget_of_new_prompts():
+    prompts = [prompt_request(6), prompt_request(50, 60), prompt_request(6)]
+    assert sizes(next_chunks(prompts, 8)) == [(6, True), (2, False)]
+    assert sizes(next_chunks(prompts[1:], 40)) == [(40, False)]

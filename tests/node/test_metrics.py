@@ -62,6 +62,16 @@ def test_cpu_time_of_a_step_counts_towards_one_forward_only(steps, measures, mon
     assert (sum(told.counts), told.total) == (2, 0.75)
 
 
+def test_pass_is_measured_unless_the_loop_waited_for_work_after_it(steps, monkeypatch):
+    now = iter((0.0, 5.0, 5.25, 9.0, 9.5))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    measures = Measures(steps)
+    for is_busy in (False, True, False, True):
+        measures.begin_pass(is_busy=is_busy)
+    told = spreads(measures)["pass_seconds"]
+    assert (sum(told.counts), told.total) == (2, 0.75)
+
+
 def test_cpu_forward_counts_as_device_time_not_host_time(steps, measures, monkeypatch):
     now = iter((10.0, 11.5))
     monkeypatch.setattr(time, "thread_time", lambda: next(now))

@@ -17,6 +17,7 @@ from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
 from tandem.wire.messages import StartColocated
 from tests.engine.toy_runner import toy_answer, toy_engine
 from tests.hand_off_rig import CollectedAnswers
+from tests.loop_watch import few_bytecodes
 from tests.node.tier_rig import ScriptedStack
 from tests.patience import Clock
 
@@ -127,6 +128,42 @@ def test_evicted_pages_return_from_a_tier_and_count_as_cached(node):
     assert node.told.phases["b"][0] == "kv_tier"
     assert node.told.by_tier["a"] == {}
     assert node.tiering.seconds().keys() == {"none", "host"}
+
+
+LONG = prompt_of(8192 * PAGE + 1)
+
+
+def test_keys_of_a_long_prompt_are_hashed_in_several_passes():
+    node = Node(8200)
+    for name in ("a", "b"):
+        with few_bytecodes():
+            node.start(name, LONG)
+    num_passes = 0
+    while not node.stack.looking:
+        assert node.tiering.wait_s(1.0) == 0
+        with few_bytecodes():
+            node.turn()
+        num_passes += 1
+    assert num_passes > 1
+    assert node.tiering.wait_s(LIMIT_S) == LIMIT_S  # the whole time is left for the search
+    (keys,) = node.stack.looking.values()  # one fetch for both
+    assert len(keys) == 8192
+
+
+@pytest.mark.parametrize("end", ["cancel", "timeout"])
+def test_fetch_that_ends_while_its_keys_are_hashed_does_not_reach_the_tiers(end):
+    node = Node(8200, chunked_prefill_size=8192)
+    node.start("a", LONG)
+    if end == "cancel":
+        node.role.cancel(node.ticket("a"))
+    else:
+        node.clock.now_s += LIMIT_S
+    node.turn()
+    assert not node.tiering.waiting
+    assert node.tiering.wait_s(1.0) == 1.0
+    assert not node.stack.looking
+    assert not node.stack.cancelled
+    assert (node.engine.num_running == 1) == (end == "timeout")
 
 
 def test_only_pages_missing_on_the_device_are_fetched(node):

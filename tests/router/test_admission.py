@@ -138,17 +138,25 @@ def test_queue_expiry_is_the_earlier_of_deadline_and_queue_limit():
 class Rig:
     """Admission to a decode with some places; an admitted request is on the node until it leaves."""
 
-    def __init__(self, num_places=1, *, is_up=True, keys=None, **config) -> None:
-        self.num_places, self.is_up = num_places, is_up
-        self.inside, self.seen, self.ends = [], [], {}
+    def __init__(self, num_places=1, *, is_up=True, keys=None, pages=None, **config) -> None:
+        self.num_places, self.is_up, self.pages = num_places, is_up, pages or {}
+        self.inside, self.lengths, self.seen, self.ends = [], {}, [], {}
         self.metrics = RouterMetrics()
         self.admission = Admission(self._snapshot, AdmissionConfig(**config), self.metrics, keys)
 
     def _snapshot(self):
         common = {"is_up": self.is_up, "fingerprint": "m"}
         prefill = NodeSnapshot("p", "prefill", load=NodeLoad(num_transferring=99), **common)
-        load, num = NodeLoad(max_running=self.num_places), len(self.inside)
-        decode = NodeSnapshot("d", "decode", load=load, in_flight_requests=num, **common)
+        num, num_tokens = len(self.inside), sum(self.lengths[name] for name in self.inside)
+        decode = NodeSnapshot(
+            "d",
+            "decode",
+            load=NodeLoad(max_running=self.num_places, **self.pages),
+            in_flight_requests=num,
+            in_flight_tokens=num_tokens,
+            fresh_tokens=num_tokens,
+            **common,
+        )
         return ClusterSnapshot((prefill,), (decode,))
 
     async def serve(self, name, **fields):
@@ -157,6 +165,7 @@ class Rig:
             if admitted is None:
                 self.seen.append("abort")
                 return
+            self.lengths[name] = len(admitted.request.prompt_ids)
             self.inside.append(name)
             self.seen.append(admitted.request)
             self.ends[name] = asyncio.Event()
@@ -212,6 +221,32 @@ async def test_request_queues_until_a_place_becomes_free():
     assert not any(rig.admission.leftovers.values())
 
 
+PAGES = {"page_size": 16, "num_pages": 1000, "pages_free": 20}
+
+
+@in_virtual_time
+async def test_requests_start_while_pages_are_free_for_their_prompts():
+    rig = Rig(num_places=64, pages=PAGES)
+    async with requests() as send:
+        for name in "abcdef":
+            await send(rig, name, prompt_ids=range(64))
+        assert rig.inside == ["a", "b", "c", "d"]
+        await rig.leave("a")
+        assert rig.inside == ["b", "c", "d", "e"]
+    assert not any(rig.admission.leftovers.values())
+
+
+@in_virtual_time
+async def test_requests_that_start_together_share_the_free_pages():
+    rig = Rig(num_places=64, pages=PAGES)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(rig.serve(name, prompt_ids=range(64))) for name in "abcdef"]
+        await settled()
+        assert rig.inside == ["a", "b", "c", "d"]
+        for task in tasks:
+            task.cancel()
+
+
 @pytest.mark.parametrize(("role", "other"), [("prefill", "decode"), ("decode", "prefill")])
 @in_virtual_time
 async def test_node_put_aside_has_places_only_while_it_is_the_last_of_its_role(role, other):
@@ -223,7 +258,9 @@ async def test_node_put_aside_has_places_only_while_it_is_the_last_of_its_role(r
         partners = tuple(node(f"partner {i}", other) for i in range(20))
         prefills, decodes = (nodes, partners) if role == "prefill" else (partners, nodes)
         snapshot = ClusterSnapshot(prefills, decodes)
-        return Admission(lambda: snapshot, AdmissionConfig(), RouterMetrics()).num_free(0.0)
+        return (
+            Admission(lambda: snapshot, AdmissionConfig(), RouterMetrics()).places(0.0).num_requests
+        )
 
     aside, well = node("d", role, is_aside=True), node("d", role)
     assert num_places(aside, well) == num_places(well) > 0

@@ -1,9 +1,10 @@
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 
-from tandem.router.admission import INITIAL_PREFILL_QUEUE, Capacity, FinishRate
+from tandem.router.admission import INITIAL_PREFILL_QUEUE, Capacity, FinishRate, Places
 from tandem.router.nodes.snapshot import NodeSnapshot
 from tandem.wire.messages import NodeLoad
 
@@ -44,14 +45,51 @@ def test_requests_finished_since_the_report_free_room_immediately():
 
 def test_decode_room_is_limited_by_free_pages():
     pages = {"page_size": 16, "num_pages": 100, "max_running": 64}
-    fits = at_decode(pages_free=20, own=4, own_tokens=4 * 64, num_own=4, num_edges=1, **pages)
-    assert fits == 20 // 5
+    assert at_decode(pages_free=1, num_running=8, num_edges=1, num_own=8, own=8, **pages) == 56
+    assert at_decode(pages_free=0, num_running=8, num_edges=1, **pages) == 0
     assert at_decode(pages_free=60, num_running=8, num_waiting=2, num_edges=1, **pages) == 0
+
+
+def num_started(places: Places, *lengths: int) -> int:
+    """Return how many prompts of these lengths start, in order, before the places are used up."""
+    for number, length in enumerate(lengths):
+        if not places:
+            return number
+        places = places.without(1, length)
+    return len(lengths)
+
+
+def test_prompts_start_while_pages_are_free_for_their_own_lengths():
+    decode = node(page_size=16, num_pages=100, pages_free=20, max_running=64)
+    partner = node("prefill")
+    places = Capacity().count([partner], [decode], 0.0)
+    assert places.num_requests == INITIAL_PREFILL_QUEUE
+    assert num_started(places, *[8] * 9) == 8
+    assert num_started(places, *[64] * 9) == 4  # 20 pages for 5 each
+    assert num_started(places, 300, 8, 8) == 1
+    assert num_started(places, 5000, 8) == 1  # the node rejects it, or lets it wait
+
+
+def test_long_request_on_a_decode_does_not_block_short_ones():
+    busy = node(
+        own=1, own_tokens=12_800, num_own=1, num_running=1, num_edges=1,
+        page_size=16, num_pages=1000, pages_free=150, pages_held=850, max_running=64,
+    )  # fmt: skip
+    places = Capacity().count([node("prefill")], [busy], 0.0)
+    assert num_started(places, *[64] * 9) == 8
+
+
+def test_full_decode_adds_no_room_to_that_of_others():
+    pages = {"page_size": 16, "num_pages": 100, "max_running": 64}
+    full, empty = node(pages_free=0, **pages), node(pages_free=10, **pages)
+    empty = replace(empty, url="other")
+    assert not Capacity().count([node("prefill")], [full], 0.0)
+    assert Capacity().count([node("prefill")], [full, empty], 0.0).num_tokens == 160
 
 
 def test_decode_replacing_prefill_is_counted_once():
     busy = node(own=10, num_running=10, num_own=10, num_edges=1, max_running=64)
-    assert Capacity().count([busy], [busy], 0.0) == 54
+    assert Capacity().count([busy], [busy], 0.0).num_requests == 54
 
 
 def test_prefill_room_is_half_a_second_of_its_finish_rate():

@@ -99,18 +99,28 @@ def test_cache_reports_the_routers_block_names_for_every_page_size(page_size):
     }
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6)), min_size=1, max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(1, 6)), min_size=1, max_size=12
+    )
+)
 def test_reported_blocks_equal_what_match_finds(prompts):
     """The pool is too small for all prompts, so evictions are reported too."""
     page_size = BLOCK_TOKENS // 2
-    cache = KVCache(14, page_size)
-    sequences = [[kind] * (length * BLOCK_TOKENS) for kind, length in prompts]
+    cache = KVCache(18, page_size)
+    sequences = [
+        [0] * (num_shared * page_size) + [kind] * (length * BLOCK_TOKENS)
+        for num_shared, kind, length in prompts
+    ]
     for tokens in sequences:
         put(cache, tokens)
     for tokens in sequences:
         match = cache.match(tokens)
-        num_reported = sum(name in reported(cache) for name in block_names(tokens))
-        assert num_reported == match.num_tokens // BLOCK_TOKENS
+        names = block_names(tokens)
+        num_reported = match.num_tokens // BLOCK_TOKENS
+        assert [name in reported(cache) for name in names] == [
+            number < num_reported for number in range(len(names))
+        ]
         cache.release(match.page_ids)
 
 

@@ -177,8 +177,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             "--local-prefill-tokens",
             metavar="TOKENS",
             ge=0,
-            help="on decode: maximum number of prompt tokens in a step that also decodes, for prompts that a "
-            "router leaves to the node; 0: --chunked-prefill-size",
+            help="on decode: maximum number of tokens of prompts and retracted answers in a step that also "
+            "decodes; 0: --chunked-prefill-size",
         ),
     ] = 0
     is_overlapped: bool | None = None

@@ -46,6 +46,7 @@ from tandem.engine.weight_files import read_object
 from tandem.wire.errors import ConfigInvalid, InvalidRequest
 from tandem.wire.generation import GenerateRequest
 from tandem.wire.hand_off import LayerKV
+from tandem.wire.prefixes import token_array
 
 # Bytes that a forward writes at the start of each slab, enough to distinguish pages.
 _MARK_BYTES = 8
@@ -165,8 +166,7 @@ class SimulatedLauncher:
 
 def answer_key(prompt_ids: list[int], seed: int) -> int:
     """Return the 63-bit key that determines all tokens of an answer."""
-    content = np.array(prompt_ids, np.int64).tobytes()
-    return xxhash.xxh3_64_intdigest(content, seed=seed % 2**64) >> 1
+    return xxhash.xxh3_64_intdigest(token_array(prompt_ids), seed=seed % 2**64) >> 1
 
 
 def tokens_at(keys: npt.NDArray[np.uint64], indexes: Ints, ordinary_ids: Ints) -> Ints:

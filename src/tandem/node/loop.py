@@ -106,6 +106,7 @@ class EngineLoop:
         An exception ends the part of the pass that raised it. Requests fail only if it was their step.
         """
         wait([self._inbox], timeout_s, self._waker)
+        self._measures.begin_pass(is_busy=not timeout_s)
         for part in (
             self._take_orders,
             self._listen,

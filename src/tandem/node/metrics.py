@@ -38,7 +38,7 @@ from tandem.wire.generation import Epoch
 from tandem.wire.messages import Measured, NodeLoad
 
 # Bounds in seconds, from a step with a few requests to a step that compiles something.
-_CPU_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
+_STEP_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
 PAGE_STATES = ("free", "cached", "held", "granted", "quarantined")
 TIER_STATES = ("up", "backing_off", "full")
 # Role labels for operators: a colocated node is named after its command.
@@ -61,7 +61,8 @@ class Measures:
     ) -> None:
         self._steps, self._transfers = steps or StepCounts(), transfers
         self._tier_seconds = tier_seconds
-        self._step_cpu = Histogram(_CPU_SECONDS)
+        self._step_cpu, self._pass = Histogram(_STEP_SECONDS), Histogram(_STEP_SECONDS)
+        self._pass_began_s = time.perf_counter()
         self._cpu_s = 0.0  # CPU seconds since the last collected forward
         self._refused: Counter[str] = Counter()
         self.num_lost_edges = 0
@@ -80,6 +81,13 @@ class Measures:
             self._step_cpu.observe(max(0.0, self._cpu_s))
             self._cpu_s = 0.0
 
+    def begin_pass(self, *, is_busy: bool) -> None:
+        """Begin a pass of the loop; measure the previous one, unless the loop waited for work after it."""
+        now = time.perf_counter()
+        if is_busy:
+            self._pass.observe(now - self._pass_began_s)
+        self._pass_began_s = now
+
     def count_refused(self, error: TandemError) -> None:
         """Count a rejected request."""
         self._refused[error.code] += 1
@@ -91,6 +99,7 @@ class Measures:
             pid=os.getpid(),
             spreads={
                 "step_cpu_seconds": self._step_cpu.spread(),
+                "pass_seconds": self._pass.spread(),
                 **{f"step_{name}": spread for name, spread in _spreads_of(self._steps)},
                 **dict(_spreads_of(self._transfers)),
             },
@@ -323,6 +332,10 @@ METRICS = (
     _spread(
         "step_cpu_seconds",
         "CPU seconds of the engine's thread per forward, excluding the computation.",
+    ),
+    _spread(
+        "pass_seconds",
+        "Seconds from one pass of the engine's loop to the next, while it has work.",
     ),
     _spread("step_device_seconds", "Device seconds per forward, including sampling."),
     _spread("step_requests", "Requests per forward."),

@@ -15,7 +15,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -40,6 +40,8 @@ WINDOW_S = 0.5
 # A decode node is full if more than one request per this many running ones waits for pages. Running requests end one
 # by one, so pages for about that many become free soon.
 DECODE_WAITING_SHARE = 8
+# Pages that a request takes besides those that its prompt fills: one is filled in part, one is for its answer.
+MORE_PAGES = 2
 # Limit of requests in flight for a node that reports none.
 DEFAULT_MAX_RUNNING = 256
 
@@ -211,6 +213,33 @@ class FinishRate:
         self._num_finished, self._measured_s, self._was_busy = num_finished, now, is_busy
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Room for more requests.
+
+    Attributes:
+        num_requests: Number of requests that may start.
+        num_tokens: Tokens that fit into free pages of decode nodes; infinite if no node has reported its pages.
+        page_size: Largest page of these nodes, in tokens.
+    """
+
+    num_requests: int
+    num_tokens: float = math.inf
+    page_size: int = 0
+
+    def without(self, num_requests: int, num_tokens: int) -> "Places":
+        """Return the places left after more requests with these prompt tokens in total."""
+        taken = num_tokens + MORE_PAGES * self.page_size * num_requests
+        return replace(
+            self,
+            num_requests=self.num_requests - num_requests,
+            num_tokens=self.num_tokens - taken,
+        )
+
+    def __bool__(self) -> bool:
+        return self.num_requests > 0 and self.num_tokens > 0
+
+
 class Capacity:
     """Counts the free places of nodes.
 
@@ -227,15 +256,15 @@ class Capacity:
 
     def count(
         self, prefills: Sequence[NodeSnapshot], decodes: Sequence[NodeSnapshot], now: float
-    ) -> int:
-        """Return how many more requests may start now; 0 if a role has no node."""
+    ) -> Places:
+        """Return how many more requests may start now; none if a role has no node."""
         counted = self._counted
         if len(counted) > len(prefills) + len(decodes):  # some nodes were removed
             counted.clear()
             urls = {node.url for node in prefills}
             rates = self._finish_rates.items()
             self._finish_rates = {url: rate for url, rate in rates if url in urls}
-        num_free = []
+        num_free, num_tokens, page_size = [], 0.0, 0
         for nodes in (prefills, decodes):
             total = 0
             for node in nodes:
@@ -245,8 +274,11 @@ class Capacity:
                     places = max(0, self._at(node, now))
                     counted[node.url] = (node, places)
                 total += places
+                if places and nodes is decodes:
+                    num_tokens += _room_tokens(node)
+                    page_size = max(page_size, node.load.page_size)
             num_free.append(total)
-        return min(num_free)
+        return Places(min(num_free), num_tokens, page_size)
 
     def _at(self, node: NodeSnapshot, now: float) -> int:
         # Use the node's own role. A decode node that replaces a prefill node reports generated tokens, not prompts.
@@ -263,12 +295,12 @@ class Capacity:
         return self._share(node, queue + pushing)
 
     def at_decode(self, node: NodeSnapshot) -> int:
-        """Return the free places of a decode node, limited by its batch size and its pages."""
+        """Return the free places of a decode node: in its batch while it has free pages, else none."""
         load = node.load
-        if load.num_waiting > max(1, load.num_running // DECODE_WAITING_SHARE):
-            return 0  # requests at the node already wait for pages
-        free = self._share(node, load.max_running or DEFAULT_MAX_RUNNING)
-        return min(free, _num_fitting(node))
+        is_full = load.num_waiting > max(1, load.num_running // DECODE_WAITING_SHARE)
+        if is_full or _room_tokens(node) <= 0:
+            return 0  # requests at the node wait for pages, or would
+        return self._share(node, load.max_running or DEFAULT_MAX_RUNNING)
 
     def _share(self, node: NodeSnapshot, limit: int) -> int:
         """Return how many more requests this edge worker may start at a node that runs at most `limit`."""
@@ -286,15 +318,9 @@ def _num_since_load(node: NodeSnapshot) -> int:
     return node.in_flight_requests - node.load.num_own
 
 
-def _num_fitting(node: NodeSnapshot) -> int:
-    """Return how many more prompts of average size fit into a node's free pages."""
-    load = node.load
-    if not load.page_size:
-        return DEFAULT_MAX_RUNNING
-    mean_tokens = node.in_flight_tokens / max(1, node.in_flight_requests)
-    pages_each = math.ceil(mean_tokens / load.page_size) + 1  # and one page for the answer
-    num_fitting = (load.pages_free + load.pages_cached) // pages_each
-    return num_fitting - max(0, _num_since_load(node))
+def _room_tokens(node: NodeSnapshot) -> float:
+    """Return the tokens that fit into a node's free pages; infinite before its first report."""
+    return node.room_tokens - MORE_PAGES * node.load.page_size * max(0, _num_since_load(node))
 
 
 # ── admission: the asyncio part ──────────────────────────────────────────────────────────────────
@@ -334,7 +360,9 @@ class Admission:
         # Results: True when the request starts, False when it was aborted.
         self._futures: dict[Waiting, asyncio.Future[bool]] = {}
         self._by_id: dict[str, Waiting] = {}
-        self._num_started = self._num_free = 0
+        # Started requests, and their prompt tokens.
+        self._num_started = self._started_tokens = 0
+        self._places = Places(0)
         self._counted_at_s, self._count_valid_s = -math.inf, 0.0
         # Fingerprints of the model that is served, and of the model that was served last.
         self._fingerprint = self._last_fingerprint = ""
@@ -345,6 +373,7 @@ class Admission:
         """Resources held for requests, by name: all zero once every request has ended."""
         return {
             "started": self._num_started,
+            "started_tokens": self._started_tokens,
             "queued": len(self._queue),
             "waiting": len(self._futures) + len(self._by_id),
         }
@@ -370,7 +399,7 @@ class Admission:
             try:
                 yield Admitted(_for_nodes(request, deadline), usage)
             finally:
-                self._release_place()
+                self._release_place(len(request.prompt_ids))
         finally:
             if usage is not None:
                 usage.finish()
@@ -406,7 +435,7 @@ class Admission:
         """Wait for a place. Return False if the request was aborted."""
         is_late = deadline is not None and deadline <= now
         if not is_late and (not self._is_on or self._is_open(now)):
-            self._start(now, now)
+            self._start(now, now, len(request.prompt_ids))
             return True
         with self._metrics.rejections():
             if is_late:
@@ -447,7 +476,7 @@ class Admission:
             self._queue.leave(waiting)
             self._metrics.queued.set(len(self._queue))
             if not is_started and _has_started(future):  # started and cancelled at the same moment
-                self._release_place()
+                self._release_place(waiting.num_tokens)
         return is_started
 
     def _start_waiting(self) -> None:
@@ -455,31 +484,33 @@ class Admission:
         self._start_timer = None
         now = _now()
         self._recount(now)
-        while self._num_free > 0 and (waiting := self._queue.take()) is not None:
+        while self._places and (waiting := self._queue.take()) is not None:
             if self._futures[waiting].done():  # cancelled, but its task has not run since
                 continue
-            self._start(waiting.arrived_s, now)
+            self._start(waiting.arrived_s, now, waiting.num_tokens)
             self._futures[waiting].set_result(True)
 
-    def _start(self, arrived_s: float, now: float) -> None:
+    def _start(self, arrived_s: float, now: float, num_tokens: int) -> None:
         self._num_started += 1
-        self._num_free -= 1
+        self._started_tokens += num_tokens
+        self._places = self._places.without(1, num_tokens)
         self._metrics.queue_wait.observe(now - arrived_s)
 
-    def _release_place(self) -> None:
+    def _release_place(self, num_tokens: int) -> None:
         self._num_started -= 1
+        self._started_tokens -= num_tokens
         self.schedule_start()
 
     def _is_open(self, now: float) -> bool:
-        has_place = self.num_free(now) > 0
+        has_place = bool(self.places(now))
         # If no pair can serve, requests start as well: the backend reports that error.
         return (has_place or not self._fingerprint) and not len(self._queue)
 
-    def num_free(self, now: float) -> int:
+    def places(self, now: float) -> Places:
         """Return how many requests may start now."""
         if now - self._counted_at_s >= self._count_valid_s:
             self._recount(now)
-        return self._num_free
+        return self._places
 
     def _recount(self, now: float) -> None:
         self._counted_at_s, nodes = now, self._snapshot()
@@ -489,7 +520,9 @@ class Admission:
         prefills, decodes = (nodes.in_use(role, served).nodes for role in ("prefill", "decode"))
         # Requests that have started but run on no node at the moment, for example between two attempts.
         num_between = self._num_started - sum(node.in_flight_requests for node in nodes.decodes)
-        self._num_free = self._capacity.count(prefills, decodes, now) - max(0, num_between)
+        num_tokens = self._started_tokens - sum(node.in_flight_tokens for node in nodes.decodes)
+        places = self._capacity.count(prefills, decodes, now)
+        self._places = places.without(max(0, num_between), max(0, num_tokens))
 
 
 def _now() -> float:

@@ -20,11 +20,12 @@ gets the changes since. The journal keeps no state per router, so a router that 
 import hashlib
 import struct
 import threading
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import xxhash
 from typing_extensions import override
@@ -33,8 +34,17 @@ from typing_extensions import override
 # tokens takes a 70B model 5 ms on eight H100.
 BLOCK_TOKENS = 128
 NAME_BYTES = 8
+TokenArray: TypeAlias = "array[int]"
 # Limit of reported blocks per node: 8 million tokens, several times the largest pools.
 MAX_BLOCKS = 1 << 16
+
+
+def token_array(token_ids: Sequence[int]) -> TokenArray:
+    """Return token ids as 64-bit integers in one buffer, whose slices are copied, compared and hashed by C code.
+
+    An array is returned as it is. Raise `OverflowError` if an id does not fit.
+    """
+    return token_ids if isinstance(token_ids, array) else array("q", token_ids)
 
 
 def scope_name(salt: str, adapter: str = "") -> str:
@@ -49,16 +59,25 @@ def root_name(scope: str = "") -> int:
 
 def next_name(before: int, token_ids: Sequence[int]) -> int:
     """Return the name of the block with these tokens that follows the block `before`."""
-    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(token_ids)}q", *token_ids), before)
+    return xxhash.xxh3_64_intdigest(token_array(token_ids), before)
+
+
+def names_between(before: int, token_ids: TokenArray, start: int, end: int) -> list[int]:
+    """Return the names of the blocks that end after token `start` and not after token `end`, in order.
+
+    Args:
+        before: Name of the block before the first of them.
+    """
+    names = []
+    for first in range(start // BLOCK_TOKENS * BLOCK_TOKENS, end - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        before = next_name(before, token_ids[first : first + BLOCK_TOKENS])
+        names.append(before)
+    return names
 
 
 def block_names(token_ids: Sequence[int], salt: str = "") -> list[int]:
     """Return the names of a prompt's complete blocks, in order."""
-    name, names = root_name(salt), []
-    for end in range(BLOCK_TOKENS, len(token_ids) + 1, BLOCK_TOKENS):
-        name = next_name(name, token_ids[end - BLOCK_TOKENS : end])
-        names.append(name)
-    return names
+    return names_between(root_name(salt), token_array(token_ids), 0, len(token_ids))
 
 
 def pack_names(names: Sequence[int]) -> bytes:
@@ -126,45 +145,22 @@ class PageSpace:
         return digest.digest()
 
 
-class PageChain:
-    """Computes the keys of one prefix, page by page.
-
-    Args:
-        before: Key of the page before the first one to compute.
-        block: Name of the last block that ends before that page.
-    """
-
-    def __init__(self, before: bytes, block: int) -> None:
-        self._before, self._block = before, block
-
-    @classmethod
-    def start(cls, space: PageSpace, salt: str = "") -> "PageChain":
-        """Return a chain that begins with the prefix's first page."""
-        return cls(space.root(salt), root_name(salt))
-
-    def next(self, token_ids: Sequence[int], first: int, page_size: int) -> PageKey:
-        """Return the key of the page that begins at token `first`, directly after the last page.
-
-        Args:
-            token_ids: Token ids of the whole prefix, at least `first + page_size`.
-        """
-        tokens = token_ids[first : first + page_size]
-        packed = struct.pack(f"<{page_size}q", *tokens)
-        self._before = _digest(self._before + packed).digest()
-        blocks = []
-        for end in range(
-            (first // BLOCK_TOKENS + 1) * BLOCK_TOKENS, first + page_size + 1, BLOCK_TOKENS
-        ):
-            self._block = next_name(self._block, token_ids[end - BLOCK_TOKENS : end])
-            blocks.append(self._block)
-        return PageKey(self._before, tuple(blocks))
+def next_digest(before: bytes, token_ids: TokenArray) -> bytes:
+    """Return the digest of the page with these tokens that follows the page with the digest `before`."""
+    digest = _digest(before)
+    digest.update(token_ids)
+    return digest.digest()
 
 
 def page_keys(space: PageSpace, token_ids: Sequence[int], salt: str = "") -> Iterator[PageKey]:
     """Yield the keys of a prefix's full pages, in order."""
-    chain = PageChain.start(space, salt)
-    for first in range(0, len(token_ids) - space.page_size + 1, space.page_size):
-        yield chain.next(token_ids, first, space.page_size)
+    tokens, digest, name = token_array(token_ids), space.root(salt), root_name(salt)
+    for end in range(space.page_size, len(tokens) + 1, space.page_size):
+        start = end - space.page_size
+        digest = next_digest(digest, tokens[start:end])
+        blocks = names_between(name, tokens, start, end)
+        name = blocks[-1] if blocks else name
+        yield PageKey(digest, tuple(blocks))
 
 
 def shard_key(digest: bytes, shard: str) -> bytes:

@@ -12,16 +12,20 @@
 
 A page granted to a remote writer leaves its grant only through `land` or `reclaim`. Otherwise a late one-sided
 write could silently corrupt a request that later gets the page.
+
+States and readers are columns: a prompt of 128k tokens has 8,192 pages of 16, and the loop that owns them must not
+stand while it lands or ends.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
-from tandem.engine.pages.prefix_cache import MissingPages, PrefixCache, PrefixMatch
+from tandem.engine.pages.prefix_cache import MissingPages, PageIds, PrefixCache, PrefixMatch
 from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 
 
@@ -33,6 +37,11 @@ class PageState(Enum):
     HELD = "held"
     GRANTED = "granted"
     QUARANTINED = "quarantined"
+
+
+# States by their codes in the columns.
+_STATES = tuple(PageState)
+_CODE_OF = {state: code for code, state in enumerate(_STATES)}
 
 
 class PageStateError(AssertionError):
@@ -74,13 +83,13 @@ class KVCache:
         self.page_size = page_size
         self.space = space
         self._is_prefix_cache_enabled = is_prefix_cache_enabled
-        self._prefixes = PrefixCache(page_size, self._is_unused, space)
+        self._prefixes = PrefixCache(num_pages, page_size, self._is_unused, space)
         self.journal: PrefixJournal = self._prefixes.journal
-        self._states = [PageState.FREE] * num_pages
-        self._readers = [0] * num_pages
+        self._states = np.full(num_pages, _CODE_OF[PageState.FREE], np.int8)
+        self._readers = np.zeros(num_pages, np.int64)
         # Pages are popped from the end, so low ids are used first, in order: adjacent pages are copied in one run.
         self._free = list(range(num_pages - 1, -1, -1))
-        self._num_in = Counter({PageState.FREE: num_pages})
+        self._num_in = dict.fromkeys(PageState, 0) | {PageState.FREE: num_pages}
 
     # ── ownership ────────────────────────────────────────────────────────────────────────────────
 
@@ -101,41 +110,35 @@ class KVCache:
         """Reserve pages for a remote writer, evicting cached pages if needed; None if there are too few."""
         return self._take(num_pages, PageState.GRANTED, readers=0)
 
-    def hold(self, page_ids: Iterable[int]) -> None:
-        """Add a reader to cached or held pages."""
-        for page in page_ids:
-            if self._states[page] is PageState.CACHED:
-                self._move(page, PageState.HELD)
-            self._require(page, PageState.HELD)
-            self._readers[page] += 1
+    def hold(self, page_ids: Sequence[int]) -> None:
+        """Add a reader to cached or held pages, which must be distinct."""
+        pages = _column(page_ids)
+        self._move(pages, PageState.HELD, PageState.CACHED, PageState.HELD)
+        self._readers[pages] += 1
 
     def release(self, page_ids: Sequence[int]) -> None:
         """Drop a reader of each page and mark it as recently used. Without readers it is freed, or stays cached."""
-        self._prefixes.touch(page_ids)
-        self._drop_reader(page_ids)
+        pages = _column(page_ids)
+        self._prefixes.touch(pages)
+        self._drop_reader(pages)
 
-    def land(self, page_ids: Iterable[int]) -> None:
+    def land(self, page_ids: Sequence[int]) -> None:
         """Take over granted pages whose bytes have all arrived. They then have one reader."""
-        for page in page_ids:
-            self._require(page, PageState.GRANTED)
-            self._move(page, PageState.HELD)
-            self._readers[page] = 1
+        pages = _column(page_ids)
+        self._move(pages, PageState.HELD, PageState.GRANTED)
+        self._readers[pages] = 1
 
-    def quarantine(self, page_ids: Iterable[int]) -> None:
+    def quarantine(self, page_ids: Sequence[int]) -> None:
         """Withdraw a grant before its writer has confirmed the release."""
-        for page in page_ids:
-            self._require(page, PageState.GRANTED)
-            self._move(page, PageState.QUARANTINED)
+        self._move(_column(page_ids), PageState.QUARANTINED, PageState.GRANTED)
 
-    def reclaim(self, page_ids: Iterable[int]) -> None:
+    def reclaim(self, page_ids: Sequence[int]) -> None:
         """Free granted or quarantined pages: no write can arrive any more."""
-        for page in page_ids:
-            self._require(page, PageState.GRANTED, PageState.QUARANTINED)
-            self._free_page(page)
+        self._free_pages(_column(page_ids), PageState.GRANTED, PageState.QUARANTINED)
 
     def state(self, page: int) -> PageState:
         """Return the state of one page."""
-        return self._states[page]
+        return _STATES[int(self._states[page])]
 
     def counts(self) -> PageCounts:
         """Return how many pages are in each state."""
@@ -146,64 +149,74 @@ class KVCache:
 
     def check_integrity(self) -> None:
         """Raise `PageStateError` if states, reader counts, counters and the free list disagree."""
-        num_in, free = Counter(self._states), set(self._free)
+        counted = np.bincount(self._states, minlength=len(_STATES)).tolist()
+        num_in = dict(zip(_STATES, counted, strict=True))
         if num_in != self._num_in:
             raise PageStateError(f"counters are {self._num_in}, but the states are {num_in}")
-        if len(free) != len(self._free) or len(free) != num_in[PageState.FREE]:
+        is_free = np.zeros(self.num_pages, np.bool_)
+        is_free[self._free] = True
+        if is_free.sum() != len(self._free) or len(self._free) != num_in[PageState.FREE]:
             raise PageStateError(
                 f"the free list has {len(self._free)} pages, but the states are {num_in}"
             )
-        for page, (state, readers) in enumerate(zip(self._states, self._readers, strict=True)):
-            if (readers > 0) != (state is PageState.HELD) or (page in free) != (
-                state is PageState.FREE
-            ):
-                raise PageStateError(f"page {page} is {state.value} with {readers} readers")
+        is_wrong = (self._readers > 0) != (self._states == _CODE_OF[PageState.HELD])
+        is_wrong |= is_free != (self._states == _CODE_OF[PageState.FREE])
+        if is_wrong.any():
+            page = int(np.flatnonzero(is_wrong)[0])
+            raise PageStateError(
+                f"page {page} is {self.state(page).value} with {self._readers[page]} readers"
+            )
 
     def _take(self, num_pages: int, state: PageState, readers: int) -> list[int] | None:
         if num_pages > self.num_available:
             return None
+        if not num_pages:
+            return []
         if num_pages > len(self._free):
             self._evict(num_pages - len(self._free))
-        taken = [self._free.pop() for _ in range(num_pages)]
-        for page in taken:
-            self._move(page, state)
-            self._readers[page] = readers
+        first = len(self._free) - num_pages
+        taken = self._free[first:][::-1]
+        del self._free[first:]
+        pages = _column(taken)
+        self._move(pages, state, PageState.FREE)
+        self._readers[pages] = readers
         return taken
 
-    def _drop_reader(self, page_ids: Sequence[int]) -> None:
-        for page in page_ids:
-            self._require(page, PageState.HELD)
-            self._readers[page] -= 1
-            if self._readers[page]:
-                continue
-            if page in self._prefixes:
-                self._move(page, PageState.CACHED)
-            else:
-                self._free_page(page)
+    def _drop_reader(self, pages: PageIds) -> None:
+        self._require(pages, PageState.HELD)
+        self._readers[pages] -= 1
+        unread = pages[self._readers[pages] == 0]
+        is_cached = self._prefixes.has(unread)
+        self._move(unread[is_cached], PageState.CACHED, PageState.HELD)
+        self._free_pages(unread[~is_cached], PageState.HELD)
 
     def _evict(self, num_pages: int) -> int:
         """Free up to `num_pages` cached pages, least recently used first, and return their number."""
         evicted = self._prefixes.evict(num_pages)
-        for page in evicted:
-            self._require(page, PageState.CACHED)
-            self._free_page(page)
+        self._free_pages(_column(evicted), PageState.CACHED)
         return len(evicted)
 
-    def _free_page(self, page: int) -> None:
-        self._move(page, PageState.FREE)
-        self._readers[page] = 0
-        self._free.append(page)
+    def _free_pages(self, pages: PageIds, *allowed: PageState) -> None:
+        self._move(pages, PageState.FREE, *allowed)
+        self._readers[pages] = 0
+        self._free += pages.tolist()
 
-    def _move(self, page: int, state: PageState) -> None:
-        self._num_in[self._states[page]] -= 1
-        self._num_in[state] += 1
-        self._states[page] = state
+    def _move(self, pages: PageIds, state: PageState, *allowed: PageState) -> None:
+        """Change the state of pages that are in one of the `allowed` states."""
+        self._require(pages, *allowed)
+        for before in allowed:
+            count = int(np.count_nonzero(self._states[pages] == _CODE_OF[before]))
+            self._num_in[before] -= count
+            self._num_in[state] += count
+        self._states[pages] = _CODE_OF[state]
 
-    def _require(self, page: int, *allowed: PageState) -> None:
-        state = self._states[page]
-        if state not in allowed:
-            names = " or ".join(s.value for s in allowed)
-            raise PageStateError(f"page {page} is {state.value}: it must be {names}")
+    def _require(self, pages: PageIds, *allowed: PageState) -> None:
+        states = self._states[pages]
+        is_wrong = np.logical_and.reduce([states != _CODE_OF[state] for state in allowed])
+        if is_wrong.any():
+            page = int(pages[is_wrong][0])
+            names = " or ".join(state.value for state in allowed)
+            raise PageStateError(f"page {page} is {self.state(page).value}: it must be {names}")
 
     @override
     def __repr__(self) -> str:
@@ -228,8 +241,9 @@ class KVCache:
         """Free all cached pages that have no reader, and return their number."""
         return self._evict(self.num_pages)
 
-    def _is_unused(self, page: int) -> bool:
-        return self.state(page) is PageState.CACHED
+    def _is_unused(self, pages: PageIds) -> npt.NDArray[np.bool_]:
+        is_unused: npt.NDArray[np.bool_] = self._states[pages] == _CODE_OF[PageState.CACHED]
+        return is_unused
 
     # ── interface for tiers ──────────────────────────────────────────────────────────────────────
 
@@ -275,10 +289,14 @@ class KVCache:
             only_unused: Skip pages that have a reader.
         """
         taken = self._prefixes.take_unsaved(num_pages, only_unused=only_unused)
-        self.hold(taken)
+        self.hold(list(taken))
         return taken
 
     def end_save(self, page_ids: Sequence[int], *, is_saved: bool = True) -> None:
         """Drop the reader that `begin_save` added. Unless `is_saved`, a later `begin_save` returns the pages again."""
         self._prefixes.saved(page_ids, is_saved=is_saved)
-        self._drop_reader(page_ids)  # not `release`: saving is not a use
+        self._drop_reader(_column(page_ids))  # not `release`: saving is not a use
+
+
+def _column(page_ids: Sequence[int]) -> PageIds:
+    return np.array(page_ids, np.int64)

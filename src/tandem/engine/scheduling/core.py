@@ -125,7 +125,7 @@ class Engine:
             OutOfPages: The prompt can never fit into the pool.
         """
         num_prompt = len(request.prompt_ids)
-        check_request(request, self.shape)
+        token_ids = check_request(request, self.shape)
         if num_prompt >= self.max_tokens:
             raise OutOfPages(self.cache.num_pages_for(num_prompt + 1), self.cache.num_pages)
         # The answer to a prompt-only request continues in the pool of a different node.
@@ -139,7 +139,7 @@ class Engine:
             seed=self._launcher.seed(request, drawn),
             is_prompt_only=is_prompt_only,
             is_remote=is_remote,
-            token_ids=list(request.prompt_ids),
+            token_ids=token_ids,
         )
         if request.sampling.grammar is not None:
             if self._grammars is None:
@@ -228,7 +228,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has work to do."""
-        if self._in_flight is not None:
+        if self._in_flight is not None or self._scheduler.is_admitting:
             return True
         if any(not active.awaits_mask for active in (*self._compiling, *self._masking)):
             return True

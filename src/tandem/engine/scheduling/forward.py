@@ -3,7 +3,7 @@
 The arrays (`ForwardInputs`) do not refer to requests, so they can be sent to other ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -318,5 +318,5 @@ def _width(lengths: Ints, page_size: int) -> int:
     return -(-int(lengths.max(initial=0)) // page_size)
 
 
-def _ints(values: list[int]) -> Ints:
+def _ints(values: Sequence[int]) -> Ints:
     return np.array(values, np.int64)

@@ -11,16 +11,21 @@
 
 import math
 import weakref
+from array import array
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+import numpy as np
 
 from tandem.engine.grammar.processes import Constraint
 from tandem.engine.pages.prefix_cache import Key
 from tandem.engine.shape import ModelShape
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Finish, GenerateRequest, LogprobOptions
+from tandem.wire.prefixes import TokenArray, token_array
 
 _INT64 = range(-(2**63), 2**63)
 _FLOAT32_MAX = 3.4028234e38
@@ -80,7 +85,7 @@ class ActiveRequest:
     is_prompt_only: bool = False
     is_remote: bool = False
     stage: Stage = Stage.WAITING
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: TokenArray = field(default_factory=lambda: array("q"))
     page_ids: list[int] = field(default_factory=list)
     slot: int = -1
     num_computed: int = 0
@@ -116,7 +121,7 @@ class ActiveRequest:
         return self.page_ids[len(self.page_ids) - self.num_granted :]
 
     @property
-    def output_ids(self) -> list[int]:
+    def output_ids(self) -> TokenArray:
         """Generated tokens of all attempts."""
         return self.token_ids[self.num_prompt - self.request.num_prior_tokens :]
 
@@ -172,8 +177,8 @@ class ActiveRequest:
 # ── the check ────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_request(request: GenerateRequest, shape: ModelShape) -> None:
-    """Check that a model of this shape can serve the request.
+def check_request(request: GenerateRequest, shape: ModelShape) -> TokenArray:
+    """Check that a model of this shape can serve the request, and return its prompt.
 
     Raises:
         InvalidRequest: The prompt is empty or too long, an id is outside the vocabulary, a number is out of bounds,
@@ -186,8 +191,7 @@ def check_request(request: GenerateRequest, shape: ModelShape) -> None:
         raise InvalidRequest("this engine does not support adapters: use a node with --engine vllm")
     if fault := _out_of_bounds(request):
         raise InvalidRequest(fault)
-    if min(prompt) < 0 or max(prompt) >= shape.vocab_size:
-        raise InvalidRequest(f"prompt ids must be in 0 ... {shape.vocab_size - 1}")
+    token_ids = _known_tokens(prompt, shape.vocab_size)
     if any(not 0 <= i < shape.vocab_size for i in request.sampling.logit_bias):
         raise InvalidRequest(f"logit_bias ids must be in 0 ... {shape.vocab_size - 1}")
     if len(prompt) >= shape.context_length:
@@ -195,6 +199,16 @@ def check_request(request: GenerateRequest, shape: ModelShape) -> None:
             f"the prompt has {len(prompt)} tokens and the context length is "
             f"{shape.context_length}, including the answer"
         )
+    return token_ids
+
+
+def _known_tokens(prompt: list[int], vocab_size: int) -> TokenArray:
+    with suppress(OverflowError):
+        token_ids = token_array(prompt)
+        column = np.frombuffer(token_ids, np.int64)
+        if column.min() >= 0 and column.max() < vocab_size:
+            return token_ids
+    raise InvalidRequest(f"prompt ids must be in 0 ... {vocab_size - 1}")
 
 
 def _out_of_bounds(request: GenerateRequest) -> str:

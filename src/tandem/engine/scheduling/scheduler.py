@@ -23,6 +23,7 @@ from tandem.engine.pages.kv_cache import KVCache
 from tandem.engine.pages.prefix_cache import Key, PrefixMatch
 from tandem.engine.scheduling.forward import Batch, Chunk, Ints, Slots
 from tandem.engine.scheduling.request import ActiveRequest, Stage
+from tandem.wire.prefixes import TokenArray
 
 # Requests that lack pages are retried at least every this many forwards, because `growth_share` decays.
 RETRY_FORWARDS = 32
@@ -30,6 +31,9 @@ RETRY_FORWARDS = 32
 # Prompt positions per forward whose log-probabilities are computed, over all its requests. Each needs a row of logits:
 # with a vocabulary of 128k, 256 rows take 128 MiB in float32.
 MAX_LOGPROB_ROWS = 256
+
+# Tokens of queued requests to look up in the prefix cache before the next forward: 3 ms for two prompts of 128k.
+_MATCHED_TOKENS = 1 << 18
 
 # Start and lower bound of `growth_share`. SGLang's schedule starts near 0.5 and falls to 0.1 over some hundred
 # steps. Two retractions in a row restore nearly all of it.
@@ -46,6 +50,7 @@ class Scheduler:
         prompts: Running requests whose prompt is not fully computed, in order of admission.
         decodes: Running requests that generate one token per forward, in the order in which they began to decode.
         num_retracted: Retractions since the start.
+        is_admitting: Whether `admit` has left requests for its next call.
         growth_share: Fraction of the remaining tokens of all answers that pages are kept free for. It decays with
             each forward, because most answers end long before `max_new_tokens`. A retraction raises it.
     """
@@ -57,7 +62,7 @@ class Scheduler:
         self.prompts: list[ActiveRequest] = []
         self.decodes: list[ActiveRequest] = []
         self.num_retracted = 0
-        self.growth_share = _FIRST_SHARE
+        self.growth_share, self.is_admitting = _FIRST_SHARE, False
         self._config = config
         # Requests whose prompt is being computed, here or remotely, by their `frontier`.
         self._computing: dict[Key, list[ActiveRequest]] = {}
@@ -79,13 +84,20 @@ class Scheduler:
     def admit(self) -> list[ActiveRequest]:
         """Admit queued requests in order until one does not fit. Skip those that wait for a shared prefix.
 
+        A call looks up `_MATCHED_TOKENS`, and the next call goes on.
+
         Returns:
             The admitted requests. They run from the next forward on, or wait for their prompt (`RESERVED`).
         """
         admitted: list[ActiveRequest] = []
+        num_tokens, self.is_admitting = 0, False
         for active in self.waiting.copy() if self.waiting and self.slots.has_free else ():
             if active.waits_for is not None and active.waits_for.frontier is not None:
                 continue
+            if num_tokens >= _MATCHED_TOKENS:
+                self.is_admitting = True
+                break
+            num_tokens += len(active.token_ids)
             if not self.slots.has_free or not self._find_pages(active):
                 break
             if active.waits_for is None:
@@ -119,12 +131,12 @@ class Scheduler:
         self._num_changes += not self._num_forwards % RETRY_FORWARDS
         while self.is_short_of_pages:
             self._retract(max((*self.prompts, *self.decodes), key=lambda request: request.rank))
-        for row in self._lacking_page():
-            active = self.decodes[row]
-            page = self.cache.allocate(1)
-            assert page is not None
-            active.page_ids += page
-            self.slots.add_pages(active, page)
+        lacking = self._lacking_page()
+        page_ids = self.cache.allocate(len(lacking))
+        assert page_ids is not None
+        for row, page in zip(lacking, page_ids, strict=True):
+            self.decodes[row].page_ids.append(page)
+            self.slots.add_pages(self.decodes[row], [page])
         rows = self._decode_rows()
         can_run = self.slots.num_tokens[rows] < self.slots.max_tokens[rows]
         can_run &= ~self.slots.awaits_mask[rows]
@@ -133,10 +145,10 @@ class Scheduler:
         if not can_run.all():
             decodes = [decodes[row] for row in np.flatnonzero(can_run)]
             rows = rows[can_run]
-        prompt_budget = self._config.local_prefill_tokens if decodes else 0
+        budget = self._config.local_prefill_tokens if decodes else 0
         # Only a retracted request may wait for a mask while its prompt is computed.
         prompts = [each for each in self.prompts if not self.slots.awaits_mask[each.slot]]
-        chunks = next_chunks(prompts, self._config.chunked_prefill_size, prompt_budget or None)
+        chunks = next_chunks(prompts, budget or self._config.chunked_prefill_size)
         return Batch(decodes, rows, chunks)
 
     def advance(self, batch: Batch) -> None:
@@ -210,7 +222,7 @@ class Scheduler:
             active.blocked_at = self._num_changes
         return active.waits_for is not None
 
-    def _worth_waiting_for(self, known: list[int], match: PrefixMatch) -> ActiveRequest | None:
+    def _worth_waiting_for(self, known: TokenArray, match: PrefixMatch) -> ActiveRequest | None:
         """Return a request that computes at least as many tokens that this prompt needs as tokens that it does not.
 
         A prompt enters the cache as a whole, so waiting for one of which little is shared costs more than it saves.
@@ -293,29 +305,19 @@ class Scheduler:
         self.growth_share = min(1.0, self.growth_share + _RISE)
 
 
-def next_chunks(
-    prompts: Iterable[ActiveRequest], budget: int, new_budget: int | None = None
-) -> list[Chunk]:
-    """Choose up to `budget` prompt tokens for one forward, first come, first served.
+def next_chunks(prompts: Iterable[ActiveRequest], budget: int) -> list[Chunk]:
+    """Choose up to `budget` tokens of prompts and retracted answers for one forward, first come, first served.
 
     The budget limits the time by which a long prompt delays running answers. Together the chunks have at most
     `MAX_LOGPROB_ROWS` logprob positions.
-
-    Args:
-        new_budget: Budget for requests that have not generated tokens yet; None: `budget`. A request that was
-            retracted during its answer is exempt, because its client is waiting for the next token.
     """
     chunks = []
-    new_budget = budget if new_budget is None else new_budget
     num_logprobs = MAX_LOGPROB_ROWS
     for request in prompts:
-        is_new = len(request.token_ids) == request.num_prompt
-        num_tokens = min(request.num_uncomputed, budget, new_budget if is_new else budget)
-        chunk = Chunk.next_of(request, num_tokens, num_logprobs)
+        chunk = Chunk.next_of(request, min(request.num_uncomputed, budget), num_logprobs)
         if not chunk.num_tokens:
             continue
         chunks.append(chunk)
         num_logprobs -= len(chunk.logprob_positions)
         budget -= chunk.num_tokens
-        new_budget -= chunk.num_tokens if is_new else 0
     return chunks

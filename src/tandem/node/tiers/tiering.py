@@ -1,11 +1,11 @@
 """Moves pages between the prefix cache and the tiers: decides what to fetch for a request and when to save.
 
 ```
- begin ──▶ searching ──Fetched──▶ placing ──Placed──▶ adopted: cached as if computed here
-              │ miss, no free       │ pages held
-              │ pages, cancel       └─ timeout, cancel: no request waits; pages stay held until Placed
-              ├───────────────────▶ ended
-              └ timeout ──────────▶ ended
+ begin ──▶ hashing ──▶ searching ──Fetched──▶ placing ──Placed──▶ adopted: cached as if computed here
+              │            │ miss, no free       │ pages held
+              │            │ pages, cancel       └─ timeout, cancel: no request waits; pages stay held until Placed
+              │            ├───────────────────▶ ended
+              └────────────┴ timeout, cancel ──▶ ended
 ```
 
 A fetch holds no pool pages while it searches, so it never blocks running requests. `ready` returns a request when its
@@ -17,13 +17,13 @@ few pages are left that can be evicted without loss.
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 from typing_extensions import override
 
-from tandem.engine.pages.prefix_cache import MissingPages
+from tandem.engine.pages.prefix_cache import MissingPages, num_equal
 from tandem.engine.scheduling.core import Engine
 from tandem.engine.scheduling.request import ActiveRequest
 from tandem.kvtier.spec import parse_tiers
@@ -32,7 +32,7 @@ from tandem.node.config import TierConfig
 from tandem.node.tiers.tiers import SEARCH_SHARE, TierGroup
 from tandem.telemetry.histogram import Histogram, Spread
 from tandem.wire.messages import TierLoad
-from tandem.wire.prefixes import PageKey
+from tandem.wire.prefixes import TokenArray
 
 # Maximum pages per save: few enough for a short copy, many enough to be worth a round trip.
 _SAVED_TOGETHER = 64
@@ -55,18 +55,20 @@ class _TierFetch:
     Attributes:
         token_ids: The part of a prompt that can come from the cache.
         waiting: Requests that wait for the pages.
+        is_searching: Whether the keys are hashed, so that the tiers search for the pages.
         until_s: Deadline of those requests, in clock time.
         matched: While placing, the cached pages of the prefix before the placed ones; held.
         placed: While placing, the pages that the copy writes; held.
     """
 
     number: int
-    token_ids: Sequence[int]
+    token_ids: TokenArray
     salt: str
     missing: MissingPages
     waiting: list[ActiveRequest]
     began_s: float
     until_s: float
+    is_searching: bool = False
     matched: list[int] = field(default_factory=list)
     placed: list[int] = field(default_factory=list)
     by_tier: Mapping[str, int] = field(default_factory=dict)
@@ -112,15 +114,15 @@ class Tiering:
         if self._stack is None or len(token_ids) < self._min_pages * size:
             return False
         missing = self._cache.missing(token_ids, salt, self._min_pages)
-        if missing is None or not self._is_worthwhile(len(missing.keys)):
+        if missing is None or not self._is_worthwhile(missing.num_pages):
             return False
-        fetch = self._matching_fetch(missing.keys)
+        fetch = self._matching_fetch(token_ids, salt, missing)
         if fetch is None:
             now = self._clock()
             number = next(self._numbers)
             fetch = _TierFetch(number, token_ids, salt, missing, [], now, now + self._timeout_s)
             self._fetches[number] = fetch
-            self._stack.fetch(number, missing.keys)
+            self._hash(fetch)
         fetch.waiting.append(active)
         self._waiting[active] = fetch
         return True
@@ -157,12 +159,18 @@ class Tiering:
             else:
                 self._on_fetched(event)
         self._end_late()
+        for fetch in self._fetches.values():
+            if not fetch.is_searching:
+                self._hash(fetch)
+                break  # one slice per pass
         self._save()
 
     def wait_s(self, at_most_s: float) -> float:
         """Return the seconds until an idle loop must poll again, at most `at_most_s`."""
         if self._stack is None:
             return at_most_s
+        if any(not fetch.is_searching for fetch in self._fetches.values()):
+            return 0.0
         now = self._clock()
         until = [now + at_most_s]
         if self._num_to_save():
@@ -209,16 +217,28 @@ class Tiering:
         self._probe_after_s = self._clock() + _PROBE_S
         return True
 
-    def _matching_fetch(self, keys: Sequence[PageKey]) -> _TierFetch | None:
-        """Return a fetch in progress that covers these keys, or all but at most `_min_pages - 1` of them."""
+    def _matching_fetch(
+        self, token_ids: TokenArray, salt: str, missing: MissingPages
+    ) -> _TierFetch | None:
+        """Return a fetch in progress that covers these pages, or all but at most `_min_pages - 1` of them."""
         for fetch in self._fetches.values():
-            other_keys = fetch.missing.keys
-            if other_keys[0].digest == keys[0].digest and fetch.waiting:
-                pairs = zip(other_keys, keys, strict=False)
-                same = itertools.takewhile(lambda pair: pair[0].digest == pair[1].digest, pairs)
-                if len(keys) - sum(1 for _ in same) < self._min_pages:
+            if (
+                fetch.waiting
+                and fetch.salt == salt
+                and fetch.missing.first_page == missing.first_page
+            ):
+                num_same = num_equal(fetch.token_ids, token_ids) // self._cache.page_size
+                num_fetched = min(num_same - missing.first_page, missing.num_pages)
+                if num_fetched > missing.num_pages - self._min_pages:
                     return fetch
         return None
+
+    def _hash(self, fetch: _TierFetch) -> None:
+        """Hash a slice of a fetch's keys. After the last one the tiers search, and the requests' time begins."""
+        assert self._stack is not None
+        if fetch.missing.hash_slice():
+            fetch.is_searching, fetch.until_s = True, self._clock() + self._timeout_s
+            self._stack.fetch(fetch.number, fetch.missing.keys)
 
     def _on_fetched(self, event: Fetched) -> None:
         fetch = self._fetches.get(event.number)
@@ -271,7 +291,8 @@ class Tiering:
         """End a fetch that is not being placed."""
         assert self._stack is not None
         del self._fetches[fetch.number]
-        self._stack.cancel(fetch.number)
+        if fetch.is_searching:
+            self._stack.cancel(fetch.number)
         self._end_wait(fetch, {})
 
     def _end_late(self) -> None:
