@@ -16,7 +16,7 @@ CHANGED = TransferConfig(
     early_grant_timeout_s=2.5,
     landed_timeout_s=3.5,
     push_granularity="chunk",
-    verify="always",
+    verify="off",
 )
 
 
@@ -40,7 +40,7 @@ def test_defaults_of_the_transfer():
         "early_grant_timeout_s": 30.0,
         "landed_timeout_s": 600.0,
         "push_granularity": "layer",
-        "verify_kv": "sample",
+        "verify_kv": "always",
     }
 
 

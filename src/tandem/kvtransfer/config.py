@@ -26,7 +26,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             default.
         early_grant_timeout_s: Time that a grant waits for its request; its pages are idle meanwhile.
         landed_timeout_s: Time that decode waits for granted pages to land, including prefill's queue.
-        verify: `sample` hashes one slab in 64, which detects a corrupting link within a few prompts.
+        verify: Whether both ends hash every pushed byte, which detects any single wrong bit.
     """
 
     backend: Annotated[
@@ -111,10 +111,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         Verify,
         Flag(
             "--verify-kv",
-            help="how much of each page both sides hash; sample: K or V of one layer in 32",
+            help="whether both sides hash every byte of the pages; off: neither",
             aliases={"--no-kv-checksum": "off"},
         ),
-    ] = msgspec.field(default="sample", name="verify_kv")
+    ] = msgspec.field(default="always", name="verify_kv")
 
     def of_transports(self, host: str, tp_rank: int = 0, tp_size: int = 1) -> TransportConfig:
         """Return the part that transports need, for a rank of a node that listens on `host`.

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from tandem.kvtransfer.agents.control import ControlThread
 from tandem.kvtransfer.agents.receiver_links import PrefillLink, PrefillLinks
-from tandem.kvtransfer.checksum import Verify, page_sums, sampled_slabs
+from tandem.kvtransfer.checksum import Verify, page_sums
 from tandem.kvtransfer.events import (
     LandRooms,
     ReceiverEvent,
@@ -116,10 +116,9 @@ class LandPart:
         end_token = landed.end_token or granted.end_token
         if not 0 <= granted.end_token - end_token < layout.page_size:
             return f"tokens up to {end_token} were written, {granted.end_token} were granted"
-        slabs = sampled_slabs(landed.room, layout, landed.checksum_one_in)
         first_head = self.link.heads.start
         heads = HeadRange(first_head, first_head, len(self.link.heads))
-        sums = page_sums(region, granted, granted, end_token, slabs=slabs, heads=heads)
+        sums = page_sums(region, granted, granted, end_token, heads)
         if sums == landed.checksums:
             return ""
         num_bad = sum(a != b for a, b in zip_longest(sums, landed.checksums))
@@ -177,7 +176,7 @@ class DecodeAgent:
         waker: Woken whenever `events` has an event.
         key: The cluster's secret, which proves to prefill nodes that this node may connect.
         shard: This rank's share of the heads; it links to the prefill ranks that hold them.
-        verify: Whether to verify prefill's checksums; prefill decides how many pages have one.
+        verify: Whether to verify prefill's checksums, if it sends any.
 
     Attributes:
         times: Histograms of hand-off times.
@@ -199,7 +198,7 @@ class DecodeAgent:
         timeouts: ReceiverTimeouts | None = None,
         clock: Callable[[], float] = time.monotonic,
         shard: Shard | None = None,
-        verify: Verify = "sample",
+        verify: Verify = "always",
     ) -> None:
         self._epoch, self._layout, self._region = epoch, layout, region
         self._is_verified = verify != "off"

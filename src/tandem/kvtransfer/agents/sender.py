@@ -32,7 +32,7 @@ from tandem.kvtransfer.agents.sender_rooms import (
     grant_fault,
     push_by_layer,
 )
-from tandem.kvtransfer.checksum import Verify, one_in
+from tandem.kvtransfer.checksum import Verify
 from tandem.kvtransfer.events import (
     PushDone,
     PushRooms,
@@ -109,7 +109,7 @@ class PrefillAgent:
         end: Identity of this rank, and the pool to push from.
         waker: Woken whenever `events` has an event.
         key: The cluster's secret, which decode nodes must prove to know.
-        verify: How much of each page the checksums sent to decode cover.
+        verify: Whether decode gets checksums of the pages.
         min_push_bytes: Minimum size of a push of layers; see `sender_rooms.py`.
 
     Attributes:
@@ -128,13 +128,13 @@ class PrefillAgent:
         waker: Waker,
         key: ChannelKey | None = None,
         timeouts: SenderTimeouts | None = None,
-        verify: Verify = "sample",
+        verify: Verify = "always",
         min_push_bytes: int = MIN_PUSH_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._end, self._clock = end, clock
         self._timeouts = timeouts or SenderTimeouts()
-        self._one_in, self._min_push_bytes = one_in(verify), min_push_bytes
+        self._is_verified, self._min_push_bytes = verify != "off", min_push_bytes
         heartbeat = self._timeouts.heartbeat
         self._inbox: Inbox[hand_off.ToPrefill] = Inbox(address, hand_off.ToPrefill, key, heartbeat)
         self.port = self._inbox.port
@@ -213,7 +213,6 @@ class PrefillAgent:
             seed=seed,
             cached_tokens=cached_tokens,
             first_logprobs=logprobs,
-            checksum_one_in=self._one_in,
             prompt=prompt,
         )
         now_s = self._clock()
@@ -356,7 +355,8 @@ class PrefillAgent:
 
         def add_checksums() -> None:
             try:
-                part.add_checksums(self._end.region, self._end.layout)
+                if self._is_verified:
+                    part.add_checksums(self._end.region, self._end.layout)
             except Exception as error:
                 # All earlier writes have returned, so only the room fails, not the link.
                 log.exception("kv_checksum.failed")
