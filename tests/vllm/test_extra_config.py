@@ -3,7 +3,10 @@
 import msgspec
 import pytest
 
+from tandem.engine.config import EngineConfig
 from tandem.kvtransfer.config import TransferConfig
+from tandem.node.config import NodeConfig
+from tandem.vllm.node.environment import extra_config
 from tandem.vllm.worker import HandOffConfig, read_hand_off_config
 from tandem.wire.errors import ConfigInvalid
 
@@ -18,6 +21,10 @@ CHANGED = TransferConfig(
     push_granularity="chunk",
     verify="off",
 )
+
+
+def names(struct) -> set[str]:
+    return {each.name for each in msgspec.structs.fields(struct)}
 
 
 def read(**extra) -> HandOffConfig:
@@ -50,6 +57,28 @@ def test_every_option_of_a_node_reaches_its_vllm_workers():
     assert all(changed[name] != default[name] for name in default)
     found = read(**msgspec.to_builtins(CHANGED))
     assert changed.items() <= msgspec.structs.asdict(found).items()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_links_of_every_engine_have_the_settings_of_the_node(role):
+    node = NodeConfig(
+        role=role,
+        engine=EngineConfig(model_dir="/m"),
+        transfer=CHANGED,
+        host="127.0.0.2",
+        is_insecure=True,
+        heartbeat_interval_ms=250.0,
+    )
+    found = read_hand_off_config(extra_config(node, "a"), role=role, fingerprint="f")
+    shared = (names(HandOffConfig) - names(TransferConfig)) & names(NodeConfig)
+    assert shared == {"role", "host", "is_insecure", "heartbeat_interval_ms"}
+    assert all(getattr(found, name) == getattr(node, name) for name in shared)
+    assert found.heartbeat == node.heartbeat
+
+
+def test_heartbeat_interval_out_of_range_is_refused():
+    with pytest.raises(ConfigInvalid, match="heartbeat-interval-ms 1 is out of range"):
+        read(heartbeat_interval_ms=1.0)
 
 
 def test_fingerprint_in_the_config_replaces_the_nodes_own():

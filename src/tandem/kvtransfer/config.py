@@ -4,9 +4,12 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from tandem.kvtransfer.agents.receiver import ReceiverTimeouts
+from tandem.kvtransfer.agents.sender import SenderTimeouts
 from tandem.kvtransfer.checksum import Verify
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.settings.flags import Flag
+from tandem.wire.channel import Heartbeat
 from tandem.wire.errors import ConfigInvalid
 
 # Bounds of the timeouts. Below the minimum, healthy peers would time out.
@@ -115,6 +118,18 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             aliases={"--no-kv-checksum": "off"},
         ),
     ] = msgspec.field(default="always", name="verify_kv")
+
+    def of_sender(self, heartbeat: Heartbeat) -> SenderTimeouts:
+        """Return the time limits of prefill's agent, whichever engine runs it."""
+        return SenderTimeouts(
+            grant_s=self.grant_timeout_s,
+            early_grant_s=self.early_grant_timeout_s,
+            heartbeat=heartbeat,
+        )
+
+    def of_receiver(self, heartbeat: Heartbeat) -> ReceiverTimeouts:
+        """Return the time limits of decode's agent, whichever engine runs it."""
+        return ReceiverTimeouts(landed_s=self.landed_timeout_s, heartbeat=heartbeat)
 
     def of_transports(self, host: str, tp_rank: int = 0, tp_size: int = 1) -> TransportConfig:
         """Return the part that transports need, for a rank of a node that listens on `host`.

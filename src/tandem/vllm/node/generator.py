@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from vllm import SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_events import (
@@ -34,6 +33,7 @@ from tandem.node.config import NodeConfig
 from tandem.vllm.connector import TandemConnector, fingerprint
 from tandem.vllm.hand_offs import WorkerReports
 from tandem.vllm.node.adapters import add_argument, digest_of, read_adapters
+from tandem.vllm.node.environment import extra_config
 from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
 from tandem.vllm.node.prefixes import CachedBlocks
 from tandem.vllm.node.requests import output_of, sampling_params
@@ -331,10 +331,5 @@ def _transfer(config: NodeConfig, adapters: str) -> KVTransferConfig:
         kv_connector="TandemConnector",
         kv_role="kv_producer" if config.role == "prefill" else "kv_consumer",
         kv_load_failure_policy="fail",
-        kv_connector_extra_config={
-            **msgspec.to_builtins(config.transfer),
-            "host": config.host,
-            "is_insecure": config.is_insecure,
-            "adapters": adapters,
-        },
+        kv_connector_extra_config=extra_config(config, adapters),
     )
