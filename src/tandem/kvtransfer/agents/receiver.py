@@ -148,6 +148,7 @@ class ReceiverStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_refused: Writes outside a grant, and invalid messages from prefill nodes.
+        ending_s: See `OpenRooms.ending_s`.
     """
 
     num_links: int
@@ -161,6 +162,7 @@ class ReceiverStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_refused: int
     received_bytes: int
     saved_bytes: int
+    ending_s: float = 0.0
 
 
 class DecodeAgent:
@@ -203,7 +205,7 @@ class DecodeAgent:
         self._epoch, self._layout, self._region = epoch, layout, region
         self._is_verified = verify != "off"
         self._timeouts, self._clock = timeouts or ReceiverTimeouts(), clock
-        self._open_rooms = LandRooms(self._end_parts, waker.wake)
+        self._open_rooms = LandRooms(self._end_parts, waker.wake, clock)
         self._rooms: dict[Room, LandRoom] = {}  # each until its last part is over
         self._done: Counter[Action] = Counter()
         self.times = ReceiverTimes()
@@ -286,6 +288,7 @@ class DecodeAgent:
             num_refused=self._links.num_refused + self._links.num_violations,
             received_bytes=self._received_bytes,
             saved_bytes=self._saved_bytes,
+            ending_s=self._open_rooms.ending_s(),
         )
 
     def close(self) -> None:

@@ -84,6 +84,7 @@ class SenderStatistics(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         num_refused: Rejected links and grants of decode nodes.
         num_strangers: Connections to the bootstrap port that failed before the first message.
+        ending_s: See `OpenRooms.ending_s`.
     """
 
     num_links: int
@@ -96,6 +97,7 @@ class SenderStatistics(msgspec.Struct, frozen=True, kw_only=True):
     pushed_bytes: int
     saved_bytes: int
     num_strangers: int = 0
+    ending_s: float = 0.0
 
 
 class PrefillAgent:
@@ -148,7 +150,7 @@ class PrefillAgent:
             on_message=self._handle,
             on_lost=self._link_lost,
         )
-        self._open_rooms = PushRooms(self._end_parts, waker.wake)
+        self._open_rooms = PushRooms(self._end_parts, waker.wake, clock)
         self._rooms: dict[Room, PushRoom] = {}  # each until its last part is over
         self.times = SenderTimes()
         self._done: Counter[Action] = Counter()
@@ -240,6 +242,7 @@ class PrefillAgent:
             num_strangers=self._inbox.num_strangers,
             pushed_bytes=self._pushed_bytes,
             saved_bytes=self._saved_bytes,
+            ending_s=self._open_rooms.ending_s(),
         )
 
     def close(self) -> None:

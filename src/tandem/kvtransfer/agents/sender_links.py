@@ -14,6 +14,7 @@ Links are independent of rooms. Everything runs in the agent's control thread, e
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from tandem.kvtransfer.link_session import (
 from tandem.kvtransfer.plan import CopyPlan, HeadRange
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sharding import RankPair, Shard, held_heads, pair_ranks
-from tandem.kvtransfer.threads import Poll
+from tandem.kvtransfer.threads import CLOSE_S, Poll
 from tandem.kvtransfer.transports.base import Connection, PostingConnection, Transport
 from tandem.kvtransfer.transports.registry import choose
 from tandem.telemetry.log import get_logger
@@ -192,12 +193,16 @@ class BootstrapPort:
         self._apply(link, LinkEvent.LOST, error)
 
     def close(self) -> None:
-        """Close all links and the port. After it returns, no write is in flight."""
+        """Close all links and the port. Writes in flight fail; those that do not return in `CLOSE_S` are left behind."""
         for link in self.links.values():
             self.send(link, LinkPing(epoch=self._end.epoch, is_last=True))
             self._apply(link, LinkEvent.SHUT_DOWN)
-        for worker in self._closing_workers:
-            worker.join()
+        deadline_s = time.monotonic() + CLOSE_S
+        joined = [
+            each.join(max(0.0, deadline_s - time.monotonic())) for each in self._closing_workers
+        ]
+        if not all(joined):
+            log.warning("kv_write.not_returned", num_links=joined.count(False), waited_s=CLOSE_S)
         self._inbox.close()
 
     def _apply(self, link: DecodeLink, event: LinkEvent, error: TandemError | None = None) -> None:

@@ -238,7 +238,7 @@ class VllmGenerator:
     def counts(self) -> EngineCounts:
         """Return the current counts."""
         num_running, num_waiting = self._scheduler.get_request_counts()
-        pool = self._scheduler.kv_cache_manager.block_pool
+        pool, agent = self._scheduler.kv_cache_manager.block_pool, _local_agent()
         return EngineCounts(
             num_running=num_running,
             num_waiting=num_waiting,
@@ -246,6 +246,7 @@ class VllmGenerator:
             pages_free=pool.get_num_free_blocks(),
             page_size=self._vllm_config.cache_config.block_size,
             moved_bytes=0 if self._connector is None else self._connector.moved_bytes,
+            ending_s=0.0 if agent is None else agent.statistics().ending_s,
         )
 
     def flush_cache(self) -> None:
