@@ -48,9 +48,12 @@ class PlayedPrefill(PlayedHalf):
     # ── what a hand-off begins with ──────────────────────────────────────────────────────────────
 
     def meet(self, num_pages=2):
-        """Have decode connect for a new request; return the room."""
+        """Have decode connect for a new request, and refuse its offers until one is of TCP; return the room."""
         room = self.start(num_pages)
         self.hello = self.expect(Hello)
+        while self.hello.offers and not self._tcp_offers():
+            self.refuse("transfer_refused")
+            self.hello = self.expect(Hello)
         return room
 
     def start(self, num_pages=2):
@@ -61,9 +64,12 @@ class PlayedPrefill(PlayedHalf):
 
     def offer(self):
         """Return decode's offer of TCP."""
-        found = [offer for offer in self.hello.offers if offer.name == "tcp"]
+        found = self._tcp_offers()
         assert found, f"tcp is not among {[offer.name for offer in self.hello.offers]}"
         return found[0]
+
+    def _tcp_offers(self):
+        return [offer for offer in self.hello.offers if offer.name == "tcp"]
 
     def stand(self, num_pages=2, **new):
         """Make a new link for a new request; return its grant."""

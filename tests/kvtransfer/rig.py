@@ -213,7 +213,7 @@ class Scripted(LoopbackTransport):
         self.holds[call].pass_by()
 
     def listen(self, pool):
-        listener = ScriptedListener(pool, self._listeners)
+        listener = ScriptedListener(pool, self._listeners, self.name)
         listener.script = self
         return listener
 

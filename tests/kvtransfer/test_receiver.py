@@ -8,7 +8,7 @@ import pytest
 from tandem.kvtransfer.agents import receiver_links as prefill_links
 from tandem.kvtransfer.events import RoomFailed, RoomGranted, RoomLanded, RoomLost, RoomSafe
 from tandem.wire.channel import wait
-from tandem.wire.errors import TransferFailed, TransferTimeout
+from tandem.wire.errors import TransferFailed, TransferRefused, TransferTimeout
 from tandem.wire.generation import Room
 from tandem.wire.hand_off import Grant, Withdraw
 from tests.calm import calm_receiver
@@ -76,6 +76,48 @@ def test_a_transport_that_cannot_admit_is_not_offered_and_the_others_are(cluster
     prefill.agent.expect(ROOM)
     rig.request(decode, prefill)
     rig.push_all(prefill)
+    decode.next(RoomLanded)
+
+
+def hand_over(prefill, decode):
+    prefill.agent.expect(ROOM)
+    rig.request(decode, prefill)
+    rig.push_all(prefill)
+    decode.next(RoomLanded)
+
+
+def test_no_offer_is_made_after_one_that_works(cluster):
+    works, spare = rig.Scripted("works"), rig.Scripted("spare")
+    cluster.use(works, spare)
+    hand_over(cluster.prefill(), cluster.decode())
+    assert works.holds["admit"].threads
+    assert not spare.holds["admit"].threads
+
+
+def test_refused_offer_is_fenced_and_the_next_is_made(cluster):
+    refused, works = rig.Scripted("refused"), rig.Scripted("works")
+    refused.failures, refused.error = ["connect"], TransferRefused("on another host")
+    cluster.use(refused, works)
+    prefill, decode = cluster.prefill(), cluster.decode()
+    hand_over(prefill, decode)
+    assert refused.is_fenced
+    assert not works.is_fenced
+    assert prefill.agent.times.num_lost_links == decode.agent.times.num_lost_links == 0
+
+
+def test_request_fails_with_the_reason_of_each_refused_offer(cluster):
+    transports = [rig.Scripted("one"), rig.Scripted("other")]
+    cluster.use(*transports)
+    for each in transports:
+        each.failures, each.error = ["connect"], TransferRefused(f"{each.name} is far away")
+    prefill, decode = cluster.prefill(), cluster.decode()
+    rig.request(decode, prefill)
+    error = decode.next(RoomFailed).error
+    assert isinstance(error, TransferRefused)
+    assert all(f"{each.name} is far away" in error.message for each in transports)
+    rig.request(decode, prefill, room=Room(43))  # a new link tries all again
+    prefill.agent.expect(Room(43))
+    rig.push_all(prefill, room=Room(43))
     decode.next(RoomLanded)
 
 
@@ -261,16 +303,16 @@ def test_unused_offer_that_cannot_be_fenced_is_fenced_with_its_link(cluster):
     decode = cluster.decode()
     cluster.use(healthy)
     prefill = cluster.prefill()
-    refused.failures = ["fence"]
+    failing.failures = ["fence"]
     prefill.agent.expect(ROOM)
     rig.request(decode, prefill)
     rig.push_all(prefill)
     decode.next(RoomLanded)
-    until(lambda: failing.is_fenced)
-    assert not refused.is_fenced
+    until(lambda: refused.is_fenced)
+    assert not failing.is_fenced
     assert decode.agent.statistics().num_links == 1
     prefill.agent.close()
-    until(lambda: refused.is_fenced)
+    until(lambda: failing.is_fenced)
 
 
 def test_grant_that_cannot_be_sent_drops_the_link(cluster, stack):

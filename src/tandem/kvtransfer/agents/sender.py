@@ -286,7 +286,8 @@ class PrefillAgent:
         return self._apply(part, RoomEvent.WITHDRAW_ARRIVED, reason)
 
     def _link_lost(self, link: DecodeLink, error: TandemError) -> None:
-        self.times.num_lost_links += 1
+        # Not lost but refused: decode may have a better offer.
+        self.times.num_lost_links += not isinstance(error, TransferRefused)
         for part in self._parts():
             if part.link is link:
                 self._apply(part, RoomEvent.LINK_LOST, error)

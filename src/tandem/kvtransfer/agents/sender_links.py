@@ -3,6 +3,7 @@
 ```
  Hello ─▶ different model or protocol: Refused
        ├▶ this rank holds none of decode's heads: Redirect to a rank that does
+       ├▶ no offer works: Refused; decode sends Hello on a new link, with its next offer
        └▶ a worker connects by the first offer that works ─▶ Welcome ─▶ Grant, Withdraw ...
 ```
 
@@ -233,6 +234,8 @@ class BootstrapPort:
     def _remove(self, link: DecodeLink, error: TandemError | None) -> None:
         if link.is_closed_by_peer:
             log.info("kv_link.closed", decode_epoch=link.epoch)
+        elif isinstance(error, TransferRefused):
+            log.info("kv_link.offer_refused", decode_epoch=link.epoch, reason=str(error))
         else:
             log.warning("kv_link.lost", decode_epoch=link.epoch, reason=str(error))
         del self.links[link.peer]
