@@ -7,6 +7,7 @@ import pytest
 
 from tandem.kvtransfer.agents import receiver_links as prefill_links
 from tandem.kvtransfer.events import RoomFailed, RoomGranted, RoomLanded, RoomLost, RoomSafe
+from tandem.wire import channel
 from tandem.wire.channel import wait
 from tandem.wire.errors import TransferFailed, TransferRefused, TransferTimeout
 from tandem.wire.generation import Room
@@ -77,6 +78,15 @@ def test_a_transport_that_cannot_admit_is_not_offered_and_the_others_are(cluster
     rig.request(decode, prefill)
     rig.push_all(prefill)
     decode.next(RoomLanded)
+
+
+def test_prefill_that_floods_delays_nobody_else(cluster, stack, monkeypatch):
+    monkeypatch.setattr(channel, "FRAMES_PER_TURN", 10)
+    decode, prefill = cluster.decode(), rig.fake_prefill(stack)
+    rig.meet(prefill, decode)
+    prefill.welcome()
+    prefill.expect(Grant)
+    assert rig.refused_in_a_turn(decode, lambda: prefill.land(ROOM, epoch=99), 300) <= 10
 
 
 def hand_over(prefill, decode):

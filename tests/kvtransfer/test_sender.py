@@ -16,7 +16,8 @@ from tandem.kvtransfer.events import (
 )
 from tandem.wire import channel
 from tandem.wire.errors import Aborted, ConfigInvalid, PeerLost, TransferFailed, TransferRefused
-from tandem.wire.generation import Room
+from tandem.wire.generation import Epoch, Room
+from tandem.wire.hand_off import Withdraw
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import DECODE_PAGES, PROMPT_PAGES, ROOM
 from tests.loopback import Fault, LoopbackTransport
@@ -91,6 +92,14 @@ def test_age_of_a_failed_hand_off_ends_with_its_last_write(cluster):
     script.holds["write"].let_go()
     prefill.next(RoomReleased)
     assert prefill.agent.statistics().ending_s == 0
+
+
+def test_peer_that_floods_delays_nobody_else(cluster, stack, monkeypatch):
+    monkeypatch.setattr(channel, "FRAMES_PER_TURN", 10)
+    prefill = cluster.prefill()
+    decode = rig.fake_decode(stack, prefill.agent.port, cluster.transport)
+    late = Withdraw(epoch=Epoch(99), room=ROOM)
+    assert rig.refused_in_a_turn(prefill, lambda: decode.send(late), 300) <= 10
 
 
 class Panic(BaseException):

@@ -12,7 +12,7 @@ Everything else runs on the agent's control thread. Links are independent of roo
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -225,14 +225,14 @@ class PrefillLinks:
         link.worker.after(partial(self._send, link, message))
 
     def turn(self, waker: Waker) -> None:
-        """Wait briefly, handle all received messages, send pings, and drop silent links."""
+        """Wait briefly, handle received messages, send pings, and drop silent links."""
         links = list(self.links.values())
         sockets = [link.socket for link in links if link.socket is not None]
         is_connecting = any(link.session.state in HELLO_IS_DUE for link in links)
         wait(sockets, CONNECTING_TURN_S if is_connecting else TURN_S, waker)
-        # Read all messages before checking for silence: this thread may have been slow.
+        # Read a message of each link before checking for silence: this thread may have been slow.
         for link in links:
-            while (message := self._next(link)) is not None:
+            for message in self._queued(link):
                 link.last_received_s = self._clock()
                 try:
                     with transport_errors():
@@ -351,9 +351,14 @@ class PrefillLinks:
             # Posted, so that the message's room finishes its transition before it loses the link.
             self._control.post(partial(self.drop, link, error))
 
-    def _next(self, link: PrefillLink) -> FromPrefill | None:
-        """Return the next message, or None. Handling a message may drop the link or replace its socket."""
-        return link.socket.receive() if link.socket and link.session.is_open else None
+    def _queued(self, link: PrefillLink) -> Iterator[FromPrefill]:
+        """Yield the queued messages, until one of them drops the link or replaces its socket."""
+        if (socket := link.socket) is None or not link.session.is_open:
+            return
+        for message in socket.queued():
+            yield message
+            if link.socket is not socket or not link.session.is_open:
+                return
 
     def _handle(self, link: PrefillLink, message: FromPrefill) -> None:
         match message:

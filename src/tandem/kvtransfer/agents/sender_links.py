@@ -172,10 +172,10 @@ class BootstrapPort:
         self.num_refused = 0
 
     def turn(self, waker: Waker) -> None:
-        """Wait briefly, handle all received messages, send pings, and drop silent links."""
+        """Wait briefly, handle received messages, send pings, and drop silent links."""
         wait([self._inbox], TURN_S, waker)
-        # Read all messages before checking for silence: this thread may have been slow.
-        while (envelope := self._inbox.receive()) is not None:
+        # Read a message of each link before checking for silence: this thread may have been slow.
+        for envelope in self._inbox.queued():
             self._handle(envelope.peer, envelope.message)
         self._keep_alive(self._clock())
 
