@@ -61,6 +61,16 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             "rank, separated by commas in the order of the ranks",
         ),
     ] = msgspec.field(default="", name="transfer_device")
+    port: Annotated[
+        int,
+        Flag(
+            "--transfer-port",
+            metavar="PORT",
+            ge=0,
+            le=65535,
+            help="on decode: port on which tcp receives KV; further ranks use the ports after it; 0: any free port",
+        ),
+    ] = msgspec.field(default=0, name="transfer_port")
     bootstrap_port: Annotated[
         int,
         Flag(
@@ -131,8 +141,12 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Return the time limits of decode's agent, whichever engine runs it."""
         return ReceiverTimeouts(landed_s=self.landed_timeout_s, heartbeat=heartbeat)
 
-    def of_transports(self, host: str, tp_rank: int = 0, tp_size: int = 1) -> TransportConfig:
+    def of_transports(
+        self, host: str, tp_rank: int = 0, tp_size: int = 1, stage: int = 0
+    ) -> TransportConfig:
         """Return the part that transports need, for a rank of a node that listens on `host`.
+
+        `stage`: pipeline stage, whose ranks use the ports after those of earlier stages.
 
         Raises:
             ConfigInvalid: The devices cannot be divided among the ranks.
@@ -146,4 +160,5 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
                     topic="docs/transports.md#flags",
                 )
             names = names[tp_rank * share : (tp_rank + 1) * share]
-        return TransportConfig(host=host, interface=self.interface, devices=tuple(names))
+        port = self.port and self.port + stage * tp_size + tp_rank
+        return TransportConfig(host=host, interface=self.interface, devices=tuple(names), port=port)

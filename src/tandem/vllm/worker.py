@@ -177,7 +177,7 @@ class PrefillWorker(WorkerHalf):
                 config.fingerprint,
                 caches.layout,
                 caches.region,
-                _transports(config, caches, rank.shard),
+                _transports(config, caches, rank),
                 rank_ports=others if rank.number == 0 else (),
                 shard=rank.shard,
             ),
@@ -280,7 +280,7 @@ class DecodeWorker(WorkerHalf):
             fingerprint=config.fingerprint,
             layout=caches.layout,
             region=caches.region,
-            transports=_transports(config, caches, rank.shard),
+            transports=_transports(config, caches, rank),
             waker=self.waker,
             key=cluster_key(config.host, is_insecure=config.is_insecure),
             timeouts=config.of_receiver(config.heartbeat),
@@ -369,8 +369,8 @@ def make_worker(
     return make(config, caches, rank)
 
 
-def _transports(config: HandOffConfig, caches: Caches, shard: Shard) -> list[Transport]:
-    settings = config.of_transports(config.host, shard.tp_rank, shard.tp_size)
+def _transports(config: HandOffConfig, caches: Caches, rank: Rank) -> list[Transport]:
+    settings = config.of_transports(config.host, rank.number, rank.count, rank.stage)
     return transports(config.backend, settings, caches.region.device, is_own_pool=False)
 
 
