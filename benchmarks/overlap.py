@@ -332,7 +332,7 @@ def main() -> None:
     add("--transport", nargs="+", default=["shm", "tcp"], help="transports to measure")
     add("--rounds", type=int, default=5, help="rounds per case")
     add("--compute", type=float, default=2.0, help="computation time divided by transfer time")
-    add("--verify-kv", choices=["off", "sample", "always"], default="sample", help="checksums")
+    add("--verify-kv", choices=["off", "always"], default="always", help="checksums")
     add("--decode", nargs=3, help=argparse.SUPPRESS)
     quick = {"tokens": [1024], "chunk": [2048], "transport": ["shm"], "rounds": 1}
     args = parse(parser, quick, child_options=("decode",))

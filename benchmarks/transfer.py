@@ -8,7 +8,7 @@ and the NIXL and UCX libraries without our transports.
 *contiguous* is one copy, *pages* are random pages of 2 MiB (16 tokens of Llama-3-8B in bf16, so 512 MiB is a prompt of 4,096
 tokens), and *scattered* are random blocks of 64 KiB. Hashes verify the result. The rounds of all cases are interleaved, so
 that load of the host affects all of them; the table shows medians. CPU-s/GB counts both processes. The ratio in a result
-line is the lowest over the patterns.
+line is the lowest over the patterns. *checksum* is `--verify-kv always` at one end; each end hashes every page once.
 
 `--tp` adds transfers between nodes whose `--tp` differs by a factor of two. A rank then moves half of the heads: 64 slices of
 16 KiB per page. The result lines compare them with whole pages for each transport.
@@ -35,6 +35,7 @@ import numpy as np
 
 from benchmarks.bare_transfer import BARE
 from benchmarks.rig import parse, parser_of, result
+from tandem.kvtransfer.checksum import page_sums
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import CopyPlan, HeadRange, PagedTokens, plan_copies
 from tandem.kvtransfer.region import MemoryRegion
@@ -175,6 +176,13 @@ def make_tp_plans(size_bytes: int, pool_bytes: int) -> dict[str, CopyPlan]:
     }
 
 
+def hash_pages(plan: CopyPlan, region: MemoryRegion) -> None:
+    """Compute the checksums of the pages that a plan of whole pages reads."""
+    layout = KVLayout(region.size_bytes // PAGE_BYTES, 16, 32, 8, 128, "bfloat16", 2)
+    pages = PagedTokens(layout, (plan.source_offset // PAGE_BYTES).tolist())
+    page_sums(region, pages, pages, pages.end_token)
+
+
 def copy_here(plan: CopyPlan, source: MemoryRegion, destination: MemoryRegion) -> None:
     """Copy a plan within this process with memcpy, the limit of the transports."""
     begin, to = source.array(), destination.array()
@@ -270,6 +278,9 @@ def run(size_bytes: int, num_rounds: int, *, with_tp: bool) -> tuple[Samples, di
                     "memcpy": partial(measure, copy, lambda: 0.0, plan.total_bytes),
                     "socket": partial(measure, partial(bare.write, source), bare.cpu_s, size_bytes),
                 }
+                if pattern == "pages":
+                    hashing = partial(hash_pages, plan, source)
+                    cases["checksum"] = partial(measure, hashing, lambda: 0.0, plan.total_bytes)
                 for name, far in far_ends.items():
                     cases[name] = partial(far.measure, plan)
                 names = list(cases)  # the order rotates, because a case affects the next one
@@ -329,6 +340,8 @@ def report(samples: Samples, page_us: Mapping[str, float]) -> None:
     print(f"one page: {page_us['shm']:.0f} us over shm, {page_us['memcpy']:.0f} us by memcpy")
     print(result("shm_page_latency_us", page_us["shm"], 200, "us", is_lower_better=True))
     print(result("shm_vs_memcpy", worst("shm", "memcpy"), 0.8))
+    ratio = rates["checksum", "pages"] / rates["memcpy", "pages"]
+    print(result("checksum_vs_memcpy", ratio, 1.0))
 
 
 def main() -> None:

@@ -64,12 +64,10 @@ class Pool:
                 self.page_bytes += size
         self.memory = bytearray(self.page_bytes * num_pages)
 
-    def checksum(self, room: int, page: int, num_tokens: int, one_in: int) -> int:
-        """Return the checksum of the first `num_tokens` tokens of a page, over one in `one_in` slabs."""
-        draw = xxhash.xxh3_64_intdigest(room.to_bytes(8, "little"))
-        hashed = self._slabs[draw % min(one_in, len(self._slabs)) :: one_in]
+    def checksum(self, page: int, num_tokens: int) -> int:
+        """Return the checksum of the first `num_tokens` tokens of a page."""
         written = bytearray()
-        for begin, heads, token_bytes in hashed:
+        for begin, heads, token_bytes in self._slabs:
             for head in range(heads):
                 at = page * self.page_bytes + begin + head * self.page_size * token_bytes
                 written += self.memory[at : at + num_tokens * token_bytes]
@@ -327,16 +325,13 @@ class DecodeHalf:
         return Outcome(message["room"], kind, message)
 
     def _is_whole(self, message: dict[str, Any], room: _Room) -> bool:
-        sums, one_in = message.get("checksums", []), message.get("checksum_one_in", 1)
+        sums, sum_of = message.get("checksums", []), self.pool.checksum
         size, end = self.pool.page_size, room.have_tokens + self.pool.page_size * len(room.pages)
         left = [(message.get("end_token") or end) - at for at in range(room.have_tokens, end, size)]
-        if not sums or one_in < 1 or min(left, default=1) < 1:
+        if not sums or min(left, default=1) < 1:
             return not sums
         pages = zip(room.pages, left, strict=True)
-        sum_of = self.pool.checksum
-        return list(sums) == [
-            sum_of(message["room"], page, min(size, n), one_in) for page, n in pages
-        ]
+        return list(sums) == [sum_of(page, min(size, n)) for page, n in pages]
 
     def _keep_alive(self) -> None:
         now_s = time.monotonic()

@@ -48,7 +48,7 @@ class LoopbackTransport:
         self.hanging = threading.Event()  # set when a write hangs, for tests to wait for
 
     def listen(self, pool: Pool) -> "LoopbackListener":
-        return LoopbackListener(pool, self._listeners)
+        return LoopbackListener(pool, self._listeners, self.name)
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> "LoopbackConnection":
         peer = PeerKey(str(offer.descriptor.get("peer")))
@@ -82,8 +82,10 @@ class LoopbackTransport:
 class LoopbackListener:
     """Receives from connections of the same process."""
 
-    def __init__(self, pool: Pool, listeners: dict[PeerKey, "LoopbackListener"]) -> None:
-        self._pool = pool
+    def __init__(
+        self, pool: Pool, listeners: dict[PeerKey, "LoopbackListener"], name: str = "loopback"
+    ) -> None:
+        self._pool, self._name = pool, name
         self._all = listeners
         self._permits: dict[PeerKey, Permits] = {}
         self._lock = threading.Lock()
@@ -94,7 +96,7 @@ class LoopbackListener:
         peer = new_peer_key()
         self._permits[peer] = Permits(self._pool)
         self._all[peer] = self
-        return PeerAdmission(peer, TransportOffer(name="loopback", descriptor={"peer": peer}))
+        return PeerAdmission(peer, TransportOffer(name=self._name, descriptor={"peer": peer}))
 
     def permit(self, peer: PeerKey, room: Room, page_ids: Sequence[int]) -> None:
         with self._lock:

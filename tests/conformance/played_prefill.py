@@ -6,7 +6,7 @@ import time
 import msgspec
 import zmq
 
-from tandem.kvtransfer.checksum import page_sums, sampled_slabs
+from tandem.kvtransfer.checksum import page_sums
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import PagedTokens, plan_copies
 from tandem.kvtransfer.region import MemoryRegion
@@ -48,9 +48,12 @@ class PlayedPrefill(PlayedHalf):
     # ── what a hand-off begins with ──────────────────────────────────────────────────────────────
 
     def meet(self, num_pages=2):
-        """Have decode connect for a new request; return the room."""
+        """Have decode connect for a new request, and refuse its offers until one is of TCP; return the room."""
         room = self.start(num_pages)
         self.hello = self.expect(Hello)
+        while self.hello.offers and not self._tcp_offers():
+            self.refuse("transfer_refused")
+            self.hello = self.expect(Hello)
         return room
 
     def start(self, num_pages=2):
@@ -61,9 +64,12 @@ class PlayedPrefill(PlayedHalf):
 
     def offer(self):
         """Return decode's offer of TCP."""
-        found = [offer for offer in self.hello.offers if offer.name == "tcp"]
+        found = self._tcp_offers()
         assert found, f"tcp is not among {[offer.name for offer in self.hello.offers]}"
         return found[0]
+
+    def _tcp_offers(self):
+        return [offer for offer in self.hello.offers if offer.name == "tcp"]
 
     def stand(self, num_pages=2, **new):
         """Make a new link for a new request; return its grant."""
@@ -132,11 +138,10 @@ class PlayedPrefill(PlayedHalf):
     def sums(self, grant):
         """Return the checksums of a grant whose pages were all written."""
         layout = msgspec.structs.replace(self.layout, num_pages=1, strips=())
-        slabs = sampled_slabs(grant.room, layout, 1)
         with MemoryRegion.private(layout.page_bytes) as page:
             page.array()[:] = CONTENT
             one = PagedTokens(layout, [0])
-            return page_sums(page, one, one, layout.page_size, slabs=slabs) * len(grant.page_ids)
+            return page_sums(page, one, one, layout.page_size) * len(grant.page_ids)
 
     def hand_over(self):
         """Do an honest hand-off over the link that stands: the node serves on."""

@@ -195,7 +195,7 @@ def pool_sizes() -> set[int]:
 
 @pytest.mark.slow
 def test_a_rank_whose_tier_cannot_be_had_ends_the_start_and_leaves_no_memory(tiny_model, tmp_path):
-    (tmp_path / "tandem-kv-1-rank-1-of-2").write_text("not a directory")
+    (tmp_path / "tandem-kv-1").write_text("not a directory")
     node = Process(
         *("decode", "--port", str(free_ports(1)[0]), "--model", str(tiny_model("llama")), *FLAGS),
         *("--tp", "2", "--kv-tier", f"disk:{tmp_path}:1GiB", "--log-level", "info"),
@@ -205,7 +205,7 @@ def test_a_rank_whose_tier_cannot_be_had_ends_the_start_and_leaves_no_memory(tin
     assert node.wait(START_TIMEOUT_S) == 2
     said = node.output()
     node.stop()
-    assert "tandem-kv-1-rank-1-of-2: File exists" in said
+    assert "tandem-kv-1: File exists" in said
     (pool_bytes,) = set(re.findall(r'"pool_bytes": (\d+)', said))
     assert int(pool_bytes) not in pool_sizes()
 

@@ -37,7 +37,7 @@ from tests.patience import PATIENCE_S
 
 FLAGS = (
     *("--engine", "simulated", "--page-size", "16", "--max-total-tokens", "4096"),
-    *("--transfer-backend", "auto", "--verify-kv", "sample"),
+    *("--transfer-backend", "auto"),
 )
 PROFILE = {"prefill": {"base_ms": 3, "per_token_ms": 0.1}, "decode": {"base_ms": 8}}
 NUM_CLIENTS = 12

@@ -50,7 +50,14 @@ def path_of(tmp_path: Path, key) -> Path:
 
 
 def files(tmp_path: Path) -> list[Path]:
-    return [p for p in (tmp_path / "kv").rglob("*") if p.is_file() and p.name != "store-id"]
+    found = [p for p in (tmp_path / "kv").rglob("*") if p.is_file()]
+    return [p for p in found if p.name != "store-id" and not p.name.startswith("limit-")]
+
+
+def forget_limits(tmp_path: Path) -> None:
+    """Remove the limits of earlier tiers, as if their nodes had left a day ago."""
+    for path in (tmp_path / "kv" / "tandem-kv-1").glob("limit-*"):
+        path.unlink()
 
 
 def got(tier, of) -> list[bytes]:
@@ -249,6 +256,7 @@ def test_least_recently_used_pages_are_evicted_down_to_the_limit(open_tier, tmp_
 def test_pages_over_the_limit_at_start_are_evicted(open_tier, tmp_path):
     of = keys(6)
     put(open_tier(), of)
+    forget_limits(tmp_path)
     for number, key in enumerate(of):  # the kernel's clock is too coarse for distinct mtimes
         age(path_of(tmp_path, key), number)
     small = open_tier(num_pages=2)
@@ -258,7 +266,7 @@ def test_pages_over_the_limit_at_start_are_evicted(open_tier, tmp_path):
     assert got(small, of) == contents(of[:2])
 
 
-def test_each_rank_has_a_directory_and_a_share_of_the_limit(tmp_path):
+def test_ranks_share_the_limit_of_their_node(tmp_path):
     spec = parse_tier(f"disk:{tmp_path}/kv:{8 * FILE_BYTES}")
     spaces = [replace(SPACE, shard=shard) for shard in ("0/2", "1/2", "0/2")]
     ranks = [open_of_spec(spec, FakePool(), space) for space in spaces]
@@ -269,9 +277,46 @@ def test_each_rank_has_a_directory_and_a_share_of_the_limit(tmp_path):
         tier.scan()
         tier.close()
     loads = [tier.load() for tier in ranks]
-    assert [load.num_bytes for load in loads] == [4 * FILE_BYTES] * 3
     assert loads[0].store == loads[2].store != loads[1].store
+    assert loads[2].num_bytes == loads[2].limit_bytes == 8 * FILE_BYTES
     assert len(files(tmp_path)) == 8
+
+
+@pytest.mark.parametrize("before", ["0/1", "0/2", "3/4"])
+def test_pages_of_a_node_with_a_different_tp_are_evicted_first(tmp_path, before):
+    spec, of = parse_tier(f"disk:{tmp_path}/kv:{4 * FILE_BYTES}"), keys(8)
+    for shard, mine in ((before, of[:4]), ("1/3", of[4:])):
+        tier = open_of_spec(spec, FakePool(), replace(SPACE, shard=shard))
+        tier.scan()
+        assert put(tier, mine) == 4
+        tier.close()
+        for path in files(tmp_path):
+            age(path, 1000)
+    assert {p.name for p in files(tmp_path)} == {key.digest.hex() for key in of[4:]}
+
+
+def test_largest_limit_of_a_directory_holds(open_tier, tmp_path):
+    large, small, of = open_tier(num_pages=6), open_tier(num_pages=2), keys(6)
+    large.scan()
+    put(large, of)
+    small.scan()
+    assert put(small, keys(1, first_token=99)) == 1
+    assert len(files(tmp_path)) == 6
+    assert small.load().limit_bytes == large.load().limit_bytes == 6 * FILE_BYTES
+
+
+def test_limit_of_a_node_that_has_left_ends_after_a_day(open_tier, tmp_path):
+    put(large := open_tier(num_pages=6), keys(6))
+    large.scan()
+    small = open_tier(num_pages=2)
+    recorded = tmp_path / "kv" / "tandem-kv-1" / f"limit-{6 * FILE_BYTES}"
+    age(recorded, disk_files.LIMIT_S - 60)
+    small.scan()
+    assert len(files(tmp_path)) == 6
+    age(recorded, disk_files.LIMIT_S + 60)
+    small.scan()
+    assert len(files(tmp_path)) == 2
+    assert not recorded.exists()
 
 
 def stuck(monkeypatch, of) -> list[str]:

@@ -149,6 +149,22 @@ def has_turned(agent):
         assert is_done.wait(PATIENCE_S)
 
 
+def refused_in_a_turn(node, send, num):
+    """Send `num` messages that the node refuses; return how many delay a call of its control thread."""
+    send()
+    node.wait_until(lambda now: now.num_refused == 1)  # connected
+    hold, seen = Hold(), []
+    hold.begin()
+    node.agent._control.post(hold.pass_by)
+    assert hold.reached.wait(PATIENCE_S)
+    for _ in range(num):
+        send()
+    node.agent._control.post(lambda: seen.append(node.agent.statistics().num_refused))
+    hold.let_go()
+    node.wait_until(lambda now: seen and now.num_refused == 1 + num)
+    return seen[0] - 1
+
+
 def receive(end):
     for _ in patiently():
         if (got := end.receive()) is not None:
@@ -213,7 +229,7 @@ class Scripted(LoopbackTransport):
         self.holds[call].pass_by()
 
     def listen(self, pool):
-        listener = ScriptedListener(pool, self._listeners)
+        listener = ScriptedListener(pool, self._listeners, self.name)
         listener.script = self
         return listener
 

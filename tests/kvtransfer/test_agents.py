@@ -316,23 +316,15 @@ SMALL = layout(page_size=2, num_pages=20)
 
 
 @pytest.mark.parametrize(
-    ("receiver", "granted", "pushed", "verify", "num_pages"),
+    ("receiver", "granted", "pushed", "num_pages"),
     [
-        ({}, DECODE_PAGES, PROMPT_PAGES, "always", 4),
-        ({}, [5], [3], "sample", 1),  # the last page is always in it
-        ({"shape": SMALL}, [9, 3, 5], [3, 1], "always", 3),
+        ({}, DECODE_PAGES, PROMPT_PAGES, 4),
+        ({}, [5], [3], 1),
+        ({"shape": SMALL}, [9, 3, 5], [3, 1], 3),
     ],
 )
-def test_a_corrupted_page_is_found_and_does_not_land(
-    cluster, receiver, granted, pushed, verify, num_pages
-):
-    prefill, decode = begin(
-        cluster,
-        Fault("corrupt"),
-        page_ids=granted,
-        sender={"verify": verify},
-        receiver=receiver,
-    )
+def test_a_corrupted_page_is_found_and_does_not_land(cluster, receiver, granted, pushed, num_pages):
+    prefill, decode = begin(cluster, Fault("corrupt"), page_ids=granted, receiver=receiver)
     push_all(prefill, pushed)
     error = decode.next(RoomFailed).error
     assert isinstance(error, KVCorrupted)

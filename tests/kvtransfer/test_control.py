@@ -35,7 +35,7 @@ def worker():
     made = LinkWorker("kv-link", control)
     yield made
     made.end()
-    made.join()
+    made.join(PATIENCE_S)
     control.stop()
 
 
@@ -128,14 +128,13 @@ def test_closing_ends_a_write_in_flight_and_still_answers_a_stop(
         worker.close(write.hang_up)
     assert "hung up" in told.get(timeout=PATIENCE_S)
     assert told.get(timeout=PATIENCE_S) == "stopped"
-    worker.join()
+    assert worker.join(PATIENCE_S)
     assert told.empty()
 
 
 def test_thread_ends_even_if_closing_the_connection_raises(worker):
     worker.close(lambda: fail(Panic("broken")))
-    worker.join()
-    assert not worker.is_running
+    assert worker.join(PATIENCE_S)
 
 
 def test_writes_overlap_up_to_a_limit_and_other_jobs_wait_for_all(worker, told):
@@ -202,4 +201,4 @@ def test_closing_ends_the_writes_in_flight(worker, told):
     assert write.begun.wait(PATIENCE_S)
     worker.close(write.hang_up)
     assert all("hung up" in told.get(timeout=PATIENCE_S) for _ in range(2))
-    worker.join()
+    assert worker.join(PATIENCE_S)

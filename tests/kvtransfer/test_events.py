@@ -17,6 +17,7 @@ from tandem.kvtransfer.events import (
 )
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import Room
+from tests.patience import Clock
 
 ROOM = Room(42)
 LAST = (PushDone, RoomReleased, RoomLanded, RoomFailed, RoomSafe)
@@ -113,6 +114,29 @@ def test_members_added_late_count_from_the_beginning():
     assert list(rooms.events()) == []
     rooms.report(1, 2, PushDone(ROOM, 1))
     assert list(rooms.events()) == [RoomReleased(ROOM)]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda rooms: rooms.cancel(ROOM, None),
+        lambda rooms: rooms.apply(0, RoomReleased(ROOM, error_of(0))),
+    ],
+)
+def test_age_counts_from_the_first_failure_to_the_last_member(end):
+    clock = Clock()
+    rooms = PushRooms(lambda *_: None, clock=clock)
+    rooms.open(ROOM, 2)
+    clock.now_s = 10
+    assert rooms.ending_s() == 0
+    end(rooms)
+    clock.now_s = 15
+    rooms.cancel(ROOM, None)
+    clock.now_s = 17
+    assert rooms.ending_s() == 7
+    for member in (0, 1):
+        rooms.apply(member, RoomReleased(ROOM))
+    assert rooms.ending_s() == 0
 
 
 def test_role_that_cancels_a_failed_room_receives_no_error():

@@ -7,8 +7,9 @@ import pytest
 
 from tandem.kvtransfer.agents import receiver_links as prefill_links
 from tandem.kvtransfer.events import RoomFailed, RoomGranted, RoomLanded, RoomLost, RoomSafe
+from tandem.wire import channel
 from tandem.wire.channel import wait
-from tandem.wire.errors import TransferFailed, TransferTimeout
+from tandem.wire.errors import TransferFailed, TransferRefused, TransferTimeout
 from tandem.wire.generation import Room
 from tandem.wire.hand_off import Grant, Withdraw
 from tests.calm import calm_receiver
@@ -76,6 +77,57 @@ def test_a_transport_that_cannot_admit_is_not_offered_and_the_others_are(cluster
     prefill.agent.expect(ROOM)
     rig.request(decode, prefill)
     rig.push_all(prefill)
+    decode.next(RoomLanded)
+
+
+def test_prefill_that_floods_delays_nobody_else(cluster, stack, monkeypatch):
+    monkeypatch.setattr(channel, "FRAMES_PER_TURN", 10)
+    decode, prefill = cluster.decode(), rig.fake_prefill(stack)
+    rig.meet(prefill, decode)
+    prefill.welcome()
+    prefill.expect(Grant)
+    assert rig.refused_in_a_turn(decode, lambda: prefill.land(ROOM, epoch=99), 300) <= 10
+
+
+def hand_over(prefill, decode):
+    prefill.agent.expect(ROOM)
+    rig.request(decode, prefill)
+    rig.push_all(prefill)
+    decode.next(RoomLanded)
+
+
+def test_no_offer_is_made_after_one_that_works(cluster):
+    works, spare = rig.Scripted("works"), rig.Scripted("spare")
+    cluster.use(works, spare)
+    hand_over(cluster.prefill(), cluster.decode())
+    assert works.holds["admit"].threads
+    assert not spare.holds["admit"].threads
+
+
+def test_refused_offer_is_fenced_and_the_next_is_made(cluster):
+    refused, works = rig.Scripted("refused"), rig.Scripted("works")
+    refused.failures, refused.error = ["connect"], TransferRefused("on another host")
+    cluster.use(refused, works)
+    prefill, decode = cluster.prefill(), cluster.decode()
+    hand_over(prefill, decode)
+    assert refused.is_fenced
+    assert not works.is_fenced
+    assert prefill.agent.times.num_lost_links == decode.agent.times.num_lost_links == 0
+
+
+def test_request_fails_with_the_reason_of_each_refused_offer(cluster):
+    transports = [rig.Scripted("one"), rig.Scripted("other")]
+    cluster.use(*transports)
+    for each in transports:
+        each.failures, each.error = ["connect"], TransferRefused(f"{each.name} is far away")
+    prefill, decode = cluster.prefill(), cluster.decode()
+    rig.request(decode, prefill)
+    error = decode.next(RoomFailed).error
+    assert isinstance(error, TransferRefused)
+    assert all(f"{each.name} is far away" in error.message for each in transports)
+    rig.request(decode, prefill, room=Room(43))  # a new link tries all again
+    prefill.agent.expect(Room(43))
+    rig.push_all(prefill, room=Room(43))
     decode.next(RoomLanded)
 
 
@@ -261,16 +313,16 @@ def test_unused_offer_that_cannot_be_fenced_is_fenced_with_its_link(cluster):
     decode = cluster.decode()
     cluster.use(healthy)
     prefill = cluster.prefill()
-    refused.failures = ["fence"]
+    failing.failures = ["fence"]
     prefill.agent.expect(ROOM)
     rig.request(decode, prefill)
     rig.push_all(prefill)
     decode.next(RoomLanded)
-    until(lambda: failing.is_fenced)
-    assert not refused.is_fenced
+    until(lambda: refused.is_fenced)
+    assert not failing.is_fenced
     assert decode.agent.statistics().num_links == 1
     prefill.agent.close()
-    until(lambda: refused.is_fenced)
+    until(lambda: failing.is_fenced)
 
 
 def test_grant_that_cannot_be_sent_drops_the_link(cluster, stack):

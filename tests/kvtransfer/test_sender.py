@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
+from tandem.kvtransfer.agents import sender_links
 from tandem.kvtransfer.agents import sender_rooms as push_room
 from tandem.kvtransfer.events import (
     RoomFailed,
@@ -14,7 +16,8 @@ from tandem.kvtransfer.events import (
 )
 from tandem.wire import channel
 from tandem.wire.errors import Aborted, ConfigInvalid, PeerLost, TransferFailed, TransferRefused
-from tandem.wire.generation import Room
+from tandem.wire.generation import Epoch, Room
+from tandem.wire.hand_off import Withdraw
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import DECODE_PAGES, PROMPT_PAGES, ROOM
 from tests.loopback import Fault, LoopbackTransport
@@ -56,6 +59,47 @@ def test_layers_computed_during_a_write_are_pushed_together(cluster):
         rig.pages(*side, shape) for side in ((prefill, PROMPT_PAGES), (decode, DECODE_PAGES))
     )
     assert np.array_equal(held, landed)
+
+
+def test_write_that_does_not_return_delays_no_close_and_shows_in_the_statistics(
+    cluster, monkeypatch
+):
+    monkeypatch.setattr(sender_links, "CLOSE_S", 0.01)
+    cluster.use(script := rig.Scripted())
+    prefill, _ = rig.begin(cluster, sender={"clock": cluster.clock})
+    prefill.next(RoomGranted)
+    script.holds["write"].begin()
+    rig.push_all(prefill)
+    assert script.holds["write"].reached.wait(PATIENCE_S)
+    assert prefill.agent.statistics().ending_s == 0
+    prefill.agent.abort(ROOM)
+    cluster.clock.now_s += 400
+    assert prefill.agent.statistics().ending_s == 400
+    with capture_logs() as logged:
+        prefill.agent.close()
+    script.holds["write"].let_go()
+    assert "kv_write.not_returned" in [each["event"] for each in logged]
+
+
+def test_age_of_a_failed_hand_off_ends_with_its_last_write(cluster):
+    cluster.use(script := rig.Scripted())
+    prefill, _ = rig.begin(cluster, sender={"clock": cluster.clock})
+    prefill.next(RoomGranted)
+    script.holds["write"].begin()
+    rig.push_all(prefill)
+    assert script.holds["write"].reached.wait(PATIENCE_S)
+    prefill.agent.abort(ROOM)
+    script.holds["write"].let_go()
+    prefill.next(RoomReleased)
+    assert prefill.agent.statistics().ending_s == 0
+
+
+def test_peer_that_floods_delays_nobody_else(cluster, stack, monkeypatch):
+    monkeypatch.setattr(channel, "FRAMES_PER_TURN", 10)
+    prefill = cluster.prefill()
+    decode = rig.fake_decode(stack, prefill.agent.port, cluster.transport)
+    late = Withdraw(epoch=Epoch(99), room=ROOM)
+    assert rig.refused_in_a_turn(prefill, lambda: decode.send(late), 300) <= 10
 
 
 class Panic(BaseException):

@@ -240,6 +240,19 @@ def test_heads_that_do_not_divide_evenly_or_are_on_several_ranks(stack, sizes, n
     check_hand_off(prefill, decode)
 
 
+class _Foreign(LoopbackTransport):
+    """A transport that prefill does not have."""
+
+    name = "foreign"
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 4)])
+def test_every_rank_makes_its_next_offer_after_a_refused_one(stack, sizes):
+    transport = LoopbackTransport()
+    prefill = Prefill(stack, sizes[0], 4, [transport] * sizes[0])
+    check_hand_off(prefill, Decode(stack, sizes[1], 4, [_Foreign(), transport]))
+
+
 @pytest.mark.parametrize("is_prefill_split", [True, False])
 def test_a_node_that_splits_no_heads_and_one_that_does(stack, is_prefill_split):
     """And ranks that no head is wanted of hear the end of the room all the same."""

@@ -95,6 +95,16 @@ def test_rdma_devices_are_divided_among_the_ranks(flag, names, tp_size, of_each_
     assert ignored == []
 
 
+@pytest.mark.parametrize(("port", "of_each_rank"), [("9100", [9100, 9101]), ("0", [0, 0])])
+def test_ranks_use_consecutive_transfer_ports(port, of_each_rank):
+    config, _ = read("--transfer-port", port, "--tp", "2")
+    ranks = [config.transfer.of_transports("::1", rank, 2) for rank in range(2)]
+    assert [each.port for each in ranks] == of_each_rank
+    assert config.transfer.of_transports("::1", 1, 2, stage=2).port == (
+        9105 if of_each_rank[0] else 0
+    )
+
+
 @pytest.mark.parametrize("names", ["a,b", "a,b,c,d"])
 def test_rdma_devices_that_do_not_divide_among_the_ranks_are_rejected(names):
     with pytest.raises(SettingInvalid, match=r"--transfer-device names \d devices for 3 ranks"):

@@ -153,13 +153,17 @@ def test_page_that_a_rank_could_not_save_is_a_miss_and_not_held(node):
     assert node.told.cached["b"] == 0
 
 
-@pytest.mark.parametrize(("limit", "num_parts"), [(500, 2), (0, 1)])
-def test_tier_load_is_summed_unless_each_rank_sees_the_whole_store(limit, num_parts):
-    load = TierLoad(name="t", num_pages=3, num_bytes=300, limit_bytes=limit, put_bytes=10)
+@pytest.mark.parametrize(
+    ("store", "limit", "num_parts"), [("", 500, 2), ("", 0, 1), ("dir-1", 500, 1)]
+)
+def test_tier_load_is_summed_unless_each_rank_sees_the_whole_store(store, limit, num_parts):
+    load = TierLoad(
+        name="t", store=store, num_pages=3, num_bytes=300, limit_bytes=limit, put_bytes=10
+    )
     whole = load_of_node(load, num_ranks=2)
     assert (whole.num_pages, whole.num_bytes) == (3 * num_parts, 300 * num_parts)
     assert whole.put_bytes == 20
-    assert whole.limit_bytes == 2 * limit
+    assert whole.limit_bytes == num_parts * limit
 
 
 def test_rank_with_hanging_tiers_has_time_to_release_memory():

@@ -138,7 +138,7 @@ def test_queue_expiry_is_the_earlier_of_deadline_and_queue_limit():
 class Rig:
     """Admission to a decode with some places; an admitted request is on the node until it leaves."""
 
-    def __init__(self, num_places=1, *, is_up=True, pages=None, keys=None, **config) -> None:
+    def __init__(self, num_places=1, *, is_up=True, keys=None, pages=None, **config) -> None:
         self.num_places, self.is_up, self.pages = num_places, is_up, pages or {}
         self.inside, self.lengths, self.seen, self.ends = [], {}, [], {}
         self.metrics = RouterMetrics()

@@ -55,11 +55,10 @@ class SimulatedInbox(Generic[In]):
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
 
-    def receive(self):
-        if not self._queue:
-            return None
-        peer, frame = self._queue.popleft()
-        return Envelope(peer, self._codec.decode(frame))
+    def queued(self):
+        while self._queue:
+            peer, frame = self._queue.popleft()
+            yield Envelope(peer, self._codec.decode(frame))
 
     def send(self, peer, message) -> None:
         connection = self._connections.get(peer)
@@ -110,8 +109,9 @@ class SimulatedLink(_ConnectingEnd[In]):
 
     ring = staticmethod(lambda: None)
 
-    def receive(self):
-        return self._codec.decode(self._queue.popleft()) if self._queue else None
+    def queued(self):
+        while self._queue:
+            yield self._codec.decode(self._queue.popleft())
 
     def connected(self, connection) -> None:
         self._connection = connection

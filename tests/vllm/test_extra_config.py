@@ -3,7 +3,10 @@
 import msgspec
 import pytest
 
+from tandem.engine.config import EngineConfig
 from tandem.kvtransfer.config import TransferConfig
+from tandem.node.config import NodeConfig
+from tandem.vllm.node.environment import extra_config
 from tandem.vllm.worker import HandOffConfig, read_hand_off_config
 from tandem.wire.errors import ConfigInvalid
 
@@ -11,13 +14,18 @@ CHANGED = TransferConfig(
     backend="tcp",
     interface="lo",
     devices="mlx5_0",
+    port=9100,
     bootstrap_port=9001,
     grant_timeout_s=1.5,
     early_grant_timeout_s=2.5,
     landed_timeout_s=3.5,
     push_granularity="chunk",
-    verify="always",
+    verify="off",
 )
+
+
+def names(struct) -> set[str]:
+    return {each.name for each in msgspec.structs.fields(struct)}
 
 
 def read(**extra) -> HandOffConfig:
@@ -35,12 +43,13 @@ def test_defaults_of_the_transfer():
         "transfer_backend": "auto",
         "transfer_interface": "",
         "transfer_device": "",
+        "transfer_port": 0,
         "bootstrap_port": 8998,
         "grant_timeout_s": 300.0,
         "early_grant_timeout_s": 30.0,
         "landed_timeout_s": 600.0,
         "push_granularity": "layer",
-        "verify_kv": "sample",
+        "verify_kv": "always",
     }
 
 
@@ -50,6 +59,28 @@ def test_every_option_of_a_node_reaches_its_vllm_workers():
     assert all(changed[name] != default[name] for name in default)
     found = read(**msgspec.to_builtins(CHANGED))
     assert changed.items() <= msgspec.structs.asdict(found).items()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_links_of_every_engine_have_the_settings_of_the_node(role):
+    node = NodeConfig(
+        role=role,
+        engine=EngineConfig(model_dir="/m"),
+        transfer=CHANGED,
+        host="127.0.0.2",
+        is_insecure=True,
+        heartbeat_interval_ms=250.0,
+    )
+    found = read_hand_off_config(extra_config(node, "a"), role=role, fingerprint="f")
+    shared = (names(HandOffConfig) - names(TransferConfig)) & names(NodeConfig)
+    assert shared == {"role", "host", "is_insecure", "heartbeat_interval_ms"}
+    assert all(getattr(found, name) == getattr(node, name) for name in shared)
+    assert found.heartbeat == node.heartbeat
+
+
+def test_heartbeat_interval_out_of_range_is_refused():
+    with pytest.raises(ConfigInvalid, match="heartbeat-interval-ms 1 is out of range"):
+        read(heartbeat_interval_ms=1.0)
 
 
 def test_fingerprint_in_the_config_replaces_the_nodes_own():

@@ -32,10 +32,10 @@ ONLY = Rank(0, 1)
 class Pair:
     """The workers of one rank. `first_port`: port of prefill's first rank; 0: any port, if there is one rank."""
 
-    def __init__(self, rank=ONLY, first_port=0):
+    def __init__(self, rank=ONLY, first_port=0, **settings):
         self.reports, self.results, self._first_port = WorkerReports(), Results(), first_port
-        settings = {"fingerprint": "f", "bootstrap_port": first_port, "backend": "tcp"}
-        config = partial(HandOffConfig, **settings)
+        common = {"fingerprint": "f", "bootstrap_port": first_port, "backend": "tcp"}
+        config = partial(HandOffConfig, **common, **settings)
         num_bytes = NUM_LAYERS * NUM_BLOCKS * SIZE
         self._memory = [torch.full((num_bytes,), fill, dtype=torch.uint8) for fill in (1, 0)]
         blocks = RankBlocks(NUM_BLOCKS, PAGE, pieces_of("layers"), are_alike=True)
@@ -171,3 +171,11 @@ def test_room_of_an_empty_grant_rejects_a_second_request(pair):
     pair.decode.follow(WorkerOrders(grants=[pair.grant("", []), pair.grant("b", [6])]))
     pair.wait(received={"b"})
     assert pair.results.failed == {"b"}
+
+
+def test_time_limits_of_the_config_reach_the_links():
+    settings = {"heartbeat_interval_ms": 250.0, "grant_timeout_s": 1.5, "landed_timeout_s": 3.5}
+    with contextlib.closing(Pair(**settings)) as pair:
+        sender, receiver = pair.prefill.agent._timeouts, pair.decode.agent._timeouts
+    assert (sender.heartbeat.interval_s, sender.grant_s) == (0.25, 1.5)
+    assert (receiver.heartbeat.interval_s, receiver.landed_s) == (0.25, 3.5)

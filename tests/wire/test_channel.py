@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.wire import channel
 from tandem.wire.async_link import MAX_DRAINED, AsyncLink
 from tandem.wire.channel import Codec, Inbox, Link, Waker, wait
 from tandem.wire.errors import ConfigInvalid, MessageInvalid, MessageTooLarge, PeerLost
@@ -41,6 +42,42 @@ async def send_when_connected(link: AsyncLink[FromEngine], message) -> None:
                 return link.send(message)
             except PeerLost:
                 await asyncio.sleep(0)
+
+
+def send_soon(link: Link[FromEngine], send) -> None:
+    """Send once the link is connected."""
+    for _ in patiently():
+        with contextlib.suppress(PeerLost):
+            return send()
+        wait([link], 0.01)
+    raise AssertionError("not connected")
+
+
+@pytest.mark.parametrize("is_valid", [True, False])
+def test_frames_of_a_peer_that_floods_are_read_in_several_turns(monkeypatch, is_valid):
+    monkeypatch.setattr(channel, "FRAMES_PER_TURN", 10)
+    inbox = make_inbox()
+    link = Link(inbox.address, FromEngine, heartbeat=CALM)
+    send_soon(link, lambda: link.send(Ping()))
+    peer = receive(inbox).peer
+    for _ in range(45):
+        link.send(Ping()) if is_valid else link.socket.send(b"no message")
+        inbox.send(peer, PONG) if is_valid else inbox.socket.send_multipart([peer, b"none"])
+    num_read = 0
+    for _ in patiently():
+        turn = list(inbox.queued())
+        assert len(turn) + inbox.num_invalid - (num_read if not is_valid else 0) <= 10
+        num_read += len(turn) if is_valid else inbox.num_invalid - num_read
+        if num_read == 45:
+            break
+        wait([inbox], 0.1)
+    assert num_read == 45
+    for _ in patiently():
+        assert len(list(link.queued())) <= 10
+        if not is_valid or not link.socket.poll(100):
+            break
+    link.close()
+    inbox.close()
 
 
 async def test_message_reaches_inbox_and_answer_reaches_link():

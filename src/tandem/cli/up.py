@@ -46,7 +46,7 @@ ROUTER_FIELDS = (
     "advertise_url",
     "tokenizer_dir",
 )
-NODE_FIELDS = ("model", "transfer.bootstrap_port", "engine.num_threads")
+NODE_FIELDS = ("model", "transfer.bootstrap_port", "transfer.port", "engine.num_threads")
 # Flags that go to router and nodes. Other flags that both have go to the router only: they concern clients, which
 # connect to the router.
 SHARED = (

@@ -176,6 +176,7 @@ class DecodeRole(Role[_DecodeHalf]):
             received_bytes=moved.received_bytes,
             saved_bytes=moved.saved_bytes,
             num_refused_transfers=moved.num_refused,
+            ending_s=moved.ending_s,
         )
 
     @override

@@ -49,9 +49,7 @@ _FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> "DiskTier":
     """Return the tier of a `--kv-tier disk:PATH:SIZE`."""
-    # The limit is for the whole node; each rank gets an equal share.
-    limit_bytes = spec.limit_bytes // space.num_shards
-    return DiskTier(Path(spec.path), limit_bytes, pages, space, name=spec.name)
+    return DiskTier(Path(spec.path), spec.limit_bytes, pages, space, name=spec.name)
 
 
 class DiskTier:
@@ -59,8 +57,8 @@ class DiskTier:
 
     Args:
         path: Directory; created if it is missing.
-        limit_bytes: Limit for all files that this node knows of, whichever node wrote them. Each rank has its own files
-            and its own limit.
+        limit_bytes: Limit for all files in the directory, whichever node wrote them. If nodes have different limits,
+            the largest holds: a small one would evict the pages of all nodes.
         clock: Returns seconds since the Unix epoch, like mtimes.
 
     Raises:
@@ -82,14 +80,15 @@ class DiskTier:
         self.name = name
         self._known = KnownPages()
         self.journal = self._known.journal
-        self._file_bytes, self._limit_bytes = HEADER_BYTES + pages.page_bytes, limit_bytes
+        self._file_bytes = HEADER_BYTES + pages.page_bytes
+        self._own_limit_bytes = self._limit_bytes = limit_bytes
         if limit_bytes < self._file_bytes:
             raise ConfigInvalid(
                 f"--kv-tier disk:{path}:{limit_bytes}: a KV page takes {self._file_bytes} bytes; "
                 "use a larger size"
             )
-        self._directory = _open_directory(path, space.shard)
-        # Nodes with other models may share the directory; their keys differ.
+        self._directory = _open_directory(path)
+        # Other ranks, and nodes with other models, may share the directory; their keys differ.
         self._space_name = space.name
         self._memory = PageMemory(pages.host_memory, pages.page_bytes)
         self._clock = clock
@@ -162,6 +161,7 @@ class DiskTier:
         begin_s = self._clock()
         self._index.begin_scan()
         with self._answering():
+            self._limit_bytes = self._directory.largest_limit(self._own_limit_bytes)
             for found in self._directory.scan():
                 if self._stopping.is_set():
                     return
@@ -346,12 +346,12 @@ class DiskIndex:
             self.num_corrupted += corrupted
 
 
-def _open_directory(path: Path, shard: str) -> PageDirectory:
+def _open_directory(path: Path) -> PageDirectory:
     """Open the directory on a thread, because a call to a hanging mount never returns."""
 
     def opened() -> PageDirectory | OSError:
         try:
-            return PageDirectory(path, shard)
+            return PageDirectory(path)
         except OSError as error:
             return error
 

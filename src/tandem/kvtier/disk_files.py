@@ -1,15 +1,15 @@
-"""The files of a directory with pages, and the identity of the store.
+"""The files of a directory with pages, its limit, and the identity of the store.
 
 ```
  PATH/tandem-kv-1/store-id                 the store's identity: random, made by the first node
+                 /limit-200000000000       a limit in bytes; its mtime is the last scan of a node that has it
                  /3f/a/3fa9…               a page, named by its key in hex; with 4,096 folders, 10 million pages are
                                            2,500 files a folder
                  /3f/a/.…                  a temporary file of a write in progress
-     /tandem-kv-1-rank-0-of-2/…            the same for one rank of a node, which stores its shard of each page
 ```
 
-Each rank has its own folder and its share of the limit; in a shared folder, each rank would evict files to make room
-for the writes of all ranks. A page is written under a temporary name and renamed, so readers never see a partial page.
+All models and ranks use one folder: their keys differ, and whoever is at the limit evicts the oldest files of all. Files
+of a model or `--tp` that no node uses any more are therefore evicted first. A page is written under a temporary name and renamed, so readers never see a partial page.
 Nothing is fsynced: the checksum rejects pages that a power failure left incomplete.
 """
 
@@ -38,6 +38,8 @@ _NOT_OURS = {errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR, 
 _PIECE_BYTES = 512 << 10
 _PAGE_NAME = re.compile(r"[0-9a-f]{64}")
 _STALE_S = 3600.0  # no write of a page takes this long
+# A limit counts for this long after its last scan: a node that restarts must find its pages.
+LIMIT_S = 86_400.0
 
 
 class EntryCorrupted(Exception):
@@ -64,18 +66,15 @@ class PageDirectory:
 
     Args:
         path: Directory; created if it is missing.
-        shard: This node's rank, as in `PageSpace`.
 
     Attributes:
         top: The folder that contains the pages.
         store: The store's identity, the same on all nodes that share it; `scan` reads it again.
     """
 
-    def __init__(self, path: Path, shard: str = "0/1") -> None:
-        rank, _, num_ranks = shard.partition("/")
-        suffix = "" if num_ranks == "1" else f"-rank-{rank}-of-{num_ranks}"
+    def __init__(self, path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._path, self.top = path, path / f"tandem-kv-{VERSION}{suffix}"
+        self._path, self.top = path, path / f"tandem-kv-{VERSION}"
         self._device = path.stat().st_dev
         self.make_top()
         self.store = _identity(self.top)
@@ -147,6 +146,21 @@ class PageDirectory:
         for outer in _folders(self.top, 2):
             for inner in _folders(outer, 1):
                 yield from _scan_folder(inner, stale_s)
+
+    def largest_limit(self, own_bytes: int) -> int:
+        """Record this node's limit; return the largest limit that any node recorded in the last `LIMIT_S` seconds."""
+        self.make_top()
+        own = self.top / f"limit-{own_bytes}"
+        own.touch(mode=0o600)
+        now_s, largest = own.stat().st_mtime, own_bytes  # the file server's clock
+        for path in self.top.glob("limit-*"):
+            with suppress(FileNotFoundError, ValueError):
+                limit_bytes = int(path.name.partition("-")[2])
+                if now_s - path.stat().st_mtime <= LIMIT_S:
+                    largest = max(largest, limit_bytes)
+                else:
+                    path.unlink()
+        return largest
 
     def make_top(self) -> None:
         """Create the top folder, unless the mount is gone: pages would then fill the disk under the mount point."""

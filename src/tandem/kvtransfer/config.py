@@ -4,9 +4,12 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from tandem.kvtransfer.agents.receiver import ReceiverTimeouts
+from tandem.kvtransfer.agents.sender import SenderTimeouts
 from tandem.kvtransfer.checksum import Verify
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.settings.flags import Flag
+from tandem.wire.channel import Heartbeat
 from tandem.wire.errors import ConfigInvalid
 
 # Bounds of the timeouts. Below the minimum, healthy peers would time out.
@@ -26,7 +29,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             default.
         early_grant_timeout_s: Time that a grant waits for its request; its pages are idle meanwhile.
         landed_timeout_s: Time that decode waits for granted pages to land, including prefill's queue.
-        verify: `sample` hashes one slab in 64, which detects a corrupting link within a few prompts.
+        verify: Whether both ends hash every pushed byte, which detects any single wrong bit.
     """
 
     backend: Annotated[
@@ -58,6 +61,16 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             "rank, separated by commas in the order of the ranks",
         ),
     ] = msgspec.field(default="", name="transfer_device")
+    port: Annotated[
+        int,
+        Flag(
+            "--transfer-port",
+            metavar="PORT",
+            ge=0,
+            le=65535,
+            help="on decode: port on which tcp receives KV; further ranks use the ports after it; 0: any free port",
+        ),
+    ] = msgspec.field(default=0, name="transfer_port")
     bootstrap_port: Annotated[
         int,
         Flag(
@@ -111,13 +124,29 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         Verify,
         Flag(
             "--verify-kv",
-            help="how much of each page both sides hash; sample: K or V of one layer in 32",
+            help="whether both sides hash every byte of the pages; off: neither",
             aliases={"--no-kv-checksum": "off"},
         ),
-    ] = msgspec.field(default="sample", name="verify_kv")
+    ] = msgspec.field(default="always", name="verify_kv")
 
-    def of_transports(self, host: str, tp_rank: int = 0, tp_size: int = 1) -> TransportConfig:
+    def of_sender(self, heartbeat: Heartbeat) -> SenderTimeouts:
+        """Return the time limits of prefill's agent, whichever engine runs it."""
+        return SenderTimeouts(
+            grant_s=self.grant_timeout_s,
+            early_grant_s=self.early_grant_timeout_s,
+            heartbeat=heartbeat,
+        )
+
+    def of_receiver(self, heartbeat: Heartbeat) -> ReceiverTimeouts:
+        """Return the time limits of decode's agent, whichever engine runs it."""
+        return ReceiverTimeouts(landed_s=self.landed_timeout_s, heartbeat=heartbeat)
+
+    def of_transports(
+        self, host: str, tp_rank: int = 0, tp_size: int = 1, stage: int = 0
+    ) -> TransportConfig:
         """Return the part that transports need, for a rank of a node that listens on `host`.
+
+        `stage`: pipeline stage, whose ranks use the ports after those of earlier stages.
 
         Raises:
             ConfigInvalid: The devices cannot be divided among the ranks.
@@ -131,4 +160,5 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
                     topic="docs/transports.md#flags",
                 )
             names = names[tp_rank * share : (tp_rank + 1) * share]
-        return TransportConfig(host=host, interface=self.interface, devices=tuple(names))
+        port = self.port and self.port + stage * tp_size + tp_rank
+        return TransportConfig(host=host, interface=self.interface, devices=tuple(names), port=port)

@@ -15,6 +15,7 @@ member did. If one member fails, the others end too, because all members share t
 This module also holds the histograms of hand-off times of both ends.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -122,15 +123,20 @@ class OpenRoom(Generic[E]):
         num_members: May grow, but only before the new member reports its first event.
         num_granted: Members that reported `RoomGranted`.
         last: The last event of each finished member.
-        is_ending: The room has failed or was aborted; the remaining members end too.
+        ending_since_s: When the room failed or was aborted; the remaining members end too. None: neither.
         error: The first error that a member reported; None if the role aborted the room.
     """
 
     num_members: int
     num_granted: int = 0
     last: dict[int, E] = field(default_factory=dict)
-    is_ending: bool = False
+    ending_since_s: float | None = None
     error: TandemError | None = None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the room has failed or was aborted."""
+        return self.ending_since_s is not None
 
     @property
     def is_over(self) -> bool:
@@ -152,8 +158,9 @@ class OpenRooms(ABC, Generic[E]):
         self,
         end: Callable[[Room, TandemError | None], None],
         wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._end, self._wake = end, wake
+        self._end, self._wake, self._clock = end, wake, clock
         self._rooms: dict[Room, OpenRoom[E]] = {}
         self._reports: deque[tuple[int, int, E]] = deque()
 
@@ -164,9 +171,18 @@ class OpenRooms(ABC, Generic[E]):
     def cancel(self, room: Room, error: TandemError | None) -> None:
         """End a room on all members; no-op when it is over."""
         if (known := self._rooms.get(room)) is not None:
-            was_ending, known.is_ending, known.error = known.is_ending, True, None
-            if not was_ending:
+            known.error = None
+            if not known.is_ending:
+                known.ending_since_s = self._clock()
                 self._end(room, error)
+
+    def ending_s(self) -> float:
+        """Return the age of the oldest room that has failed and not ended, in seconds; 0: none. Any thread may call it.
+
+        Until it ends, its pages may still be read or written.
+        """
+        since = [room.ending_since_s for room in list(self._rooms.values())]
+        return max((self._clock() - each for each in since if each is not None), default=0.0)
 
     def report(self, member: int, num_members: int, event: E) -> None:
         """Queue a member's event and wake the role. Any thread may call it."""
@@ -191,7 +207,7 @@ class OpenRooms(ABC, Generic[E]):
             return None
         is_first_failure = isinstance(event, BAD) and not room.is_ending
         if is_first_failure:
-            room.is_ending, room.error = True, getattr(event, "error", None)
+            room.ending_since_s, room.error = self._clock(), getattr(event, "error", None)
         room.num_granted += isinstance(event, RoomGranted)
         if isinstance(event, LAST):
             room.last[member] = event

@@ -2,8 +2,8 @@
 
 ```
  decode, which connects                          prefill, which accepts
- OPENING     resolving the host, collecting      CONNECTING  Hello arrived; a worker connects to
-             the transports' offers                          decode's pool
+ OPENING     resolving the host, making an       CONNECTING  Hello arrived; a worker connects to
+             offer of one transport                          decode's pool
  CONNECTING  socket opened, Hello not sent yet   UP          Welcome sent
  GREETED     Hello sent, no answer yet           CLOSED      closed; never comes back
  REDIRECTED  socket opened to another rank,
@@ -15,7 +15,8 @@
  CLOSED      no write can arrive over it
 
  decode   OPENING ─▶ CONNECTING ─▶ GREETED ──────────────────────────────┬─▶ UP
-                                      └─▶ REDIRECTED ─▶ REGREETED ───────┘
+             ▲                        ├─▶ REDIRECTED ─▶ REGREETED ───────┘
+             └─ offer refused ────────┴────────────────────┘
           each of these ─ lost ─▶ FENCING ─▶ CLOSED
  prefill  CONNECTING ─▶ UP;  each of these ─ lost ─▶ CLOSED
 ```
@@ -34,7 +35,8 @@ class LinkEvent(Enum):
     """An event of a link at one end."""
 
     # Decode.
-    OFFERS_READY = "OffersReady"  # the host is resolved and at least one transport made an offer
+    OFFER_READY = "OfferReady"  # the host is resolved and a transport made an offer
+    OFFER_REFUSED = "OfferRefused"  # prefill cannot use the offer, and a transport is left to try
     HELLO_SENT = "HelloSent"
     REDIRECT_ARRIVED = "RedirectArrived"
     WELCOME_ARRIVED = "WelcomeArrived"
@@ -70,6 +72,7 @@ class SenderLink(Enum):
 class LinkAction(Enum):
     """An action of the driver."""
 
+    OFFER_NEXT = "offer next"  # close the socket, fence the refused offer, make the next one
     OPEN_SOCKET = "open socket"
     REOPEN_SOCKET = "reopen socket"  # to the rank that the Redirect names
     CLOSE_SOCKET = "close socket"
@@ -82,7 +85,6 @@ class LinkAction(Enum):
     REPORT_LOST = "report lost"
     REPORT_FENCED = "report fenced"
     FENCE = "fence"
-    FENCE_OTHER_OFFERS = "fence other offers"
     CLOSE_CONNECTION = "close connection"  # writes in flight fail
 
 
@@ -99,26 +101,28 @@ _LOSE_SENDER = {
 
 RECEIVER_LINK: Table[ReceiverLink, LinkEvent, LinkAction] = {
     _R.OPENING: {
-        _E.OFFERS_READY: to(_R.CONNECTING, _A.OPEN_SOCKET),
+        _E.OFFER_READY: to(_R.CONNECTING, _A.OPEN_SOCKET),
         _E.LOST: to(_R.FENCING, _A.REMOVE, _A.REPORT_LOST, _A.FENCE),
         _E.SHUT_DOWN: to(_R.CLOSED),
     },
     _R.CONNECTING: {_E.HELLO_SENT: to(_R.GREETED), **_LOSE_RECEIVER},
     _R.GREETED: {
-        _E.WELCOME_ARRIVED: to(_R.UP, _A.REPORT_UP, _A.FENCE_OTHER_OFFERS),
+        _E.WELCOME_ARRIVED: to(_R.UP, _A.REPORT_UP),
         _E.REDIRECT_ARRIVED: to(_R.REDIRECTED, _A.REOPEN_SOCKET),
+        _E.OFFER_REFUSED: to(_R.OPENING, _A.OFFER_NEXT),
         **_LOSE_RECEIVER,
     },
     _R.REDIRECTED: {_E.HELLO_SENT: to(_R.REGREETED), **_LOSE_RECEIVER},
     _R.REGREETED: {
-        _E.WELCOME_ARRIVED: to(_R.UP, _A.REPORT_UP, _A.FENCE_OTHER_OFFERS),
+        _E.WELCOME_ARRIVED: to(_R.UP, _A.REPORT_UP),
+        _E.OFFER_REFUSED: to(_R.OPENING, _A.OFFER_NEXT),
         **_LOSE_RECEIVER,
     },
     _R.UP: {**_LOSE_RECEIVER},
     _R.FENCING: {
         _E.FENCED: to(_R.CLOSED, _A.REPORT_FENCED),
-        # These crossed with the loss: the offers became ready too late, or a second thing failed.
-        _E.OFFERS_READY: to(_R.FENCING),
+        # These crossed with the loss: the offer became ready too late, or a second thing failed.
+        _E.OFFER_READY: to(_R.FENCING),
         _E.LOST: to(_R.FENCING),
     },
     _R.CLOSED: {_E.LOST: to(_R.CLOSED), _E.SHUT_DOWN: to(_R.CLOSED)},

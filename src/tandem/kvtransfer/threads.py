@@ -10,6 +10,9 @@ from tandem.wire.errors import TandemError, TransferFailed
 
 log = get_logger("kvtransfer.threads")
 
+# Time for a thread to return from a library when its owner is closed. A call that hangs ends with the process.
+CLOSE_S = 1.0
+
 
 @contextmanager
 def transport_errors() -> Iterator[None]:

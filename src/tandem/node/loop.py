@@ -124,7 +124,7 @@ class EngineLoop:
                 log.exception("engine.pass_failed", part=part.__name__.strip("_"))
 
     def _listen(self) -> None:
-        while (envelope := self._inbox.receive()) is not None:
+        for envelope in self._inbox.queued():
             self._received_s[envelope.peer] = self._clock()
             self._receive(envelope.peer, envelope.message)
 
@@ -206,7 +206,7 @@ class EngineLoop:
             self._answers.fail(ticket, error)
 
     def _drop_lost_edges(self) -> None:
-        # The inbox was just drained, so a step longer than the limit does not make a live peer count as lost.
+        # Each peer's next message was just read, so a step longer than the limit does not make a live peer count as lost.
         limit = self._clock() - self._heartbeat.silence_s
         silent = {peer for peer, received_s in self._received_s.items() if received_s < limit}
         for peer in silent | self._answers.take_unreachable():

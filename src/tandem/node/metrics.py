@@ -188,6 +188,7 @@ _NAMES = {
     "num_transferring": "requests_transferring",
     "max_running": "requests_running_limit",
     "page_size": "page_tokens",
+    "ending_s": "hand_off_ending_seconds",
 }
 
 
@@ -259,6 +260,11 @@ METRICS = (
     _load(_G, "max_running", "Maximum number of requests with pages; 0 on prefill."),
     _load(_G, "queued_tokens", "Prompt tokens waiting to be computed."),
     _load(_G, "page_size", "Tokens of KV in one page."),
+    _load(
+        _G,
+        "ending_s",
+        "Age of the oldest failed hand-off whose pages may still be read or written; 0: none.",
+    ),
     _load(_G, "num_edges", "Edge workers with requests on this node."),
     _load(_C, "prompt_tokens", "Prompt tokens processed, including cached ones."),
     _load(_C, "cached_tokens", "Prompt tokens found in the prefix cache."),

@@ -172,6 +172,7 @@ class PrefillRole(Role[_PrefillHalf]):
             saved_bytes=moved.saved_bytes,
             num_refused_transfers=moved.num_refused,
             num_strangers=moved.num_strangers,
+            ending_s=moved.ending_s,
         )
 
     @override

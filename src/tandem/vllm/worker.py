@@ -12,8 +12,8 @@ import msgspec
 import torch
 from typing_extensions import override
 
-from tandem.kvtransfer.agents.receiver import DecodeAgent, ReceiverTimeouts
-from tandem.kvtransfer.agents.sender import PrefillAgent, SenderTimeouts
+from tandem.kvtransfer.agents.receiver import DecodeAgent
+from tandem.kvtransfer.agents.sender import PrefillAgent
 from tandem.kvtransfer.agents.sender_links import SenderEnd
 from tandem.kvtransfer.agents.sender_rooms import OnLayerWritten, PageRun
 from tandem.kvtransfer.config import TransferConfig
@@ -23,7 +23,7 @@ from tandem.kvtransfer.transports.base import Transport
 from tandem.kvtransfer.transports.registry import names_of, transports
 from tandem.vllm.caches import Caches, RankBlocks
 from tandem.vllm.hand_offs import BlockGrant, FirstToken, WorkerOrders, WorkerReports
-from tandem.wire.channel import Waker, tcp_address, wait
+from tandem.wire.channel import Heartbeat, Waker, heartbeat_of, tcp_address, wait
 from tandem.wire.errors import Aborted, ConfigInvalid, ErrorInfo, TransferRefused
 from tandem.wire.generation import Room, new_epoch
 from tandem.wire.keys import cluster_key
@@ -37,6 +37,7 @@ class HandOffConfig(TransferConfig, frozen=True, kw_only=True):
         fingerprint: Hash of everything the KV depends on; must match the peer's.
         adapters: Digest of the LoRA adapters; part of the fingerprint.
         host: Address to listen on.
+        heartbeat_interval_ms: Interval of heartbeats on the links between prefill and decode.
         bootstrap_port: Port of prefill's first rank; the other ranks use the ports after it, stage by stage.
     """
 
@@ -45,6 +46,12 @@ class HandOffConfig(TransferConfig, frozen=True, kw_only=True):
     adapters: str = ""
     host: str = "127.0.0.1"
     is_insecure: bool = False
+    heartbeat_interval_ms: float = 500.0
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """The heartbeat of the worker's links."""
+        return heartbeat_of(self.heartbeat_interval_ms)
 
 
 def read_hand_off_config(
@@ -58,16 +65,18 @@ def read_hand_off_config(
         fingerprint: Fingerprint of the node, unless `extra` sets one.
 
     Raises:
-        ConfigInvalid: A setting is unknown or of the wrong type.
+        ConfigInvalid: A setting is unknown, of the wrong type or out of range.
     """
     settings = {"fingerprint": fingerprint, **extra, "role": role}
     known = {each.encode_name for each in msgspec.structs.fields(HandOffConfig)}
     if unknown := sorted(settings.keys() - known):
         raise ConfigInvalid(f"kv_connector_extra_config: unknown: {', '.join(unknown)}; remove it")
     try:
-        return msgspec.convert(settings, HandOffConfig)
+        config = msgspec.convert(settings, HandOffConfig)
     except msgspec.ValidationError as error:
         raise ConfigInvalid(f"kv_connector_extra_config: {error}") from error
+    heartbeat_of(config.heartbeat_interval_ms)
+    return config
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +177,13 @@ class PrefillWorker(WorkerHalf):
                 config.fingerprint,
                 caches.layout,
                 caches.region,
-                _transports(config, caches, rank.shard),
+                _transports(config, caches, rank),
                 rank_ports=others if rank.number == 0 else (),
                 shard=rank.shard,
             ),
             waker=self.waker,
             key=cluster_key(config.host, is_insecure=config.is_insecure),
-            timeouts=SenderTimeouts(
-                grant_s=config.grant_timeout_s, early_grant_s=config.early_grant_timeout_s
-            ),
+            timeouts=config.of_sender(config.heartbeat),
             verify=config.verify,
         )
         self._ids: dict[Room, str] = {}  # of open rooms
@@ -273,10 +280,10 @@ class DecodeWorker(WorkerHalf):
             fingerprint=config.fingerprint,
             layout=caches.layout,
             region=caches.region,
-            transports=_transports(config, caches, rank.shard),
+            transports=_transports(config, caches, rank),
             waker=self.waker,
             key=cluster_key(config.host, is_insecure=config.is_insecure),
-            timeouts=ReceiverTimeouts(landed_s=config.landed_timeout_s),
+            timeouts=config.of_receiver(config.heartbeat),
             verify=config.verify,
             shard=rank.shard,
         )
@@ -362,8 +369,8 @@ def make_worker(
     return make(config, caches, rank)
 
 
-def _transports(config: HandOffConfig, caches: Caches, shard: Shard) -> list[Transport]:
-    settings = config.of_transports(config.host, shard.tp_rank, shard.tp_size)
+def _transports(config: HandOffConfig, caches: Caches, rank: Rank) -> list[Transport]:
+    settings = config.of_transports(config.host, rank.number, rank.count, rank.stage)
     return transports(config.backend, settings, caches.region.device, is_own_pool=False)
 
 

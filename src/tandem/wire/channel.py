@@ -17,9 +17,10 @@ connected. A dead, stopped or unreachable peer is disconnected after `Heartbeat.
 
 import contextlib
 import errno
+import itertools
 import resource
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
@@ -46,6 +47,9 @@ MAX_MESSAGE_BYTES = 16 << 20
 # Unread messages per peer. A step is one message: at 100 steps/s a peer may stall for 80 s before it counts
 # as lost and its queue is freed.
 HIGH_WATER_MARK = 8192
+# Frames that a loop reads before its other work, so that a peer that floods it delays nobody else. An inbox takes one
+# frame of each peer in turn: this many peers have one read in every turn, and none counts as silent.
+FRAMES_PER_TURN = 4096
 # Time for the I/O thread to close a port. None of its tasks takes longer than a millisecond.
 UNBIND_TIMEOUT_S = 5.0
 # Time for the last messages of a closed socket, which take microseconds on a connection that works.
@@ -290,19 +294,27 @@ class Inbox(Generic[In]):
 
         Invalid frames are counted in `num_invalid` and skipped; they harm only the peer that sent them.
         """
+        return next(filter(None, self._frames()), None)
+
+    def queued(self) -> Iterator[Envelope[In]]:
+        """Yield the queued messages, at most `FRAMES_PER_TURN`; the caller then does its other work."""
+        return filter(None, itertools.islice(self._frames(), FRAMES_PER_TURN))
+
+    def _frames(self) -> Iterator[Envelope[In] | None]:
+        """Yield what is queued; None stands for an invalid frame."""
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 self._handshakes.poll()
                 self._handshakes.log_failures(self.address)
-                return None
-            if len(frames) == 2:
-                try:
-                    return Envelope(Peer(frames[0]), self._codec.decode(frames[1]))
-                except MessageInvalid:
-                    pass
-            self.num_invalid += 1
+                return
+            envelope = None
+            with contextlib.suppress(MessageInvalid):
+                if len(frames) == 2:
+                    envelope = Envelope(Peer(frames[0]), self._codec.decode(frames[1]))
+            self.num_invalid += envelope is None
+            yield envelope
 
     def send(self, peer: Peer, message: Message) -> None:
         """Send to one link without blocking.
@@ -380,15 +392,23 @@ class Link(Generic[In]):
 
     def receive(self) -> In | None:
         """Return the next message, or None if nothing is queued. Invalid frames are skipped."""
+        return next(filter(None, self._frames()), None)
+
+    def queued(self) -> Iterator[In]:
+        """Yield the queued messages, at most `FRAMES_PER_TURN`; the caller then does its other work."""
+        return filter(None, itertools.islice(self._frames(), FRAMES_PER_TURN))
+
+    def _frames(self) -> Iterator[In | None]:
+        """Yield what is queued; None stands for an invalid frame."""
         while True:
             try:
                 frame = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return None
-            try:
-                return self._codec.decode(frame)
-            except MessageInvalid:
-                continue
+                return
+            message = None
+            with contextlib.suppress(MessageInvalid):
+                message = self._codec.decode(frame)
+            yield message
 
     def send(self, message: Message) -> None:
         """Send without blocking.

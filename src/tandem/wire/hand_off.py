@@ -195,7 +195,6 @@ class Landed(Message, frozen=True, kw_only=True):
         checksums: XXH3-64 of the bytes written into each granted page, in the order of the grant; empty if
             nothing was hashed.
         cached_tokens: Prompt tokens that prefill found in its prefix cache.
-        checksum_one_in: N if one in N slabs (K or V of one layer) is hashed. The room determines which ones.
         end_token: One past the last token written; 0: the end of the grant.
         first_logprobs: Log-probabilities of the first token, if requested.
         prompt: Hash of the written prompt, which decode compares with its own; 0: not sent.
@@ -208,7 +207,6 @@ class Landed(Message, frozen=True, kw_only=True):
     checksums: list[int] = []
     cached_tokens: int = 0
     first_logprobs: TokenLogprobs | None = None
-    checksum_one_in: Annotated[int, msgspec.Meta(ge=0)] = 1
     end_token: int = 0
     prompt: int = 0
 

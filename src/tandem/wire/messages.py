@@ -208,6 +208,7 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
         queued_tokens: Prompt tokens waiting to be computed; -1: not reported (older node).
         tiers: Tiers behind the prefix cache, fastest first.
         is_draining: Whether the node is draining and accepts no new requests.
+        ending_s: Age of the oldest failed hand-off whose pages may still be read or written; 0: none.
     """
 
     num_running: int = 0
@@ -239,6 +240,7 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int = -1
     tiers: list[TierLoad] = []
     is_draining: bool = False
+    ending_s: float = 0.0
 
 
 class Pong(Message, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from tandem.kvtransfer.transports.lanes import open_stream
 from tandem.kvtransfer.transports.tcp import TcpTransport, address_of
 from tandem.kvtransfer.transports.tcp_stream import TcpLane, TcpListener, TcpOffer
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tests.kept_port import kept_port
 from tests.kvtransfer.transports.lane_cases import (  # noqa: F401 - of every stream
     PAGE_BYTES,
     ROOM,
@@ -232,6 +233,22 @@ def test_unknown_interface_is_refused_with_the_known_names():
 
 
 LINK_LOCAL = SimpleNamespace(family=socket.AF_INET6, address="fe80::1%lo")
+
+
+def test_bytes_arrive_on_the_configured_port():
+    with kept_port() as port, MemoryRegion.private(4096) as region:
+        transport = TcpTransport(TransportConfig(port=port))
+        listener = transport.listen(Pool.packed(region, 4096, 1))
+        admission = listener.admit("127.0.0.1")
+        assert admission.offer.descriptor["port"] == port
+        with pytest.raises(ConfigInvalid, match=f"port {port}: Address already in use"):
+            transport.listen(Pool.packed(region, 4096, 1))
+        connection = transport.connect(admission.offer, region)
+        assert {stream.getpeername()[1] for stream in connection._streams} == {port}
+        connection.close()
+        listener.close()
+
+
 ONLY_IPV4 = SimpleNamespace(family=socket.AF_INET, address="127.0.0.1")
 
 

@@ -224,9 +224,10 @@ class LinkWorker:
         """Whether the thread has not ended."""
         return self._thread.is_alive()
 
-    def join(self) -> None:
-        """Wait for the thread to end."""
-        self._thread.join()
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end; return whether it did."""
+        self._thread.join(timeout_s)
+        return not self.is_running
 
     def _add(self, job: _Job, num_open: int = 0) -> None:
         with self._changed:

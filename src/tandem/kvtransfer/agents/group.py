@@ -81,7 +81,10 @@ class PrefillGroup:
         """Return the statistics of rank 0, with the bytes of landed rooms summed over all ranks."""
         own = self._ranks[0].statistics()
         return msgspec.structs.replace(
-            own, pushed_bytes=self._pushed_bytes, saved_bytes=own.saved_bytes * len(self._ranks)
+            own,
+            pushed_bytes=self._pushed_bytes,
+            saved_bytes=own.saved_bytes * len(self._ranks),
+            ending_s=self._rooms.ending_s(),
         )
 
     def close(self) -> None:
@@ -136,6 +139,7 @@ class DecodeGroup:
             own,
             received_bytes=own.received_bytes * num_ranks,
             saved_bytes=own.saved_bytes * num_ranks,
+            ending_s=self._rooms.ending_s(),
         )
 
     def close(self) -> None:

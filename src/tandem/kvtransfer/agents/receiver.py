@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from tandem.kvtransfer.agents.control import ControlThread
 from tandem.kvtransfer.agents.receiver_links import PrefillLink, PrefillLinks
-from tandem.kvtransfer.checksum import Verify, page_sums, sampled_slabs
+from tandem.kvtransfer.checksum import Verify, page_sums
 from tandem.kvtransfer.events import (
     LandRooms,
     ReceiverEvent,
@@ -116,10 +116,9 @@ class LandPart:
         end_token = landed.end_token or granted.end_token
         if not 0 <= granted.end_token - end_token < layout.page_size:
             return f"tokens up to {end_token} were written, {granted.end_token} were granted"
-        slabs = sampled_slabs(landed.room, layout, landed.checksum_one_in)
         first_head = self.link.heads.start
         heads = HeadRange(first_head, first_head, len(self.link.heads))
-        sums = page_sums(region, granted, granted, end_token, slabs=slabs, heads=heads)
+        sums = page_sums(region, granted, granted, end_token, heads)
         if sums == landed.checksums:
             return ""
         num_bad = sum(a != b for a, b in zip_longest(sums, landed.checksums))
@@ -149,6 +148,7 @@ class ReceiverStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_refused: Writes outside a grant, and invalid messages from prefill nodes.
+        ending_s: See `OpenRooms.ending_s`.
     """
 
     num_links: int
@@ -162,6 +162,7 @@ class ReceiverStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_refused: int
     received_bytes: int
     saved_bytes: int
+    ending_s: float = 0.0
 
 
 class DecodeAgent:
@@ -177,7 +178,7 @@ class DecodeAgent:
         waker: Woken whenever `events` has an event.
         key: The cluster's secret, which proves to prefill nodes that this node may connect.
         shard: This rank's share of the heads; it links to the prefill ranks that hold them.
-        verify: Whether to verify prefill's checksums; prefill decides how many pages have one.
+        verify: Whether to verify prefill's checksums, if it sends any.
 
     Attributes:
         times: Histograms of hand-off times.
@@ -199,12 +200,12 @@ class DecodeAgent:
         timeouts: ReceiverTimeouts | None = None,
         clock: Callable[[], float] = time.monotonic,
         shard: Shard | None = None,
-        verify: Verify = "sample",
+        verify: Verify = "always",
     ) -> None:
         self._epoch, self._layout, self._region = epoch, layout, region
         self._is_verified = verify != "off"
         self._timeouts, self._clock = timeouts or ReceiverTimeouts(), clock
-        self._open_rooms = LandRooms(self._end_parts, waker.wake)
+        self._open_rooms = LandRooms(self._end_parts, waker.wake, clock)
         self._rooms: dict[Room, LandRoom] = {}  # each until its last part is over
         self._done: Counter[Action] = Counter()
         self.times = ReceiverTimes()
@@ -287,6 +288,7 @@ class DecodeAgent:
             num_refused=self._links.num_refused + self._links.num_violations,
             received_bytes=self._received_bytes,
             saved_bytes=self._saved_bytes,
+            ending_s=self._open_rooms.ending_s(),
         )
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
 """Decode's links: one to each requested bootstrap port, made on demand.
 
 `link_session.py` has the states of a link. A Redirect sends a rank to the prefill rank that holds its heads.
-Welcome names the transport that prefill chose; the other offers are then fenced. A link is lost when prefill is
-silent, refuses it, or the connection breaks; the next `link_to` makes a new one.
+Hello has the offer of one transport, the best first; if prefill refuses it, the next Hello has the next. An offer
+may register the whole pool, so none is made that is not needed. A link is lost when prefill is silent, refuses the
+last offer, or the connection breaks; the next `link_to` makes a new one.
 
 Every transport call is a job of the link's worker. Jobs run in order, and a message follows the jobs
 queued before it. The last job of a lost link is its fence, which may wait for a stopped writer.
@@ -11,7 +12,7 @@ Everything else runs on the agent's control thread. Links are independent of roo
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,10 +80,12 @@ class PrefillLink:
         ip: Address of `host`, once resolved.
         port: Port of the socket: the requested one, or the one that a Redirect named.
         address: The requested address.
+        untried: Names of the transports not yet offered, best first.
+        transport: The last one offered. Only the worker changes it and `untried`, before the socket is opened.
         admissions: By transport name. The worker adds them before the socket is opened, and removes
             them once fenced.
+        refusals: Why the earlier offers did not work.
         epoch: Prefill's epoch, once Welcome has arrived.
-        transport: The one that prefill chose; the other offers are then fenced.
         more_ports: Ports of prefill's other ranks that hold our heads; known once the link is up.
         heads: Heads sent over this link, as indices in our pages; known once the link is up.
         heartbeat_s: Interval of prefill's pings; 0: the same as ours.
@@ -95,14 +98,16 @@ class PrefillLink:
     port: int
     address: str
     worker: LinkWorker
+    untried: list[str]
     deadline_s: float
     last_received_s: float
     session: LinkSession[ReceiverLink] = field(default_factory=receiver_link)
     ip: str = ""
+    transport: str = ""
     admissions: dict[str, PeerAdmission] = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)
     socket: Link[FromPrefill] | None = None
     epoch: Epoch | None = None
-    transport: str = ""
     more_ports: Sequence[int] = ()
     heads: range = range(0)
     heartbeat_s: float = 0.0
@@ -119,7 +124,7 @@ class PrefillLinks:
     """All links of a decode node.
 
     Args:
-        hello: Describes this node; each link adds its offers.
+        hello: Describes this node; each link adds its offer.
         listeners: By transport name, best first.
         control: Runs everything here except the workers' jobs.
         key: The cluster's secret, which proves to prefill nodes that this node may connect.
@@ -170,11 +175,9 @@ class PrefillLinks:
         address = tcp_address(host, port)
         if (link := self.links.get(address)) is None:
             now_s, worker = self._clock(), LinkWorker("kv-link", self._control)
-            link = PrefillLink(host, port, address, worker, now_s + REGISTRATION_TIMEOUT_S, now_s)
+            link = PrefillLink(host, port, address, worker, list(self._listeners), now_s, now_s)
             self.links[address] = link
-            worker.submit(
-                partial(self._offer, link), partial(self._connect, link), partial(self.drop, link)
-            )
+            self._offer_next(link)
         return link
 
     def permit(self, link: PrefillLink, room: Room, page_ids: Sequence[int]) -> None:
@@ -222,14 +225,14 @@ class PrefillLinks:
         link.worker.after(partial(self._send, link, message))
 
     def turn(self, waker: Waker) -> None:
-        """Wait briefly, handle all received messages, send pings, and drop silent links."""
+        """Wait briefly, handle received messages, send pings, and drop silent links."""
         links = list(self.links.values())
         sockets = [link.socket for link in links if link.socket is not None]
         is_connecting = any(link.session.state in HELLO_IS_DUE for link in links)
         wait(sockets, CONNECTING_TURN_S if is_connecting else TURN_S, waker)
-        # Read all messages before checking for silence: this thread may have been slow.
+        # Read a message of each link before checking for silence: this thread may have been slow.
         for link in links:
-            while (message := self._next(link)) is not None:
+            for message in self._queued(link):
                 link.last_received_s = self._clock()
                 try:
                     with transport_errors():
@@ -260,6 +263,8 @@ class PrefillLinks:
 
     def _act(self, link: PrefillLink, action: LinkAction, error: TandemError | None) -> None:
         match action:
+            case LinkAction.OFFER_NEXT:
+                self._offer_next(link)
             case LinkAction.OPEN_SOCKET:
                 now_s = self._clock()
                 link.deadline_s = now_s + self._connect_timeout_s
@@ -288,8 +293,6 @@ class PrefillLinks:
                     lambda _error: None,  # only after close(), when nobody receives reports
                 )
                 link.worker.end()
-            case LinkAction.FENCE_OTHER_OFFERS:
-                self._fence_other_offers(link)
             case _:
                 raise AssertionError(action)
 
@@ -300,23 +303,36 @@ class PrefillLinks:
             log.warning("kv_link.lost", address=link.address, reason=str(error))
         del self.links[link.address]
 
+    def _offer_next(self, link: PrefillLink) -> None:
+        """Connect to the requested port once the best transport that is left has made an offer."""
+        if link.socket is not None:
+            link.socket.close()
+            link.socket = None
+        link.port = int(link.address.rpartition(":")[2])  # of rank 0, which names the other ranks
+        link.deadline_s = self._clock() + REGISTRATION_TIMEOUT_S
+        link.worker.submit(
+            partial(self._offer, link), partial(self._connect, link), partial(self.drop, link)
+        )
+
     def _offer(self, link: PrefillLink) -> str:
-        """Resolve the link's host and collect an offer from each transport. Runs on the worker."""
-        ip, reasons = resolve(link.host), []
-        for name, listener in self._listeners.items():
+        """Resolve the link's host, and make an offer instead of the refused one, if any. Runs on the worker."""
+        ip = resolve(link.host)
+        with contextlib.suppress(TandemError):  # then it is fenced with the link
+            self._fence(link)
+        while link.untried:
+            link.transport = link.untried.pop(0)
             try:
                 with transport_errors():
-                    link.admissions[name] = listener.admit(ip)
+                    link.admissions[link.transport] = self._listeners[link.transport].admit(ip)
+                    return ip
             except TandemError as error:  # the other transports are still offered
-                log.warning("kv_transport.not_offered", transport=name, reason=str(error))
-                reasons.append(str(error))
-        if not link.admissions:
-            raise TransferRefused("; ".join(reasons))
-        return ip
+                log.warning("kv_transport.not_offered", transport=link.transport, reason=str(error))
+                link.refusals.append(str(error))
+        raise TransferRefused("; ".join(link.refusals))
 
     def _connect(self, link: PrefillLink, ip: str) -> None:
         link.ip = ip
-        self._apply(link, LinkEvent.OFFERS_READY)
+        self._apply(link, LinkEvent.OFFER_READY)
 
     def _socket(self, ip: str, port: int) -> Link[FromPrefill]:
         return Link(tcp_address(ip, port), FromPrefill, self._key, self._heartbeat)
@@ -335,14 +351,19 @@ class PrefillLinks:
             # Posted, so that the message's room finishes its transition before it loses the link.
             self._control.post(partial(self.drop, link, error))
 
-    def _next(self, link: PrefillLink) -> FromPrefill | None:
-        """Return the next message, or None. Handling a message may drop the link or replace its socket."""
-        return link.socket.receive() if link.socket and link.session.is_open else None
+    def _queued(self, link: PrefillLink) -> Iterator[FromPrefill]:
+        """Yield the queued messages, until one of them drops the link or replaces its socket."""
+        if (socket := link.socket) is None or not link.session.is_open:
+            return
+        for message in socket.queued():
+            yield message
+            if link.socket is not socket or not link.session.is_open:
+                return
 
     def _handle(self, link: PrefillLink, message: FromPrefill) -> None:
         match message:
             case Refused(error=info):
-                self.drop(link, error_from_info(info))
+                self._refused(link, error_from_info(info))
             case Welcome():
                 self._welcome(link, message)
             case Redirect():
@@ -359,12 +380,20 @@ class PrefillLinks:
                 else:
                     self.num_refused += 1
 
+    def _refused(self, link: PrefillLink, error: TandemError) -> None:
+        if error.code != TransferRefused.code or not link.session.expects(LinkEvent.OFFER_REFUSED):
+            return self.drop(link, error)
+        link.refusals.append(error.message)
+        if not link.untried:
+            return self.drop(link, TransferRefused("; ".join(link.refusals)))
+        return self._apply(link, LinkEvent.OFFER_REFUSED)
+
     def _welcome(self, link: PrefillLink, welcome: Welcome) -> None:
         num_own = self._hello.layout.num_kv_heads
         num_heads = num_own if welcome.num_heads is None else welcome.num_heads
         has_such_heads = welcome.first_head >= 0 and 0 <= num_heads <= num_own - welcome.first_head
         is_expected = link.session.expects(LinkEvent.WELCOME_ARRIVED)
-        if not is_expected or welcome.transport not in link.admissions or not has_such_heads:
+        if not is_expected or welcome.transport != link.transport or not has_such_heads:
             self.num_refused += 1
             return self.drop(
                 link, PeerLost("prefill sent Welcome twice, or for a different offer or rank")
@@ -372,8 +401,7 @@ class PrefillLinks:
         if welcome.protocol != PROTOCOL:
             self.num_refused += 1
             return self.drop(link, ProtocolMismatch(welcome.protocol, PROTOCOL))
-        link.epoch, link.transport = welcome.epoch, welcome.transport
-        link.heartbeat_s = welcome.heartbeat_s
+        link.epoch, link.heartbeat_s = welcome.epoch, welcome.heartbeat_s
         if link.session.state is ReceiverLink.GREETED:  # else the Redirect named them
             link.more_ports = welcome.more_ports
         link.heads = range(welcome.first_head, welcome.first_head + num_heads)
@@ -385,13 +413,6 @@ class PrefillLinks:
         )
         self._apply(link, LinkEvent.WELCOME_ARRIVED)
         return None
-
-    def _fence_other_offers(self, link: PrefillLink) -> None:
-        """Queue the fences of the offers that prefill did not choose, behind the permits of waiting rooms."""
-        if link.session.is_open:
-            # Offers that cannot be fenced now are fenced with the link.
-            fence = partial(self._fence, link, link.transport)
-            link.worker.submit(fence, lambda _none: None, lambda _error: None)
 
     def _redirect(self, link: PrefillLink, redirect: Redirect) -> None:
         if not link.session.expects(LinkEvent.REDIRECT_ARRIVED):
@@ -414,14 +435,14 @@ class PrefillLinks:
                 if self._closing.wait(FENCE_RETRY_S):
                     raise
 
-    def _fence(self, link: PrefillLink, kept: str = "") -> None:
-        """Fence all offers except that of transport `kept`. Runs on the worker.
+    def _fence(self, link: PrefillLink) -> None:
+        """Fence all offers. Runs on the worker.
 
         Raises:
             TandemError: An offer could not be fenced. Fenced offers are removed.
         """
         failure = None
-        for name in [each for each in link.admissions if each != kept]:
+        for name in list(link.admissions):
             try:
                 with transport_errors():
                     self._listeners[name].fence(link.admissions[name].peer)
@@ -460,7 +481,7 @@ class PrefillLinks:
         return None
 
     def _greet(self, link: PrefillLink, socket: Link[FromPrefill]) -> None:
-        offers = [admission.offer for admission in link.admissions.values()]
+        offers = [link.admissions[link.transport].offer]
         with contextlib.suppress(PeerLost):  # there is no connection yet
             socket.send(msgspec.structs.replace(self._hello, offers=offers))
             self._apply(link, LinkEvent.HELLO_SENT)

@@ -32,7 +32,7 @@ from tandem.kvtransfer.agents.sender_rooms import (
     grant_fault,
     push_by_layer,
 )
-from tandem.kvtransfer.checksum import Verify, one_in
+from tandem.kvtransfer.checksum import Verify
 from tandem.kvtransfer.events import (
     PushDone,
     PushRooms,
@@ -84,6 +84,7 @@ class SenderStatistics(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         num_refused: Rejected links and grants of decode nodes.
         num_strangers: Connections to the bootstrap port that failed before the first message.
+        ending_s: See `OpenRooms.ending_s`.
     """
 
     num_links: int
@@ -96,6 +97,7 @@ class SenderStatistics(msgspec.Struct, frozen=True, kw_only=True):
     pushed_bytes: int
     saved_bytes: int
     num_strangers: int = 0
+    ending_s: float = 0.0
 
 
 class PrefillAgent:
@@ -109,7 +111,7 @@ class PrefillAgent:
         end: Identity of this rank, and the pool to push from.
         waker: Woken whenever `events` has an event.
         key: The cluster's secret, which decode nodes must prove to know.
-        verify: How much of each page the checksums sent to decode cover.
+        verify: Whether decode gets checksums of the pages.
         min_push_bytes: Minimum size of a push of layers; see `sender_rooms.py`.
 
     Attributes:
@@ -128,13 +130,13 @@ class PrefillAgent:
         waker: Waker,
         key: ChannelKey | None = None,
         timeouts: SenderTimeouts | None = None,
-        verify: Verify = "sample",
+        verify: Verify = "always",
         min_push_bytes: int = MIN_PUSH_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._end, self._clock = end, clock
         self._timeouts = timeouts or SenderTimeouts()
-        self._one_in, self._min_push_bytes = one_in(verify), min_push_bytes
+        self._is_verified, self._min_push_bytes = verify != "off", min_push_bytes
         heartbeat = self._timeouts.heartbeat
         self._inbox: Inbox[hand_off.ToPrefill] = Inbox(address, hand_off.ToPrefill, key, heartbeat)
         self.port = self._inbox.port
@@ -148,7 +150,7 @@ class PrefillAgent:
             on_message=self._handle,
             on_lost=self._link_lost,
         )
-        self._open_rooms = PushRooms(self._end_parts, waker.wake)
+        self._open_rooms = PushRooms(self._end_parts, waker.wake, clock)
         self._rooms: dict[Room, PushRoom] = {}  # each until its last part is over
         self.times = SenderTimes()
         self._done: Counter[Action] = Counter()
@@ -213,7 +215,6 @@ class PrefillAgent:
             seed=seed,
             cached_tokens=cached_tokens,
             first_logprobs=logprobs,
-            checksum_one_in=self._one_in,
             prompt=prompt,
         )
         now_s = self._clock()
@@ -241,6 +242,7 @@ class PrefillAgent:
             num_strangers=self._inbox.num_strangers,
             pushed_bytes=self._pushed_bytes,
             saved_bytes=self._saved_bytes,
+            ending_s=self._open_rooms.ending_s(),
         )
 
     def close(self) -> None:
@@ -284,7 +286,8 @@ class PrefillAgent:
         return self._apply(part, RoomEvent.WITHDRAW_ARRIVED, reason)
 
     def _link_lost(self, link: DecodeLink, error: TandemError) -> None:
-        self.times.num_lost_links += 1
+        # Not lost but refused: decode may have a better offer.
+        self.times.num_lost_links += not isinstance(error, TransferRefused)
         for part in self._parts():
             if part.link is link:
                 self._apply(part, RoomEvent.LINK_LOST, error)
@@ -356,7 +359,8 @@ class PrefillAgent:
 
         def add_checksums() -> None:
             try:
-                part.add_checksums(self._end.region, self._end.layout)
+                if self._is_verified:
+                    part.add_checksums(self._end.region, self._end.layout)
             except Exception as error:
                 # All earlier writes have returned, so only the room fails, not the link.
                 log.exception("kv_checksum.failed")

@@ -3,6 +3,7 @@
 ```
  Hello ─▶ different model or protocol: Refused
        ├▶ this rank holds none of decode's heads: Redirect to a rank that does
+       ├▶ no offer works: Refused; decode sends Hello on a new link, with its next offer
        └▶ a worker connects by the first offer that works ─▶ Welcome ─▶ Grant, Withdraw ...
 ```
 
@@ -14,6 +15,7 @@ Links are independent of rooms. Everything runs in the agent's control thread, e
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -31,7 +33,7 @@ from tandem.kvtransfer.link_session import (
 from tandem.kvtransfer.plan import CopyPlan, HeadRange
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sharding import RankPair, Shard, held_heads, pair_ranks
-from tandem.kvtransfer.threads import Poll
+from tandem.kvtransfer.threads import CLOSE_S, Poll
 from tandem.kvtransfer.transports.base import Connection, PostingConnection, Transport
 from tandem.kvtransfer.transports.registry import choose
 from tandem.telemetry.log import get_logger
@@ -170,10 +172,10 @@ class BootstrapPort:
         self.num_refused = 0
 
     def turn(self, waker: Waker) -> None:
-        """Wait briefly, handle all received messages, send pings, and drop silent links."""
+        """Wait briefly, handle received messages, send pings, and drop silent links."""
         wait([self._inbox], TURN_S, waker)
-        # Read all messages before checking for silence: this thread may have been slow.
-        while (envelope := self._inbox.receive()) is not None:
+        # Read a message of each link before checking for silence: this thread may have been slow.
+        for envelope in self._inbox.queued():
             self._handle(envelope.peer, envelope.message)
         self._keep_alive(self._clock())
 
@@ -192,12 +194,16 @@ class BootstrapPort:
         self._apply(link, LinkEvent.LOST, error)
 
     def close(self) -> None:
-        """Close all links and the port. After it returns, no write is in flight."""
+        """Close all links and the port. Writes in flight fail; those that do not return in `CLOSE_S` are left behind."""
         for link in self.links.values():
             self.send(link, LinkPing(epoch=self._end.epoch, is_last=True))
             self._apply(link, LinkEvent.SHUT_DOWN)
-        for worker in self._closing_workers:
-            worker.join()
+        deadline_s = time.monotonic() + CLOSE_S
+        joined = [
+            each.join(max(0.0, deadline_s - time.monotonic())) for each in self._closing_workers
+        ]
+        if not all(joined):
+            log.warning("kv_write.not_returned", num_links=joined.count(False), waited_s=CLOSE_S)
         self._inbox.close()
 
     def _apply(self, link: DecodeLink, event: LinkEvent, error: TandemError | None = None) -> None:
@@ -228,6 +234,8 @@ class BootstrapPort:
     def _remove(self, link: DecodeLink, error: TandemError | None) -> None:
         if link.is_closed_by_peer:
             log.info("kv_link.closed", decode_epoch=link.epoch)
+        elif isinstance(error, TransferRefused):
+            log.info("kv_link.offer_refused", decode_epoch=link.epoch, reason=str(error))
         else:
             log.warning("kv_link.lost", decode_epoch=link.epoch, reason=str(error))
         del self.links[link.peer]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tandem.kvtransfer.agents.sender_links import DecodeLink
-from tandem.kvtransfer.checksum import page_sums, sampled_slabs
+from tandem.kvtransfer.checksum import page_sums
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import CopyPlan, CopyRoute, PagedTokens
 from tandem.kvtransfer.region import MemoryRegion
@@ -287,15 +287,14 @@ class PushPart:
         """Add the checksums to the Landed message. Runs on the worker, after `check_complete`."""
         assert self.landed is not None
         assert self.link is not None
-        theirs, one_in = self.destination, self.landed.checksum_one_in
-        if not (one_in and theirs.page_ids and self.link.heads.num_heads):
+        theirs = self.destination
+        if not (theirs.page_ids and self.link.heads.num_heads):
             return
         end_token = self.end_token(layout.page_size)
         first, last = theirs.first_token // layout.page_size, (end_token - 1) // layout.page_size
         held = [self.own_pages[index] for index in range(first, last + 1)]
         own = PagedTokens(layout, held, first * layout.page_size)
-        slabs = sampled_slabs(self.room.room, layout, one_in)
-        sums = page_sums(region, own, theirs, end_token, slabs=slabs, heads=self.link.heads)
+        sums = page_sums(region, own, theirs, end_token, self.link.heads)
         self.landed = msgspec.structs.replace(self.landed, checksums=sums, end_token=end_token)
 
 

@@ -216,11 +216,13 @@ class TransportConfig:
         interface: IP network interface to listen on and send from, if the transport supports one; empty
             means the interface of `host`.
         devices: RDMA devices of this rank, such as mlx5_0 or mlx5_0:1, if the transport supports them; empty: any.
+        port: TCP port of this rank for `tcp`; 0: any free port.
     """
 
     host: str = "127.0.0.1"
     interface: str = ""
     devices: tuple[str, ...] = ()
+    port: int = 0
 
     @property
     def ucx_devices(self) -> str:

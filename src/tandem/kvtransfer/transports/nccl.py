@@ -35,6 +35,7 @@ from typing_extensions import override
 from tandem.kvtransfer import copying
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import DeviceRegion, MemoryRegion
+from tandem.kvtransfer.threads import CLOSE_S
 from tandem.kvtransfer.transports import lanes
 from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool, TransportConfig
@@ -156,7 +157,7 @@ class GroupLane:
     def close(self) -> None:
         """Abort the group, which makes pending sends and receives fail."""
         os.eventfd_write(self._closing, 1)
-        self._watcher.join()
+        self._watcher.join(CLOSE_S)
         os.close(self._closing)
 
     def _post(self, pieces: list[CopyPlan], number: int) -> Any:

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from tandem.kvtransfer.plan import CopyPlan, Int64s
 from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.threads import CLOSE_S
 from tandem.kvtransfer.transports.base import PeerKey, Pool
 from tandem.kvtransfer.transports.one_sided import Memory, OneSidedListener, PollInterval
 from tandem.wire.errors import PeerLost, TransferRefused
@@ -213,7 +214,7 @@ class _Poller:
         """End the thread."""
         self._is_closed = True
         self._woken.set()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         interval = PollInterval()

@@ -122,6 +122,8 @@ def listen(allowed: Sequence[Transport], pool: Pool) -> dict[str, Listener]:
             reasons.append(f"{transport.name}: {error}")
     if not listeners:
         raise ConfigInvalid("no transport can be used here: " + "; ".join(reasons), topic=CHOOSING)
+    if reasons:
+        log.warning("kv_transport.not_used", reasons="; ".join(reasons), see=CHOOSING)
     return listeners
 
 

@@ -36,9 +36,9 @@ class TcpTransport:
             self._host = address_of(config.interface, family_of(config.host))
 
     def listen(self, pool: Pool) -> TcpListener:
-        """Start receiving on a free port."""
+        """Start receiving."""
         require_cpu_memory(self.name, pool)
-        return TcpListener(pool, self._host)
+        return TcpListener(pool, self._host, port=self._config.port)
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> StreamConnection:
         """Open the streams."""

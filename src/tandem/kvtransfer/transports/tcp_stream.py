@@ -270,6 +270,7 @@ class TcpListener:
 
     Args:
         name: Name of the transport in offers.
+        port: Port to listen on; 0: any free port.
 
     Attributes:
         num_violations: Number of streams ended because of their content.
@@ -281,6 +282,7 @@ class TcpListener:
         host: str,
         name: str = "tcp",
         open_lane: OpenLane = TcpLane,
+        port: int = 0,
     ) -> None:
         self._pool, self._host = pool, host.strip("[]")
         self._name, self._open_lane = name, open_lane
@@ -293,11 +295,12 @@ class TcpListener:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
             self._server = socket.create_server(
-                (self._host, 0), family=family, backlog=128, dualstack_ipv6=self._host == "::"
+                (self._host, port), family=family, backlog=128, dualstack_ipv6=self._host == "::"
             )
         except OSError as error:
             raise ConfigInvalid(
-                f"cannot listen on {host}: {error.strerror}; --host must be an address of this machine"
+                f"cannot listen on {host}, port {port}: {error.strerror}; --host must be an address of this machine, "
+                "and --transfer-port a free port"
             ) from error
         self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._acceptor.start()

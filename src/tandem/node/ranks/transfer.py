@@ -5,8 +5,8 @@ from functools import partial
 from typing import Any, cast
 
 from tandem.kvtransfer.agents.group import DecodeGroup, PrefillGroup
-from tandem.kvtransfer.agents.receiver import DecodeAgent, ReceiverTimeouts
-from tandem.kvtransfer.agents.sender import PrefillAgent, SenderTimeouts
+from tandem.kvtransfer.agents.receiver import DecodeAgent
+from tandem.kvtransfer.agents.sender import PrefillAgent
 from tandem.kvtransfer.agents.sender_links import SenderEnd
 from tandem.kvtransfer.agents.sender_rooms import OnLayerWritten, PageRun
 from tandem.kvtransfer.region import MemoryRegion
@@ -59,11 +59,7 @@ def open_agent(
             ),
             waker=waker,
             key=key,
-            timeouts=SenderTimeouts(
-                grant_s=transfer.grant_timeout_s,
-                early_grant_s=transfer.early_grant_timeout_s,
-                heartbeat=config.heartbeat,
-            ),
+            timeouts=transfer.of_sender(config.heartbeat),
             verify=transfer.verify,
         )
     return DecodeAgent(
@@ -74,7 +70,7 @@ def open_agent(
         transports=allowed,
         waker=waker,
         key=key,
-        timeouts=ReceiverTimeouts(landed_s=transfer.landed_timeout_s, heartbeat=config.heartbeat),
+        timeouts=transfer.of_receiver(config.heartbeat),
         verify=transfer.verify,
         shard=shard,
     )

@@ -225,14 +225,14 @@ class TierGroup:
 def load_of_node(load: TierLoad, num_ranks: int) -> TierLoad:
     """Scale a tier's load from rank 0 to all ranks.
 
-    Without `limit_bytes` the tier is a shared store, of which each rank reports the total size.
+    Of a shared store, or one with its own limit, each rank reports the total size.
     """
-    num_parts = num_ranks if load.limit_bytes else 1
+    num_parts = 1 if load.store or not load.limit_bytes else num_ranks
     return msgspec.structs.replace(
         load,
         num_pages=load.num_pages * num_parts,
         num_bytes=load.num_bytes * num_parts,
-        limit_bytes=load.limit_bytes * num_ranks,
+        limit_bytes=load.limit_bytes * num_parts,
         put_bytes=load.put_bytes * num_ranks,
         got_bytes=load.got_bytes * num_ranks,
     )

@@ -1,6 +1,8 @@
-"""Environment variables that vLLM reads when it is imported."""
+"""Settings of a node that vLLM does not take as flags: environment variables, and the config of our connector."""
 
 import os
+
+import msgspec
 
 from tandem.node.config import NodeConfig
 
@@ -25,3 +27,14 @@ def prepare_environment(config: NodeConfig) -> None:
             }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+
+
+def extra_config(config: NodeConfig, adapters: str) -> dict[str, object]:
+    """Return the node's `kv_connector_extra_config`; `adapters` is the digest of its LoRA adapters."""
+    return {
+        **msgspec.to_builtins(config.transfer),
+        "host": config.host,
+        "is_insecure": config.is_insecure,
+        "heartbeat_interval_ms": config.heartbeat_interval_ms,
+        "adapters": adapters,
+    }

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from vllm import SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_events import (
@@ -34,6 +33,7 @@ from tandem.node.config import NodeConfig
 from tandem.vllm.connector import TandemConnector, fingerprint
 from tandem.vllm.hand_offs import WorkerReports
 from tandem.vllm.node.adapters import add_argument, digest_of, read_adapters
+from tandem.vllm.node.environment import extra_config
 from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
 from tandem.vllm.node.prefixes import CachedBlocks
 from tandem.vllm.node.requests import output_of, sampling_params
@@ -238,7 +238,7 @@ class VllmGenerator:
     def counts(self) -> EngineCounts:
         """Return the current counts."""
         num_running, num_waiting = self._scheduler.get_request_counts()
-        pool = self._scheduler.kv_cache_manager.block_pool
+        pool, agent = self._scheduler.kv_cache_manager.block_pool, _local_agent()
         return EngineCounts(
             num_running=num_running,
             num_waiting=num_waiting,
@@ -246,6 +246,7 @@ class VllmGenerator:
             pages_free=pool.get_num_free_blocks(),
             page_size=self._vllm_config.cache_config.block_size,
             moved_bytes=0 if self._connector is None else self._connector.moved_bytes,
+            ending_s=0.0 if agent is None else agent.statistics().ending_s,
         )
 
     def flush_cache(self) -> None:
@@ -331,10 +332,5 @@ def _transfer(config: NodeConfig, adapters: str) -> KVTransferConfig:
         kv_connector="TandemConnector",
         kv_role="kv_producer" if config.role == "prefill" else "kv_consumer",
         kv_load_failure_policy="fail",
-        kv_connector_extra_config={
-            **msgspec.to_builtins(config.transfer),
-            "host": config.host,
-            "is_insecure": config.is_insecure,
-            "adapters": adapters,
-        },
+        kv_connector_extra_config=extra_config(config, adapters),
     )

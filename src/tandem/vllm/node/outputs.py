@@ -31,7 +31,11 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """Current numbers of requests and blocks; bytes moved since the start."""
+    """Current numbers of requests and blocks; bytes moved since the start.
+
+    Attributes:
+        ending_s: See `NodeLoad`; 0 if vLLM runs its ranks in other processes.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -39,6 +43,7 @@ class EngineCounts:
     pages_free: int = 0
     page_size: int = 0
     moved_bytes: int = 0
+    ending_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,6 +220,7 @@ class VllmRole:
             num_failed=self._answers.num_failed,
             max_running=self._max_running,
             queued_tokens=sum(len(half.request.prompt_ids) for half in waiting),
+            ending_s=counts.ending_s,
         )
 
     def flush_cache(self) -> None:
