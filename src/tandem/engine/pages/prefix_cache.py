@@ -11,8 +11,9 @@ operation per page. `insert` extends a run without children, or splits a run whe
 ```
 
 Eviction takes pages from the end of the least recently used run without children. A request may hold its own copy of
-a prefix and a cached run below the cached copy. If eviction needs that copy, it also removes the run below from the
-cache, where no prompt could find it any more. The request inserts its pages again when it ends.
+a prefix and a cached run below the cached copy. If eviction needs that copy, it first evicts the unused pages below
+it, and then removes the held ones from the cache, where no prompt could find them any more. The request inserts its
+pages again when it ends.
 
 The names of cached blocks are sent to routers (`journal`), which use them to send a prompt to a node that caches
 its prefix.
@@ -356,11 +357,8 @@ class PrefixCache:
     def _split(self, run: _Run, num_pages: int) -> _Run:
         """Move the first pages of a run to a new run above it, and return that."""
         assert run.parent is not None
-        above, num_tokens = (
-            self._add_run(run.parent, run.key, run.first),
-            num_pages * self._page_size,
-        )
-        num_blocks = self._num_blocks(run, num_pages)
+        above = self._add_run(run.parent, run.key, run.first)
+        num_tokens, num_blocks = num_pages * self._page_size, self._num_blocks(run, num_pages)
         above.token_ids, run.token_ids = run.token_ids[:num_tokens], run.token_ids[num_tokens:]
         above.page_ids, run.page_ids = run.page_ids[:num_pages], run.page_ids[num_pages:]
         above.names, run.names = run.names[:num_blocks], run.names[num_blocks:]
