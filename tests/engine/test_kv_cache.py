@@ -128,6 +128,22 @@ def test_evicting_a_cached_copy_does_not_evict_what_a_request_holds_below_it(lon
     assert cache.match(tokens).page_ids == own
 
 
+def test_unused_page_between_a_cached_copy_and_a_held_page_is_evicted_too():
+    cache = KVCache(11, PAGE)
+    put(cache, [1] * 8 + [3] * 4)
+    # Two requests with their own copies of the first pages: the second continues what the first has left.
+    first, second = [1] * 8 + [2] * 4, [1] * 8 + [2] * 8
+    own, longer = cache.allocate(3), cache.allocate(4)
+    cache.insert(first, own)
+    cache.release(own)
+    cache.insert(second, longer)
+    assert cache.counts().cached == 4
+    assert cache.flush() == 4
+    assert (cache.counts().cached, cache.counts().held) == (0, 4)
+    cache.release(longer)
+    assert cache.counts().free == 11
+
+
 @pytest.mark.parametrize("num_shared", [4, 8, 12])
 def test_prompts_that_share_pages_of_a_run_keep_the_ids_of_both(num_shared):
     cache = KVCache(9, PAGE)
@@ -286,6 +302,23 @@ class OwnersOfPages(RuleBasedStateMachine):
             self.held.append((tokens, match.page_ids + own))
             self.write(tokens, match.page_ids + own)
 
+    @rule(tokens=prompts(1))
+    def compute_own_copy(self, tokens):
+        """Requests that run together compute the same prefix, and cache what follows below one of the copies."""
+        own = self.cache.allocate(self.cache.num_pages_for(len(tokens)))
+        if own is not None:
+            self.held.append((tokens, own))
+            self.write(tokens, own)
+
+    @rule(num_left=st.integers(0, 8))
+    def take_available(self, num_left):
+        num_pages = self.cache.num_available - num_left
+        if num_pages > 0:
+            pages = self.cache.allocate(num_pages)
+            assert len(pages) == num_pages
+            self.cache.check_integrity()
+            self.cache.release(pages)
+
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def share(self, data):
@@ -366,6 +399,7 @@ class OwnersOfPages(RuleBasedStateMachine):
     @rule()
     def flush(self):
         self.cache.flush()
+        assert self.cache.counts().cached == 0
 
     @invariant()
     def every_page_has_one_owner(self):
@@ -392,6 +426,7 @@ class OwnersOfPages(RuleBasedStateMachine):
         for pages, _ in self.granted:
             self.cache.reclaim(pages)
         self.cache.flush()
+        self.cache.check_integrity()
         assert self.cache.counts().free == 12
         assert not self.cache._prefixes._roots
         assert self.cache.num_unsaved == 0

@@ -11,8 +11,9 @@ operation per page. `insert` extends a run without children, or splits a run whe
 ```
 
 Eviction takes pages from the end of the least recently used run without children. A request may hold its own copy of
-a prefix and a cached run below the cached copy. If eviction needs that copy, it also removes the run below from the
-cache, where no prompt could find it any more. The request inserts its pages again when it ends.
+a prefix and a cached run below the cached copy. If eviction needs that copy, it first evicts the unused pages below
+it, and then removes the held ones from the cache, where no prompt could find them any more. The request inserts its
+pages again when it ends.
 
 The names of cached blocks are sent to routers (`journal`), which use them to send a prompt to a node that caches
 its prefix.
@@ -356,11 +357,8 @@ class PrefixCache:
     def _split(self, run: _Run, num_pages: int) -> _Run:
         """Move the first pages of a run to a new run above it, and return that."""
         assert run.parent is not None
-        above, num_tokens = (
-            self._add_run(run.parent, run.key, run.first),
-            num_pages * self._page_size,
-        )
-        num_blocks = self._num_blocks(run, num_pages)
+        above = self._add_run(run.parent, run.key, run.first)
+        num_tokens, num_blocks = num_pages * self._page_size, self._num_blocks(run, num_pages)
         above.token_ids, run.token_ids = run.token_ids[:num_tokens], run.token_ids[num_tokens:]
         above.page_ids, run.page_ids = run.page_ids[:num_pages], run.page_ids[num_pages:]
         above.names, run.names = run.names[:num_blocks], run.names[num_blocks:]
@@ -378,23 +376,22 @@ class PrefixCache:
             removes_used: First remove the pages in use that follow such a page, in this run and below it.
         """
         if removes_used:
-            unused = np.flatnonzero(self._is_unused(np.array(run.page_ids, np.int64)))
-            if len(unused):
-                self._remove_below(run)
-                self._remove(run, int(unused[-1]) + 1)
+            below = _below(run)
+            unused, *unused_below = [
+                np.flatnonzero(self._is_unused(np.array(each.page_ids, np.int64)))
+                for each in (run, *below)
+            ]
+            if not len(unused) or any(map(len, unused_below)):
+                return []  # what is below comes first
+            for child in below:
+                self._remove(child, 0)
+            self._remove(run, int(unused[-1]) + 1)
         if run.children:
             return []
         last = run.page_ids[-num_pages:]
         used = np.flatnonzero(~self._is_unused(np.array(last, np.int64)))
         num_unused = len(last) - (int(used[-1]) + 1 if len(used) else 0)
         return self._remove(run, len(run.page_ids) - num_unused)
-
-    def _remove_below(self, run: _Run) -> None:
-        below = [*run.children.values()]
-        while below:
-            child = below.pop()
-            below += child.children.values()
-            self._remove(child, 0)
 
     def _remove(self, run: _Run, num_kept: int) -> list[int]:
         """Remove the pages of a run after the first `num_kept`, and return them, last first."""
@@ -417,6 +414,14 @@ class PrefixCache:
         """Return the number of blocks that end in the first pages of a run."""
         start, end = run.first * self._page_size, (run.first + num_pages) * self._page_size
         return end // BLOCK_TOKENS - start // BLOCK_TOKENS
+
+
+def _below(run: _Run) -> list[_Run]:
+    """Return all runs below a run, parents first."""
+    found = [*run.children.values()]
+    for child in found:
+        found += child.children.values()
+    return found
 
 
 def _last_name(run: _Run) -> int:
