@@ -263,7 +263,7 @@ METRICS = (
     _load(
         _G,
         "ending_s",
-        "Age of the oldest failed hand-off whose pages may still be read or written; 0: none.",
+        "Age in seconds of the oldest failed hand-off whose pages may still be read or written; 0: none.",
     ),
     _load(_G, "num_edges", "Edge workers with requests on this node."),
     _load(_C, "prompt_tokens", "Prompt tokens processed, including cached ones."),
