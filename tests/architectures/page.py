@@ -65,7 +65,7 @@ Chat templates: `--chat-template`, or else `chat_template.jinja` and `additional
 
 ## GGUF
 
-The first start converts a GGUF file; later starts use the result. A node reads everything in the file, or rejects it by the name of a key or tensor.
+The first start converts a GGUF file to safetensors: in bfloat16, or in the type that `--dtype` sets. Later starts use the result. A node reads everything in the file, or rejects it by the name of a key or tensor.
 
 | part | read |
 | --- | --- |

@@ -990,6 +990,7 @@ async def test_prompts_that_waited_long_are_tried_together_and_refused_after_the
             if start_decode.request.request_id == "0":
                 prefill.engine.say(start_prefill, 0, [10], "handed_off")
                 decode.engine.say(start_decode, 0, [10, 11], "stop")
+        await until_async(clients[0].done)
         decode.restart_engine()
     assert [client.result() for client in clients] == [[10, 11], RequestEndedEngine]
 
