@@ -1,11 +1,14 @@
 """Both ends compute the same checksums, even if page sizes, heads or strips differ."""
 
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tandem.kvtransfer.checksum import page_sums
+from tandem.kvtransfer.checksum import is_hashed, page_sums
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import HeadRange, PagedTokens, plan_copies
 from tandem.kvtransfer.region import MemoryRegion
@@ -138,3 +141,16 @@ def test_adjacent_pages_of_one_layer_are_hashed_separately():
     )
     assert one == other[::-1]
     assert one[0] != one[1]
+
+
+@pytest.mark.parametrize(
+    ("verify", "device", "expected"),
+    [
+        ("auto", "cpu", True),
+        ("auto", "cuda:0", False),
+        ("always", "cuda:0", True),
+        ("off", "cpu", False),
+    ],
+)
+def test_pool_on_a_gpu_is_hashed_only_on_request(verify, device, expected):
+    assert is_hashed(verify, SimpleNamespace(device=device)) is expected

@@ -49,7 +49,7 @@ def test_defaults_of_the_transfer():
         "early_grant_timeout_s": 30.0,
         "landed_timeout_s": 600.0,
         "push_granularity": "layer",
-        "verify_kv": "always",
+        "verify_kv": "auto",
     }
 
 

@@ -18,8 +18,13 @@ from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import HeadRange, PagedTokens, plan_copies
 from tandem.kvtransfer.region import MemoryRegion
 
-Verify = Literal["off", "always"]
-"""Whether pushed bytes are hashed: none, or all."""
+Verify = Literal["auto", "off", "always"]
+"""Whether pushed bytes are hashed: none, or all. `auto`: all, unless the pool is on a GPU."""
+
+
+def is_hashed(verify: Verify, region: MemoryRegion) -> bool:
+    """Return whether the pages of a pool are hashed. On a GPU each page would first be copied to the host."""
+    return verify == "always" or (verify == "auto" and region.device == "cpu")
 
 
 def page_sums(

@@ -29,7 +29,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             default.
         early_grant_timeout_s: Time that a grant waits for its request; its pages are idle meanwhile.
         landed_timeout_s: Time that decode waits for granted pages to land, including prefill's queue.
-        verify: Whether both ends hash every pushed byte, which detects any single wrong bit.
+        verify: Whether both ends hash every pushed byte, which detects any single wrong bit. An end with `off`, or with
+            `auto` and a pool on a GPU, neither sends checksums nor compares them.
     """
 
     backend: Annotated[
@@ -124,10 +125,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         Verify,
         Flag(
             "--verify-kv",
-            help="whether both sides hash every byte of the pages; off: neither",
+            help="whether both sides hash every byte of the pages; auto: unless the pool is on a GPU",
             aliases={"--no-kv-checksum": "off"},
         ),
-    ] = msgspec.field(default="always", name="verify_kv")
+    ] = msgspec.field(default="auto", name="verify_kv")
 
     def of_sender(self, heartbeat: Heartbeat) -> SenderTimeouts:
         """Return the time limits of prefill's agent, whichever engine runs it."""

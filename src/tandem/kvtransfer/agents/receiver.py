@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from tandem.kvtransfer.agents.control import ControlThread
 from tandem.kvtransfer.agents.receiver_links import PrefillLink, PrefillLinks
-from tandem.kvtransfer.checksum import Verify, page_sums
+from tandem.kvtransfer.checksum import Verify, is_hashed, page_sums
 from tandem.kvtransfer.events import (
     LandRooms,
     ReceiverEvent,
@@ -200,10 +200,10 @@ class DecodeAgent:
         timeouts: ReceiverTimeouts | None = None,
         clock: Callable[[], float] = time.monotonic,
         shard: Shard | None = None,
-        verify: Verify = "always",
+        verify: Verify = "auto",
     ) -> None:
         self._epoch, self._layout, self._region = epoch, layout, region
-        self._is_verified = verify != "off"
+        self._is_verified = is_hashed(verify, region)
         self._timeouts, self._clock = timeouts or ReceiverTimeouts(), clock
         self._open_rooms = LandRooms(self._end_parts, waker.wake, clock)
         self._rooms: dict[Room, LandRoom] = {}  # each until its last part is over

@@ -32,7 +32,7 @@ from tandem.kvtransfer.agents.sender_rooms import (
     grant_fault,
     push_by_layer,
 )
-from tandem.kvtransfer.checksum import Verify
+from tandem.kvtransfer.checksum import Verify, is_hashed
 from tandem.kvtransfer.events import (
     PushDone,
     PushRooms,
@@ -130,13 +130,13 @@ class PrefillAgent:
         waker: Waker,
         key: ChannelKey | None = None,
         timeouts: SenderTimeouts | None = None,
-        verify: Verify = "always",
+        verify: Verify = "auto",
         min_push_bytes: int = MIN_PUSH_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._end, self._clock = end, clock
         self._timeouts = timeouts or SenderTimeouts()
-        self._is_verified, self._min_push_bytes = verify != "off", min_push_bytes
+        self._is_verified, self._min_push_bytes = is_hashed(verify, end.region), min_push_bytes
         heartbeat = self._timeouts.heartbeat
         self._inbox: Inbox[hand_off.ToPrefill] = Inbox(address, hand_off.ToPrefill, key, heartbeat)
         self.port = self._inbox.port
