@@ -57,7 +57,7 @@ def test_no_room_has_more_than_twelve_files():
     assert {name: size for name, size in sizes.items() if size > 12} == {}
 
 
-def test_each_class_name_has_one_meaning():
+def test_class_names_are_unique():
     classes = Counter(
         node.name
         for path in PACKAGE.rglob("*.py")

@@ -58,7 +58,7 @@ class DiskTier:
     Args:
         path: Directory; created if it is missing.
         limit_bytes: Limit for all files in the directory, whichever node wrote them. If nodes have different limits,
-            the largest holds: a small one would evict the pages of all nodes.
+            the largest applies, because a node with a small limit would evict the pages of all others.
         clock: Returns seconds since the Unix epoch, like mtimes.
 
     Raises:

@@ -2,14 +2,15 @@
 
 ```
  PATH/tandem-kv-1/store-id                 the store's identity: random, made by the first node
-                 /limit-200000000000       a limit in bytes; its mtime is the last scan of a node that has it
+                 /limit-200000000000       a limit in bytes; its mtime is the last scan of a node with this limit
                  /3f/a/3fa9…               a page, named by its key in hex; with 4,096 folders, 10 million pages are
                                            2,500 files a folder
                  /3f/a/.…                  a temporary file of a write in progress
 ```
 
-All models and ranks use one folder: their keys differ, and whoever is at the limit evicts the oldest files of all. Files
-of a model or `--tp` that no node uses any more are therefore evicted first. A page is written under a temporary name and renamed, so readers never see a partial page.
+All models and ranks use one folder: their keys differ, and a node that reaches the limit evicts the oldest files in the
+folder. Files of a model or `--tp` that no node uses any more are therefore evicted first. A page is written under a
+temporary name and renamed, so readers never see a partial page.
 Nothing is fsynced: the checksum rejects pages that a power failure left incomplete.
 """
 
@@ -38,7 +39,7 @@ _NOT_OURS = {errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR, 
 _PIECE_BYTES = 512 << 10
 _PAGE_NAME = re.compile(r"[0-9a-f]{64}")
 _STALE_S = 3600.0  # no write of a page takes this long
-# A limit counts for this long after its last scan: a node that restarts must find its pages.
+# How long a limit applies after the last scan by a node with it, so that a restarted node still finds its pages.
 LIMIT_S = 86_400.0
 
 

@@ -40,7 +40,7 @@ WINDOW_S = 0.5
 # A decode node is full if more than one request per this many running ones waits for pages. Running requests end one
 # by one, so pages for about that many become free soon.
 DECODE_WAITING_SHARE = 8
-# Pages that a request takes besides those that its prompt fills: one is filled in part, one is for its answer.
+# Pages of a request in addition to those that its prompt fills: one partly filled, and one for the answer.
 MORE_PAGES = 2
 # Limit of requests in flight for a node that reports none.
 DEFAULT_MAX_RUNNING = 256
@@ -295,11 +295,11 @@ class Capacity:
         return self._share(node, queue + pushing)
 
     def at_decode(self, node: NodeSnapshot) -> int:
-        """Return the free places of a decode node: in its batch while it has free pages, else none."""
+        """Return the free places in the batch of a decode node; 0 if it has no free pages."""
         load = node.load
         is_full = load.num_waiting > max(1, load.num_running // DECODE_WAITING_SHARE)
         if is_full or _room_tokens(node) <= 0:
-            return 0  # requests at the node wait for pages, or would
+            return 0  # requests wait for pages there, or a new one would
         return self._share(node, load.max_running or DEFAULT_MAX_RUNNING)
 
     def _share(self, node: NodeSnapshot, limit: int) -> int:
@@ -507,7 +507,7 @@ class Admission:
         return (has_place or not self._fingerprint) and not len(self._queue)
 
     def places(self, now: float) -> Places:
-        """Return how many requests may start now."""
+        """Return the room for more requests."""
         if now - self._counted_at_s >= self._count_valid_s:
             self._recount(now)
         return self._places

@@ -31,8 +31,8 @@ POLICY_ALIASES = {
     "consistent_hashing": "session",
     "manual": "session",
 }
-# Prefill nodes compute every prompt that has more to compute than its last token. With 0, no prompt would be answered
-# while no prefill node is up.
+# With 1, decode computes only prompts that it has cached up to the last token. 0 is not the default, because requests
+# would then fail while no prefill node is up.
 LOCAL_PREFILL_THRESHOLD = 1
 
 

@@ -74,16 +74,16 @@ def read_limits(path: str) -> dict[str, KeyLimit]:
 
 
 class _Minute:
-    """A token bucket with a capacity of one minute's allowance, in seconds of it. An answer may overdraw it.
+    """A token bucket that holds at most one minute's allowance, counted in seconds. An answer may overdraw it.
 
-    The edge workers share it without a lock, because each writes its own cells only. Without a limit to its level, a
-    bucket would hold `now - used_s`. What it lost because it was full is the maximum of that over all times, which is
-    reached just before a use.
+    The edge workers share it without a lock, because each writes its own cells only. Without the cap, the balance would
+    be `now - sum(used_s)`. The allowance lost to the cap equals the highest value that this balance ever had. The balance
+    peaks just before a use, so only `use` updates `lost_s`.
 
     Args:
         used_s: Allowance that each worker has used.
-        lost_s: The maximum of `now - used_s` of all workers at any use by each worker.
-        index: The own cell.
+        lost_s: The highest balance that each worker has seen before a use.
+        index: Index of this worker's cell.
     """
 
     def __init__(self, used_s: Cells, lost_s: Cells, index: int) -> None:
@@ -211,7 +211,7 @@ class KeyUsage:
 
 
 def release_requests(directory: str, index: int) -> None:
-    """Count the requests in flight of an edge worker that has ended as finished."""
+    """Reset the number of requests in flight of an edge worker that has exited."""
     for path in Path(directory).glob(_FILE + "*"):
         with path.open("r+b") as file:
             file.seek(CELL_BYTES * CELLS * index)

@@ -9,7 +9,7 @@ Stamp = tuple[int, int, int]
 
 
 class ReloadedFiles:
-    """Loads files at once, and again after one of them has changed.
+    """Loads files when it is made, and again after one of them has changed.
 
     Args:
         paths: The files.
@@ -29,7 +29,7 @@ class ReloadedFiles:
         load()
 
     def refresh(self) -> bool:
-        """Load the files if one has changed. Return whether `problem` or the content in use did.
+        """Load the files if one has changed. Return whether the content in use or `problem` changed.
 
         While they are invalid, the last valid content stays in use, and each call tries again: a certificate and its
         key are replaced one after the other.

@@ -47,8 +47,8 @@ MAX_MESSAGE_BYTES = 16 << 20
 # Unread messages per peer. A step is one message: at 100 steps/s a peer may stall for 80 s before it counts
 # as lost and its queue is freed.
 HIGH_WATER_MARK = 8192
-# Frames that a loop reads before its other work, so that a peer that floods it delays nobody else. An inbox takes one
-# frame of each peer in turn: this many peers have one read in every turn, and none counts as silent.
+# Most frames that a loop reads per turn, so that a peer that floods it does not delay its other work. An inbox reads
+# one frame of each peer in turn: up to this many peers are each read in every turn, and none is mistaken for silent.
 FRAMES_PER_TURN = 4096
 # Time for the I/O thread to close a port. None of its tasks takes longer than a millisecond.
 UNBIND_TIMEOUT_S = 5.0

@@ -149,7 +149,7 @@ class AttemptsUsedUp(TandemError, code="attempts_used_up", status=503, is_retrya
 
 
 class RequestEndedEngine(TandemError, code="request_ended_engine", status=500):
-    """Nodes were lost while they computed this prompt, one after the other. It is not tried again."""
+    """Nodes were lost, one after the other, while they computed this prompt. The router refuses it for a while."""
 
 
 class PeerLost(TandemError, code="peer_lost", status=503, is_retryable=True):

@@ -52,7 +52,7 @@
 {{- end -}}
 {{- $name := include "tandem.fullname" . -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
-{{- fail (printf "DNS refuses %s as the beginning of the names of Services: set fullnameOverride to lower-case letters, digits and dashes, beginning with a letter" $name) -}}
+{{- fail (printf "the names of Services would begin with %s, which is not valid in DNS: set fullnameOverride to lower-case letters, digits and dashes, beginning with a letter" $name) -}}
 {{- end -}}
 {{- range splitList "," .Values.transfer.backend -}}
 {{- if has . (list "shm" "cuda_ipc") -}}
@@ -65,7 +65,7 @@
 {{- range $role := list "prefill" "decode" -}}
 {{- $node := index $.Values $role -}}
 {{- if and $node.gpus (not $node.resources) -}}
-{{- fail (printf "%s.gpus is set and %s.resources is empty: set requests and limits of CPU and memory for your model; the memory also holds nodes.sharedMemorySize and the KV tier of the host" $role $role) -}}
+{{- fail (printf "%s.gpus is set and %s.resources is empty: set requests and limits of CPU and memory for your model; memory must also cover nodes.sharedMemorySize and the KV tier of the host" $role $role) -}}
 {{- end -}}
 {{- $ports := list (int $node.ports.http) (int $node.ports.engine) (int $node.ports.bootstrap) -}}
 {{- if lt (uniq $ports | len) 3 -}}

@@ -58,8 +58,8 @@ _NUM_COMPILING = 3
 _MAX_PROCESSES = 64
 # How long a refused grammar is not compiled again, which may take the whole time limit.
 _REFUSED_S = 60.0
-# A compilation that takes more CPU time, and a process whose masks take more in addition to the average that its limits
-# allow, get only cores that the engine leaves idle.
+# CPU time after which a compilation runs only on cores that the engine leaves idle. The same applies to a process whose
+# masks exceed the average that its limits allow by this much.
 _SLOW_S = 0.5
 # How often the engine reads the CPU time of a process that has not answered.
 _CHECK_S = 0.1

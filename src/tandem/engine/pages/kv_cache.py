@@ -13,8 +13,8 @@
 A page granted to a remote writer leaves its grant only through `land` or `reclaim`. Otherwise a late one-sided
 write could silently corrupt a request that later gets the page.
 
-States and readers are columns: a prompt of 128k tokens has 8,192 pages of 16, and the loop that owns them must not
-stand while it lands or ends.
+Page states and reader counts are NumPy arrays. A prompt of 128k tokens has 8,192 pages of 16 tokens, and one operation
+per page would block the engine's loop.
 """
 
 from collections.abc import Sequence

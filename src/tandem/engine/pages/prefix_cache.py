@@ -10,10 +10,10 @@ operation per page. `insert` extends a run without children, or splits a run whe
                                └─▶ run XY
 ```
 
-Eviction takes pages from the end of the least recently used run without children. A request may hold its own copy of
-a prefix and a cached run below the cached copy. If eviction needs that copy, it first evicts the unused pages below
-it, and then removes the held ones from the cache, where no prompt could find them any more. The request inserts its
-pages again when it ends.
+Eviction takes pages from the end of the least recently used run without children. A request may compute its own copy
+of a prefix that is already cached, and hold pages below the cached copy. To evict the cached copy, the cache first
+evicts the unused pages below it. It then drops the held pages from the tree, because no lookup reaches them without
+their parent. The request inserts its pages again when it ends.
 
 The names of cached blocks are sent to routers (`journal`), which use them to send a prompt to a node that caches
 its prefix.
@@ -79,7 +79,7 @@ class PrefixMatch:
 class MissingPages:
     """The full pages of a prompt that are not cached.
 
-    Their keys are hashed in slices: for 128k tokens they take 14 ms, during which the loop would stand.
+    Their keys are hashed in slices: hashing 128k tokens at once would block the loop for 14 ms.
 
     Args:
         chain: Keys of all full pages of the prompt.
@@ -373,7 +373,8 @@ class PrefixCache:
         """Remove up to `num_pages` pages without a reader from the end of a run, and return them, last first.
 
         Args:
-            removes_used: First remove the pages in use that follow such a page, in this run and below it.
+            removes_used: Drop the pages in use that follow an unused page, in this run and in its descendants, so that
+                the unused page can be evicted.
         """
         if removes_used:
             below = _below(run)
@@ -382,7 +383,7 @@ class PrefixCache:
                 for each in (run, *below)
             ]
             if not len(unused) or any(map(len, unused_below)):
-                return []  # what is below comes first
+                return []  # unused pages further down are evicted first
             for child in below:
                 self._remove(child, 0)
             self._remove(run, int(unused[-1]) + 1)

@@ -41,7 +41,7 @@ log = get_logger(__name__)
 INLINE_BYTES = 4096
 # Each reader holds the GIL for 0.2 s while it parses 32 MiB, and engine links time out after 2 s of silence.
 MAX_READERS = 2
-# A killed worker loses the counts since its last pulse. Files that changed are read again after it.
+# Each pulse flushes counts and reads changed files again. A killed worker loses the counts since its last pulse.
 PULSE_INTERVAL_S = 0.5
 # `live` returns only the newest generations.
 MAX_LIVE = 200

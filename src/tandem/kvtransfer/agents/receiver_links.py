@@ -1,8 +1,8 @@
 """Decode's links: one to each requested bootstrap port, made on demand.
 
 `link_session.py` has the states of a link. A Redirect sends a rank to the prefill rank that holds its heads.
-Hello has the offer of one transport, the best first; if prefill refuses it, the next Hello has the next. An offer
-may register the whole pool, so none is made that is not needed. A link is lost when prefill is silent, refuses the
+Each Hello offers one transport, best first; if prefill refuses it, the next Hello offers the next one. Making an offer
+may register the whole pool, so offers are made only when they are needed. A link is lost when prefill is silent, refuses the
 last offer, or the connection breaks; the next `link_to` makes a new one.
 
 Every transport call is a job of the link's worker. Jobs run in order, and a message follows the jobs
@@ -304,7 +304,7 @@ class PrefillLinks:
         del self.links[link.address]
 
     def _offer_next(self, link: PrefillLink) -> None:
-        """Connect to the requested port once the best transport that is left has made an offer."""
+        """Make the next offer, then connect to the requested port."""
         if link.socket is not None:
             link.socket.close()
             link.socket = None
@@ -315,9 +315,11 @@ class PrefillLinks:
         )
 
     def _offer(self, link: PrefillLink) -> str:
-        """Resolve the link's host, and make an offer instead of the refused one, if any. Runs on the worker."""
+        """Resolve the link's host, fence the refused offer, if any, and make the next one. Runs on the worker."""
         ip = resolve(link.host)
-        with contextlib.suppress(TandemError):  # then it is fenced with the link
+        with contextlib.suppress(
+            TandemError
+        ):  # an offer that cannot be fenced now is fenced with the link
             self._fence(link)
         while link.untried:
             link.transport = link.untried.pop(0)

@@ -286,7 +286,7 @@ class PrefillAgent:
         return self._apply(part, RoomEvent.WITHDRAW_ARRIVED, reason)
 
     def _link_lost(self, link: DecodeLink, error: TandemError) -> None:
-        # Not lost but refused: decode may have a better offer.
+        # A refused offer does not count as a lost link: decode may offer a different transport.
         self.times.num_lost_links += not isinstance(error, TransferRefused)
         for part in self._parts():
             if part.link is link:

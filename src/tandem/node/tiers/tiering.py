@@ -234,7 +234,7 @@ class Tiering:
         return None
 
     def _hash(self, fetch: _TierFetch) -> None:
-        """Hash a slice of a fetch's keys. After the last one the tiers search, and the requests' time begins."""
+        """Hash a slice of a fetch's keys. After the last one, start the search and its timeout."""
         assert self._stack is not None
         if fetch.missing.hash_slice():
             fetch.is_searching, fetch.until_s = True, self._clock() + self._timeout_s

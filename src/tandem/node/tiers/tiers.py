@@ -225,7 +225,7 @@ class TierGroup:
 def load_of_node(load: TierLoad, num_ranks: int) -> TierLoad:
     """Scale a tier's load from rank 0 to all ranks.
 
-    Of a shared store, or one with its own limit, each rank reports the total size.
+    If the tier is a shared store or sets its own limit, each rank already reports the total.
     """
     num_parts = 1 if load.store or not load.limit_bytes else num_ranks
     return msgspec.structs.replace(

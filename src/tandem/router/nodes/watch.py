@@ -34,7 +34,7 @@ log = get_logger(__name__)
 # A healthy node answers /server_info from memory, within milliseconds.
 INFO_TIMEOUT_S = 2.0
 TOKENIZER_TIMEOUT_S = 30.0
-# Time for which the nodes of a model wait for one of them to serve the tokenizer. Then the next one is asked as well.
+# Time to wait for the tokenizer of one node before the next one is asked too.
 TOKENIZER_TURN_S = 2.0
 INFO_LIMIT_BYTES = 1 << 20
 # Twice the largest accepted tokenizer file: JSON escapes need space, and there are small files as well.
@@ -192,7 +192,7 @@ class Watcher:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Wait until no other block runs. A block that takes longer than `TOKENIZER_TURN_S` lets the next one start."""
+        """Run these blocks one at a time. If a block takes longer than `TOKENIZER_TURN_S`, the next one starts beside it."""
         await self._fetching.acquire()
         with ExitStack() as turn:
             turn.callback(self._fetching.release)

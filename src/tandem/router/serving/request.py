@@ -47,7 +47,8 @@ log = get_logger(__name__)
 
 # A rolling update of a large cluster hands a long answer over a few times. More hand-overs mean a broken node.
 MAX_HAND_OVERS = 32
-# A node may report the loss of its peer before the router notices it: both connections break within milliseconds.
+# When a node dies, its peer may report the loss before the router's own link breaks. Time to wait for that, and the
+# interval of the checks.
 LOSS_NOTICED_S, LOSS_POLL_S = 0.2, 0.01
 
 
@@ -205,7 +206,7 @@ class Attempt:
             self._use = None
 
     async def lost_links(self) -> frozenset[EngineClient]:
-        """Return the links of its nodes that are lost, or will be within `LOSS_NOTICED_S`."""
+        """Return the lost links of this attempt's nodes. Wait up to `LOSS_NOTICED_S` for one."""
         deadline = asyncio.get_running_loop().time() + LOSS_NOTICED_S
         while True:
             lost = frozenset(link for link in self._links if link and link.lost.is_set())
@@ -400,7 +401,7 @@ class Request:
         log.warning("request.replay", **self._facts(pair, error))
 
     def _facts(self, pair: Pair, error: TandemError) -> dict[str, object]:
-        """Return what the log tells of a failed attempt."""
+        """Return the log fields of a failed attempt."""
         return {
             "request_id": self._progress.request_id,
             "num_sent": len(self._progress.sent_ids),

@@ -1,4 +1,4 @@
-"""Prompts with which nodes were lost. A prompt that was on two lost nodes is refused instead of tried on a third pair.
+"""Prompts with which nodes were lost. If two nodes are lost with a prompt, it is not tried on a third pair.
 
 ```
  unknown ──a node is lost before decode's first token──▶ suspected ──a second node──▶ refused, for `KEPT_S`
@@ -7,9 +7,9 @@
 ```
 
 A lost node takes all its prompts with it, and at most one of them is the cause. So suspected prompts are tried one at a
-time: the next lost node shows which of them it was. Nearly always the node was lost for a different reason, and its
-prompts must not wait long: those that are left after `ALONE_S` are tried together. A prompt that was lost twice in
-company is suspected still, and refused after the third loss.
+time: a second loss then identifies the prompt. Most losses have a different cause, so prompts must not wait long: after
+`ALONE_S` the remaining ones are tried together. A prompt that was tried together with others is refused only after its
+third loss.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from tandem.wire.engine_client import EngineClient
 from tandem.wire.errors import RequestEndedEngine
 from tandem.wire.generation import GenerateRequest, RequestId
 
-# Longer than clients repeat a request, and short enough that a repaired cluster computes the prompt soon.
+# Longer than clients keep retrying, and short enough that a repaired cluster soon accepts the prompt again.
 KEPT_S = 300.0
 # Time after a loss in which suspected prompts are tried one at a time.
 ALONE_S = 2.0
@@ -34,7 +34,10 @@ MAX_KEPT = 1024
 
 
 def name_of(request: GenerateRequest) -> str:
-    """Return a hash of what decides a computation. Ids, times and a seed differ when a client repeats a request."""
+    """Return a hash of the fields that determine the computation.
+
+    Ids, deadlines and the seed are left out, because they change when a client retries.
+    """
     same = msgspec.structs.replace(
         request,
         request_id=RequestId(""),
@@ -52,7 +55,7 @@ def name_of(request: GenerateRequest) -> str:
 class _Record:
     """A suspected or refused prompt, and the links of the nodes that were lost with it.
 
-    `is_alone`: whether no other suspected prompt was tried with it the last time.
+    `is_alone`: whether it was the only suspected prompt in its last try.
     """
 
     noted_s: float
@@ -65,8 +68,8 @@ class _Record:
         """Raise `RequestEndedEngine` if the prompt is refused."""
         if self.is_refused:
             raise RequestEndedEngine(
-                "nodes were lost while they computed this prompt, one after the other: it is not tried again for "
-                f"{KEPT_S:g} s"
+                f"this prompt is refused for {KEPT_S:g} s, because nodes were lost, one after the other, while they "
+                "computed it"
             )
 
 
