@@ -251,6 +251,15 @@ def test_slow_compilation_yields_to_the_engine_but_the_masks_after_it_do_not(pro
     assert isinstance(error_of(constraint), EngineFailed)
 
 
+def test_compilation_that_gets_no_core_in_time_is_refused_as_overload(processes, begin):
+    assert_serves(begin)  # starts the host
+    processes.limits = Limits(wait_s=0.2, compile_s=PATIENCE_S)
+    grammar = ebnf(ENDLESS["ambiguous counts"].text.replace("99", "95"))
+    assert isinstance(error_of(begin(grammar)), Overloaded)
+    processes.limits = Limits()
+    assert_serves(begin)
+
+
 def test_process_with_slow_masks_yields_to_the_engine(model, processes, begin):
     processes.limits = Limits(masks_s=PATIENCE_S, cpu_s=PATIENCE_S)
     constraint = begin(ENDLESS["counts of rules"])

@@ -282,6 +282,22 @@ def test_ranks_share_the_limit_of_their_node(tmp_path):
     assert len(files(tmp_path)) == 8
 
 
+def test_ranks_that_know_the_same_old_pages_stay_within_the_limit(tmp_path):
+    spec = parse_tier(f"disk:{tmp_path}/kv:{8 * FILE_BYTES}")
+    ranks = [
+        open_of_spec(spec, FakePool(), replace(SPACE, shard=shard)) for shard in ("0/2", "1/2")
+    ]
+    put_aged(ranks[0], tmp_path, keys(8))
+    for tier in ranks:
+        tier.scan()
+    for number in range(4):
+        for rank, tier in enumerate(ranks):
+            put(tier, keys(1, first_token=100 + number, salt=str(rank)))
+    for tier in ranks:
+        tier.close()
+    assert len(files(tmp_path)) == 8
+
+
 @pytest.mark.parametrize("before", ["0/1", "0/2", "3/4"])
 def test_pages_of_a_node_with_a_different_tp_are_evicted_first(tmp_path, before):
     spec, of = parse_tier(f"disk:{tmp_path}/kv:{4 * FILE_BYTES}"), keys(8)

@@ -902,7 +902,7 @@ async def test_loss_that_only_a_node_reports_refuses_no_prompt():
                     _, decode, start_decode = await next_attempt(setup)
                     decode.engine.fail(start_decode, PeerLost("prefill cannot be reached"))
         assert raised.group_contains(AttemptsUsedUp)
-        assert not setup.backend.suspects.known_name(request())
+        assert setup.backend.suspects.known(request()) == ("", 0)
 
 
 @pytest.mark.parametrize("max_attempts", [1, 2])
@@ -1006,6 +1006,16 @@ async def test_choices_of_one_request_count_a_lost_node_once():
             decode.engine.say(start_decode, 0, [10, 11], "stop")
         results = await asyncio.gather(*clients)
     assert results == [[10, 11]] * 3
+
+
+async def test_equal_prompts_that_are_lost_at_once_count_one_loss():
+    known, asked = suspects.Suspects(), request()
+    for _ in range(3):
+        known.note_loss(name_of(asked), 1)
+    assert known.known(asked) == (name_of(asked), 1)
+    known.note_loss(name_of(asked), 2)
+    with pytest.raises(RequestEndedEngine):
+        known.note_loss(name_of(asked), 3)
 
 
 async def test_first_token_clears_a_suspected_prompt():

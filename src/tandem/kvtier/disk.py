@@ -268,14 +268,17 @@ class DiskTier:
         return num_bytes <= 0
 
     def _evict_one(self, known: PageFile) -> int:
-        """Remove a file unless another node has used it since; return the bytes freed."""
-        with suppress(FileNotFoundError):
+        """Remove a file unless another node has used it since; return the bytes freed, 0 if another node did it."""
+        try:
             file = self._directory.find(known.digest)
             if file is not None and file.used_s > known.used_s:
                 self._index.record(file)
                 return 0
             self._directory.remove(known.digest)
-            self._index.count(evicted=1)
+        except FileNotFoundError:
+            self._index.forget(known.digest, is_replaced=True)
+            return 0
+        self._index.count(evicted=1)
         self._index.forget(known.digest)
         return known.size_bytes
 
@@ -288,7 +291,7 @@ class DiskIndex:
     ```
 
     Attributes:
-        num_bytes: Total size of all known files.
+        num_bytes: Total size of all known files, and of those that replaced known files since the last scan.
     """
 
     def __init__(self, known: KnownPages) -> None:
@@ -312,6 +315,7 @@ class DiskIndex:
             for digest in self._unseen:
                 self.forget(digest)
             self._files = OrderedDict(sorted(self._files.items(), key=lambda item: item[1].used_s))
+            self._sum()
 
     def record(self, file: PageFile) -> None:
         """Record that a file exists."""
@@ -323,17 +327,25 @@ class DiskIndex:
                 self._files[file.digest] = file
                 self._files.move_to_end(file.digest)
 
-    def forget(self, digest: bytes) -> None:
-        """Record that a file is gone."""
+    def forget(self, digest: bytes, *, is_replaced: bool = False) -> None:
+        """Record that a file is gone.
+
+        Args:
+            is_replaced: Another node evicted it, and wrote a file of about that size.
+        """
         with self._lock:
-            if (file := self._files.pop(digest, None)) is not None:
+            if (file := self._files.pop(digest, None)) is not None and not is_replaced:
                 self.num_bytes -= file.size_bytes
         self._known.forget(digest)
+
+    def _sum(self) -> None:
+        self.num_bytes = sum(file.size_bytes for file in self._files.values())
 
     def take_oldest(self) -> PageFile | None:
         """Return the least recently used file, and move it to the end of the order."""
         with self._lock:
             if not self._files:
+                self._sum()
                 return None
             digest, file = next(iter(self._files.items()))
             self._files.move_to_end(digest)

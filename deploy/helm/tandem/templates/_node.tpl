@@ -86,7 +86,8 @@
 {{- $small := dict "requests" (dict "cpu" "2" "memory" "6Gi") "limits" (dict "memory" "8Gi") -}}
 {{- $resources := default $small $node.resources -}}
 {{- $disk := dict -}}
-{{- if and $values.model.path (not $values.nodes.cacheVolume) }}{{ $disk = dict "ephemeral-storage" $values.nodes.cacheSize }}{{ end -}}
+{{- $isDownloaded := and $values.model.path (eq $values.model.volume.type "none") (not $values.nodes.cacheVolume) -}}
+{{- if and $isDownloaded (not (dig "limits" "ephemeral-storage" "" $resources)) }}{{ $disk = dict "ephemeral-storage" $values.nodes.cacheSize }}{{ end -}}
 {{- $devices := dict -}}
 {{- if $node.gpus }}{{ $_ := set $devices $node.gpuResource (int $node.gpus | toString) }}{{ end -}}
 {{- if and $rdma.enabled $rdma.resource }}{{ $_ := set $devices $rdma.resource (int $rdma.count | toString) }}{{ end -}}
@@ -97,9 +98,8 @@
 
 {{- define "tandem.nodePodSecurity" -}}
 {{- if and .Values.rdma.enabled .Values.rdma.runAsRoot -}}
-runAsUser: 0
-seccompProfile:
-  type: RuntimeDefault
+{{- $others := omit .Values.podSecurityContext "runAsNonRoot" "runAsGroup" "fsGroup" "fsGroupChangePolicy" -}}
+{{- toYaml (set $others "runAsUser" 0) -}}
 {{- else -}}
 {{ include "tandem.podSecurity" . }}
 {{- end }}
@@ -107,8 +107,13 @@ seccompProfile:
 
 {{/* RDMA adapters pin the memory that they write; the capability for it has no effect for users other than root. */}}
 {{- define "tandem.nodeContainerSecurity" -}}
-{{- $locks := ternary (dict "capabilities" (dict "add" (list "IPC_LOCK"))) dict (and .Values.rdma.enabled .Values.rdma.runAsRoot) -}}
-{{- toYaml (merge dict $locks .Values.securityContext) -}}
+{{- $context := deepCopy .Values.securityContext -}}
+{{- if and .Values.rdma.enabled .Values.rdma.runAsRoot -}}
+{{- $capabilities := default dict $context.capabilities -}}
+{{- $_ := set $capabilities "add" (append (default list $capabilities.add) "IPC_LOCK") -}}
+{{- $_ := set $context "capabilities" $capabilities -}}
+{{- end -}}
+{{- toYaml $context -}}
 {{- end }}
 
 {{/* Mounts of a node, and of the init container that fills /models: (list root readOnly). */}}

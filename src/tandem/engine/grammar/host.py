@@ -91,7 +91,7 @@ def _report_end(pidfd: int, link: Connection) -> None:
 def _end(code: int, status: int) -> Ended:
     if code == os.CLD_EXITED:
         cause = f"status {status}"
-    elif status == signal.SIGALRM:
+    elif status in {signal.SIGALRM, signal.SIGPROF}:
         return Ended(InvalidRequest(TOO_COMPLEX).info())
     else:
         cause = f"signal {status}"
@@ -139,9 +139,9 @@ def _follow(link: Connection, library: Library | TandemError, order: Compile) ->
     with ThreadPoolExecutor(1) as thread:
         thread.submit(os.nice, _COMPILE_NICE).result()  # starts the thread, while there is memory
         _limit_memory(limits.memory_bytes)
-        signal.setitimer(signal.ITIMER_REAL, limits.compile_s)  # SIGALRM ends the process
+        signal.setitimer(signal.ITIMER_PROF, limits.compile_s)  # SIGPROF ends the process
         answers = _Answers(thread.submit(compile_text, library, order.grammar).result())
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.setitimer(signal.ITIMER_PROF, 0)
     masks, left_s = Masks(), limits.cpu_s
     while left_s > 0:
         link.send_bytes(msgspec.msgpack.encode(masks))

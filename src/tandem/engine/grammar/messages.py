@@ -18,7 +18,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         start_s: Wall time until the host has started and forked the process. A start takes some seconds.
         wait_s: Wall time in the queue for compilation. It exceeds `compile_s`, so that grammars that compile for ever
             delay others and do not fail them.
-        compile_s: Wall time of the compilation.
+        compile_s: CPU time of the compilation.
         masks_s: Wall time of the masks of one message. A machine with too few cores may pause a process for a second.
         cpu_s, cpu_per_token_s: CPU time that masks may take: `cpu_s` at once, and `cpu_per_token_s` for each token on
             average. Masks of ordinary grammars take 0.05 ms.

@@ -247,22 +247,28 @@ class _Link:
     def __exit__(self, *_error: object) -> None:
         self._socket.close()
 
-    def ask(self, message: Compile | Work, slow_s: float = math.inf) -> Masks:
+    def ask(
+        self, message: Compile | Work, slow_s: float = math.inf, limit_s: float = math.inf
+    ) -> Masks:
         """Send a message and return the reply.
 
         Args:
             slow_s: CPU time after which the process may use only cores that the engine leaves idle.
+            limit_s: Time to wait for the reply.
 
         Raises:
+            Overloaded: There was no reply in time, because other processes use the cores.
             TandemError: The process has ended.
         """
-        slow_s += self._cpu_s()
+        slow_s, deadline_s = slow_s + self._cpu_s(), time.monotonic() + limit_s
         with suppress(BrokenPipeError):  # the process has ended
             self._socket.send_bytes(msgspec.msgpack.encode(message))
         while not self._socket.poll(_CHECK_S):
             if self._cpu_s() > slow_s:
                 self._lower_priority()
-                break
+                slow_s = math.inf
+            if time.monotonic() > deadline_s:
+                raise _overloaded()
         try:
             reply = msgspec.msgpack.decode(self._socket.recv_bytes(), type=Masks | Ended)
         except (EOFError, OSError):
@@ -379,7 +385,7 @@ class _Process:
     def _compile(self, link: _Link, limits: Limits) -> None:
         with self._owner.compiling():
             try:
-                link.ask(Compile(self._grammar, limits), _SLOW_S)
+                link.ask(Compile(self._grammar, limits), _SLOW_S, limits.wait_s)
             except InvalidRequest:
                 self._refused_until_s = time.monotonic() + _REFUSED_S
                 raise

@@ -30,7 +30,6 @@ from tandem.router.pairing.policy import Pair, RoutingRequest, tokens_to_compute
 from tandem.router.serving.progress import Progress
 from tandem.router.serving.suspects import Suspects, name_of
 from tandem.telemetry.log import get_logger
-from tandem.wire.engine_client import EngineClient
 from tandem.wire.errors import (
     AttemptsUsedUp,
     DeadlinePassed,
@@ -205,13 +204,13 @@ class Attempt:
             self._use.num_running -= 1
             self._use = None
 
-    async def lost_links(self) -> frozenset[EngineClient]:
-        """Return the lost links of this attempt's nodes. Wait up to `LOSS_NOTICED_S` for one."""
+    async def has_lost_link(self) -> bool:
+        """Return whether the link to a node of this attempt is lost. Wait up to `LOSS_NOTICED_S` for that."""
         deadline = asyncio.get_running_loop().time() + LOSS_NOTICED_S
         while True:
-            lost = frozenset(link for link in self._links if link and link.lost.is_set())
-            if lost or asyncio.get_running_loop().time() >= deadline:
-                return lost
+            is_lost = any(link and link.lost.is_set() for link in self._links)
+            if is_lost or asyncio.get_running_loop().time() >= deadline:
+                return is_lost
             await asyncio.sleep(LOSS_POLL_S)
 
     def _next(self) -> tuple[str, TokenDelta] | None:
@@ -259,8 +258,8 @@ class Request:
         self._wake = asyncio.Event()
         self._is_aborted = False
         self._fingerprint = ""
-        # Name of its prompt while that is suspected; see `Suspects`.
-        self._suspect = ""
+        # Name of its prompt while that is suspected, and its losses; see `Suspects`.
+        self._suspect, self._num_lost = "", 0
         self._number = 0
         self._pair: Pair | None = None
         self._attempt: Attempt | None = None
@@ -270,7 +269,7 @@ class Request:
     def begin(self, progress: Progress, group: PairGroup) -> None:
         """Start serving `progress`, until `release`."""
         self._progress, self._group = progress, group
-        self._suspect = self._shared.suspects.known_name(progress.request)
+        self._suspect, self._num_lost = self._shared.suspects.known(progress.request)
 
     def abort(self) -> None:
         """End the request with reason `abort`, also while it waits."""
@@ -385,11 +384,12 @@ class Request:
             attempt is not None
             and not attempt.is_decoding
             and isinstance(error, PeerLost)
-            and (links := await attempt.lost_links())
+            and await attempt.has_lost_link()
         ):
+            self._num_lost += 1
             self._suspect = self._suspect or name_of(self._progress.request)
             try:
-                self._shared.suspects.note_loss(self._suspect, links)
+                self._shared.suspects.note_loss(self._suspect, self._num_lost)
             except RequestEndedEngine:
                 log.warning("prompt.refused", **self._facts(pair, error))
                 raise

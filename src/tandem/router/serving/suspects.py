@@ -15,13 +15,12 @@ third loss.
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
-from tandem.wire.engine_client import EngineClient
 from tandem.wire.errors import RequestEndedEngine
 from tandem.wire.generation import GenerateRequest, RequestId
 
@@ -53,13 +52,12 @@ def name_of(request: GenerateRequest) -> str:
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """A suspected or refused prompt, and the links of the nodes that were lost with it.
+    """A suspected or refused prompt.
 
-    `is_alone`: whether it was the only suspected prompt in its last try.
+    `num_lost`: most losses of one request. `is_alone`: whether it was the only suspected prompt in its last try.
     """
 
     noted_s: float
-    links: set[EngineClient] = field(default_factory=set)
     num_lost: int = 0
     is_alone: bool = False
     is_refused: bool = False
@@ -91,12 +89,13 @@ class Suspects:
         """Return how many requests try a suspected prompt, or wait to do so."""
         return len(self._waiting) + len(self._trying)
 
-    def known_name(self, request: GenerateRequest) -> str:
-        """Return the name of a suspected or refused prompt; empty for all others."""
+    def known(self, request: GenerateRequest) -> tuple[str, int]:
+        """Return the name and the losses of a suspected or refused prompt; ("", 0) for all others."""
         self._forget_old()
         # Hashing takes a millisecond per 100,000 tokens, and hardly ever is any prompt suspected.
         name = name_of(request) if self._records else ""
-        return name if name in self._records else ""
+        record = self._records.get(name)
+        return (name, record.num_lost) if record is not None else ("", 0)
 
     async def turn(self, name: str, wake: asyncio.Event) -> bool:
         """Wait until a request may try this prompt; return False early if `wake` is set.
@@ -135,11 +134,12 @@ class Suspects:
         if record is not None and not record.is_refused:
             del self._records[name]
 
-    def note_loss(self, name: str, links: Set[EngineClient]) -> None:
+    def note_loss(self, name: str, num_lost: int) -> None:
         """Record that nodes of an attempt were lost with a prompt.
 
         Args:
-            links: Links to the lost nodes.
+            num_lost: How often nodes were lost with this request, what `known` returned included. Requests with equal
+                prompts that are lost at once do not add up.
 
         Raises:
             RequestEndedEngine: It was the second loss, and the prompt was tried alone, or the third. The prompt is
@@ -148,9 +148,7 @@ class Suspects:
         self._forget_old()
         self._alone_until_s = _now() + ALONE_S
         record = self._record(name)
-        # The choices of one request are lost together, and each of them reports it.
-        record.num_lost += record.links.isdisjoint(links)
-        record.links |= links
+        record.num_lost = max(record.num_lost, num_lost)
         if record.num_lost > (1 if record.is_alone else 2) and not record.is_refused:
             self.refuse(name)
             self.on_refused(name)
