@@ -254,8 +254,10 @@ def test_slow_compilation_yields_to_the_engine_but_the_masks_after_it_do_not(pro
 def test_compilation_that_gets_no_core_in_time_is_refused_as_overload(processes, begin):
     assert_serves(begin)  # starts the host
     processes.limits = Limits(wait_s=0.2, compile_s=PATIENCE_S)
+    others = children(host_pid(processes))
     grammar = ebnf(ENDLESS["ambiguous counts"].text.replace("99", "95"))
     assert isinstance(error_of(begin(grammar)), Overloaded)
+    until(lambda: set(children(host_pid(processes))) <= set(others))
     processes.limits = Limits()
     assert_serves(begin)
 

@@ -17,6 +17,7 @@ import copy
 import itertools
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -268,6 +269,8 @@ class _Link:
                 self._lower_priority()
                 slow_s = math.inf
             if time.monotonic() > deadline_s:
+                with suppress(ProcessLookupError):
+                    os.kill(self._pid, signal.SIGKILL)
                 raise _overloaded()
         try:
             reply = msgspec.msgpack.decode(self._socket.recv_bytes(), type=Masks | Ended)
