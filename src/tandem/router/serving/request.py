@@ -49,6 +49,8 @@ MAX_HAND_OVERS = 32
 # When a node dies, its peer may report the loss before the router's own link breaks. Time to wait for that, and the
 # interval of the checks.
 LOSS_NOTICED_S, LOSS_POLL_S = 0.2, 0.01
+# Time to hear from a node after a second loss. Idle nodes report once a second.
+HEARD_S = 2.0
 
 
 class Replays:
@@ -386,19 +388,35 @@ class Request:
             and isinstance(error, PeerLost)
             and await attempt.has_lost_link()
         ):
-            self._num_lost += 1
-            self._suspect = self._suspect or name_of(self._progress.request)
-            try:
-                self._shared.suspects.note_loss(self._suspect, self._num_lost)
-            except RequestEndedEngine:
-                log.warning("prompt.refused", **self._facts(pair, error))
-                raise
+            await self._note_loss(pair, error)
         self._replays.after(error)
         self._progress.timeline.lose_attempt()
         self._failed.add(pair)
         self._last_error = error
         self._shared.metrics.replays.labels(error.code).inc()
         log.warning("request.replay", **self._facts(pair, error))
+
+    async def _note_loss(self, pair: Pair, error: TandemError) -> None:
+        if self._num_lost and not await self._hears_a_node():
+            return  # the network of this router may be the cause
+        self._num_lost += 1
+        self._suspect = self._suspect or name_of(self._progress.request)
+        try:
+            self._shared.suspects.note_loss(self._suspect, self._num_lost)
+        except RequestEndedEngine:
+            log.warning("prompt.refused", **self._facts(pair, error))
+            raise
+
+    async def _hears_a_node(self) -> bool:
+        """Return whether a node sends something within `HEARD_S`."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        while (waited_s := loop.time() - began_s) < HEARD_S:
+            clients = [node.client for node in self._cluster.roster]
+            if any(each and each.is_up and each.silent_s < waited_s for each in clients):
+                return True
+            await asyncio.sleep(LOSS_POLL_S)
+        return False
 
     def _facts(self, pair: Pair, error: TandemError) -> dict[str, object]:
         """Return the log fields of a failed attempt."""
