@@ -45,7 +45,7 @@ class LinkLost(Exception):
         self.answer = answer or {}
 
 
-class Pool:
+class PagePool:
     """Memory of `num_pages` pages with the layout of prefill's pages."""
 
     def __init__(self, layout: dict[str, Any], num_pages: int) -> None:
@@ -84,7 +84,7 @@ class _Peer:
 class Receiver:
     """Receives bytes from admitted peers into permitted pages, with one thread per stream."""
 
-    def __init__(self, pool: Pool, host: str) -> None:
+    def __init__(self, pool: PagePool, host: str) -> None:
         self._pool, self._host = pool, host
         self._peers: dict[str, _Peer] = {}
         self._changed = threading.Condition()
@@ -208,7 +208,7 @@ def _read(reader: io.BufferedIOBase, size: int) -> bytes:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RoomOutcome:
     """How a room ended: `landed`, `corrupted`, `released` or `withdrawn`. `message` is prefill's last message."""
 
     room: int
@@ -273,7 +273,7 @@ class DecodeHalf:
             known.is_withdrawn, known.deadline_s = True, time.monotonic() + RELEASED_S
             self._send("Withdraw", room=room)
 
-    def poll(self, timeout_s: float) -> list[Outcome]:
+    def poll(self, timeout_s: float) -> list[RoomOutcome]:
         """Wait up to `timeout_s` for rooms to end; return their outcomes.
 
         Raises:
@@ -298,7 +298,7 @@ class DecodeHalf:
         self.free += [page for room in self._rooms.values() for page in room.pages]
         self._rooms.clear()
 
-    def _receive_outcomes(self) -> list[Outcome]:
+    def _receive_outcomes(self) -> list[RoomOutcome]:
         ended = []
         while (message := _receive(self._socket)) is not None:
             self._heard_s = time.monotonic()
@@ -313,7 +313,7 @@ class DecodeHalf:
                 ended.append(self._end(message, room))
         return ended
 
-    def _end(self, message: dict[str, Any], room: _Room) -> Outcome:
+    def _end(self, message: dict[str, Any], room: _Room) -> RoomOutcome:
         self.receiver.revoke(self._peer, message["room"])
         kind = "released"
         if message["type"] == "Landed":
@@ -322,7 +322,7 @@ class DecodeHalf:
             kind = "withdrawn"
         if kind != "landed":
             self.free += room.pages
-        return Outcome(message["room"], kind, message)
+        return RoomOutcome(message["room"], kind, message)
 
     def _is_whole(self, message: dict[str, Any], room: _Room) -> bool:
         sums, sum_of = message.get("checksums", []), self.pool.checksum
@@ -349,7 +349,7 @@ class DecodeHalf:
     def _link(
         self, address: str, secret: str, host: str, fingerprint: str, layout: dict[str, Any]
     ) -> None:
-        self.pool = Pool(layout, len(self.free))
+        self.pool = PagePool(layout, len(self.free))
         self.receiver = Receiver(self.pool, host)
         self._peer, offer = self.receiver.admit()
         self._socket = _dealer(address, secret)

@@ -61,16 +61,22 @@ def test_layers_computed_during_a_write_are_pushed_together(cluster):
     assert np.array_equal(held, landed)
 
 
-def test_write_that_does_not_return_delays_no_close_and_shows_in_the_statistics(
-    cluster, monkeypatch
-):
-    monkeypatch.setattr(sender_links, "CLOSE_S", 0.01)
+def in_a_write(cluster):
+    """Return a prefill whose write does not return, and the script that holds it."""
     cluster.use(script := rig.Scripted())
     prefill, _ = rig.begin(cluster, sender={"clock": cluster.clock})
     prefill.next(RoomGranted)
     script.holds["write"].begin()
     rig.push_all(prefill)
     assert script.holds["write"].reached.wait(PATIENCE_S)
+    return prefill, script
+
+
+def test_write_that_does_not_return_delays_no_close_and_shows_in_the_statistics(
+    cluster, monkeypatch
+):
+    monkeypatch.setattr(sender_links, "CLOSE_S", 0.01)
+    prefill, script = in_a_write(cluster)
     assert prefill.agent.statistics().ending_s == 0
     prefill.agent.abort(ROOM)
     cluster.clock.now_s += 400
@@ -82,12 +88,7 @@ def test_write_that_does_not_return_delays_no_close_and_shows_in_the_statistics(
 
 
 def test_age_of_a_failed_hand_off_ends_with_its_last_write(cluster):
-    cluster.use(script := rig.Scripted())
-    prefill, _ = rig.begin(cluster, sender={"clock": cluster.clock})
-    prefill.next(RoomGranted)
-    script.holds["write"].begin()
-    rig.push_all(prefill)
-    assert script.holds["write"].reached.wait(PATIENCE_S)
+    prefill, script = in_a_write(cluster)
     prefill.agent.abort(ROOM)
     script.holds["write"].let_go()
     prefill.next(RoomReleased)
