@@ -92,8 +92,7 @@ class _Minute:
     def wait_s(self, amount_s: float, now: float) -> float:
         """Return the seconds until the bucket holds `amount_s`, or is full if that exceeds its capacity."""
         missing_s = max(0.0, sum(self._used_s) + max(self._lost_s) - now)
-        wait_s = min(amount_s, MINUTE_S) + missing_s - MINUTE_S
-        return wait_s if wait_s > ROUNDING_S else 0.0
+        return max(0.0, min(amount_s, MINUTE_S) + missing_s - MINUTE_S - ROUNDING_S)
 
     def use(self, amount_s: float, now: float) -> None:
         self._lost_s[self._index] = max(*self._lost_s, now - sum(self._used_s))
