@@ -33,7 +33,7 @@ import xxhash
 import zmq
 from zmq.utils import z85
 
-BEAT_S, CONNECT_S, LANDED_S, RELEASED_S, HANDSHAKE_S = 0.5, 5.0, 120.0, 10.0, 5.0
+BEAT_S, BUSY_S, CONNECT_S, LANDED_S, RELEASED_S, HANDSHAKE_S = 0.5, 10.0, 5.0, 120.0, 10.0, 5.0
 _ANY = dict.fromkeys(("page_size", "num_layers", "num_kv_heads", "head_dim", "itemsize"), 1)
 
 
@@ -335,7 +335,7 @@ class DecodeHalf:
 
     def _keep_alive(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._heard_s > 3.5 * BEAT_S:
+        if now_s - self._heard_s > BUSY_S:
             raise LinkLost("prefill sent no message within the timeout")
         for number, room in self._rooms.items():
             if now_s >= room.deadline_s:

@@ -16,7 +16,7 @@ from tests.conformance.played_prefill import PlayedPrefill
 from tests.kvtransfer.rig import PROMPT_PAGES, Cluster, layout, pages
 
 # By the rhythm that a test is about: pings, or silence, which is a loss soon.
-BEATS = {"silence": Heartbeat(0.2), "pings": CalmHeartbeat(0.1), "": CALM}
+BEATS = {"silence": Heartbeat(0.2, busy_s=0.0), "pings": CalmHeartbeat(0.1), "": CALM}
 RHYTHMS = {
     "test_both_ends_ping": "pings",
     "test_silent_decode_is_lost_with_its_grants": "silence",
@@ -155,6 +155,7 @@ def before_example(stack, rhythm, monkeypatch):
     from examples import decode_half
 
     monkeypatch.setattr(decode_half, "BEAT_S", 0.2 if rhythm else 30.0)
+    monkeypatch.setattr(decode_half, "BUSY_S", 0.7 if rhythm else 100.0)
     example = Example(decode_half, Heartbeat(0.2) if rhythm else DEFAULT_HEARTBEAT)
     half = PlayedPrefill(example)
 

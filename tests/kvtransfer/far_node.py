@@ -6,6 +6,7 @@ role does, in a `KVCache`. A calm node takes no silence for a loss: it stays lin
 that is slow. An alert one is as nodes are by default.
 """
 
+import ctypes
 import os
 import select
 import sys
@@ -91,10 +92,14 @@ class FarNode:
             status = self.process.wait()
             raise AssertionError(f"{self.kind} ended with status {status}") from error
 
+    def report(self):
+        """Return the state of its pages and links."""
+        self.do("report")
+        return self.hear("Report")
+
     def check_all_back(self):
         """Every page came back, and no byte came into it after that."""
-        self.do("report")
-        report = self.hear("Report")
+        report = self.report()
         assert report["is_all_free"]
         assert report["is_untouched"]
 
@@ -200,7 +205,17 @@ class Node:
         counts = self.pool.counts()
         is_untouched = bool((self.memory[sorted(self.marked)] == MARK).all())
         is_all_free = counts.free == counts.total
-        self.say("Report", is_all_free=is_all_free, is_untouched=is_untouched)
+        num_lost_links = self.agent.times.num_lost_links
+        self.say(
+            "Report",
+            is_all_free=is_all_free,
+            is_untouched=is_untouched,
+            num_lost_links=num_lost_links,
+        )
+
+    def hold_gil(self, seconds):
+        """Run no other thread of this process, as an extension module might."""
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
 class PrefillNode(Node):

@@ -13,6 +13,8 @@ from tests.faults.network import Network, has_network
 from tests.kvtransfer.far_node import FarNode, begin_push, hand_off
 from tests.kvtransfer.makers import cross_process
 
+KINDS = ("prefill", "decode")
+
 
 class Nodes:
     """Starts nodes of one transport, and ends them."""
@@ -82,6 +84,17 @@ def test_decode_stopped_during_a_push_is_lost_and_learns_it_when_resumed(nodes):
     decode.hear("RoomSafe", 1)
     hand_off(prefill, decode, 3)
     decode.check_all_back()
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_link_to_a_process_that_is_busy_for_three_seconds_lasts(kind):
+    with ExitStack() as stack:
+        nodes = dict(zip(KINDS, Nodes(stack, "tcp").start(*KINDS, mood="alert"), strict=True))
+        hand_off(*nodes.values(), 1)
+        nodes[kind].do("hold_gil", 3.0)
+        hand_off(*nodes.values(), 2)
+        for node in nodes.values():
+            assert node.report()["num_lost_links"] == 0
 
 
 # ── links ────────────────────────────────────────────────────────────────────────────────────────

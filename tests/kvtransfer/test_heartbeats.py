@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tandem.kvtransfer import events
+from tandem.kvtransfer.agents.control import TURN_S, HeartbeatSchedule
 from tandem.kvtransfer.agents.receiver import ReceiverTimeouts
 from tandem.kvtransfer.events import RoomFailed, RoomGranted, RoomLanded, RoomLost, RoomSafe
 from tandem.kvtransfer.region import MemoryRegion
@@ -18,11 +19,11 @@ from tandem.kvtransfer.transports import tcp_stream
 from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.tcp import TcpTransport
 from tandem.kvtransfer.transports.tcp_stream import HANDSHAKE_TIMEOUT_S
-from tandem.wire.channel import DEFAULT_HEARTBEAT
+from tandem.wire.channel import DEFAULT_HEARTBEAT, Heartbeat
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import Room
 from tandem.wire.hand_off import Grant, Hello, Landed, Released, Welcome, Withdraw
-from tests.calm import CalmHeartbeat, calm_receiver, calm_sender
+from tests.calm import LONG_S, CalmHeartbeat, calm_receiver, calm_sender
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import ROOM, layout
 from tests.patience import PATIENCE_S, until
@@ -263,25 +264,23 @@ def test_a_slow_call_for_one_decode_silences_no_link(pushing, holds, call, is_wr
 
 # ── silence ──────────────────────────────────────────────────────────────────────────────────────
 
-# What operators are promised; and how long a peer may at least be silent, busy as it may be.
-NOTICED_WITHIN_S, FORGIVEN_S = 2.0, 1.5
 
-
-def check_silence(node, clock, forgiven_s=FORGIVEN_S, noticed_within_s=NOTICED_WITHIN_S):
-    """Let time pass in which nothing comes from the only peer."""
+def check_silence(node, clock, limit_s=10.0):
+    """Let time pass in which nothing comes from the only peer, which stays connected."""
     node.wait_until(lambda now: now.num_links == 1)
-    clock.now_s += forgiven_s
+    clock.now_s += limit_s - 0.1
     rig.has_turned(node.agent)
     assert node.agent.statistics().num_links == 1
-    clock.now_s += noticed_within_s - forgiven_s
+    clock.now_s += 0.2
     rig.has_turned(node.agent)
     assert node.agent.statistics().num_links == 0
 
 
-def test_silent_decode_is_lost_within_two_seconds(cluster, stack):
+def test_connected_decode_is_lost_after_ten_seconds_of_silence(cluster, stack):
     limits = calm_sender(heartbeat=DEFAULT_HEARTBEAT)
     prefill = cluster.prefill(timeouts=limits, clock=cluster.clock)
     decode = rig.fake_decode(stack, prefill.agent.port, cluster.transport)
+    decode.is_pinging = False
     assert isinstance(decode.hello(), Welcome)
     prefill.agent.expect(ROOM)
     decode.grant([1], room=ROOM)
@@ -290,10 +289,11 @@ def test_silent_decode_is_lost_within_two_seconds(cluster, stack):
     assert isinstance(prefill.next(events.RoomReleased).error, PeerLost)
 
 
-def test_silent_prefill_is_lost_within_two_seconds(cluster, stack):
+def test_connected_prefill_is_lost_after_ten_seconds_of_silence(cluster, stack):
     limits = calm_receiver(heartbeat=DEFAULT_HEARTBEAT)
     decode = cluster.decode(timeouts=limits, clock=cluster.clock)
     prefill = rig.fake_prefill(stack)
+    prefill.is_pinging = False
     rig.meet(prefill, decode)
     prefill.welcome()
     prefill.expect(Grant)
@@ -331,21 +331,55 @@ def test_end_of_a_peer_that_announced_nothing_is_a_fault(cluster, stack):
     assert lost["log_level"] == "warning"
 
 
+# Pings of this interval, and silence, detect nothing in a test.
+RARE = Heartbeat(60.0, busy_s=LONG_S)
+
+
+def test_prefill_whose_connection_ends_is_lost_before_a_ping_is_due(cluster, stack):
+    decode = cluster.decode(timeouts=calm_receiver(heartbeat=RARE), clock=cluster.clock)
+    prefill = rig.fake_prefill(stack)
+    rig.meet(prefill, decode)
+    prefill.welcome()
+    prefill.expect(Grant)
+    prefill.close()
+    decode.wait_until(lambda now: now.num_links == 0)
+
+
+def test_decode_whose_connection_ends_is_lost_before_a_ping_is_due(cluster, stack):
+    prefill = cluster.prefill(timeouts=calm_sender(heartbeat=RARE), clock=cluster.clock)
+    lost, kept = (
+        rig.fake_decode(stack, prefill.agent.port, cluster.transport, epoch) for epoch in (21, 22)
+    )
+    for decode in (lost, kept):
+        assert isinstance(decode.hello(), Welcome)
+    rig.has_turned(prefill.agent)  # the first ping is sent
+    lost.close()
+    cluster.clock.now_s += TURN_S
+    prefill.wait_until(lambda now: now.num_links == 1)
+
+
+def test_many_lost_connections_cause_a_ping_per_turn():
+    schedule = HeartbeatSchedule(RARE, 0.0)
+    num_pings = 0
+    for now_s in range(1000):
+        schedule.hasten()
+        num_pings += schedule.is_ping_due(now_s * TURN_S / 100)
+    assert num_pings == 10
+
+
 def test_decode_with_a_longer_interval_may_be_silent_for_longer(cluster, stack):
     prefill = cluster.prefill(
         timeouts=calm_sender(heartbeat=DEFAULT_HEARTBEAT), clock=cluster.clock
     )
     decode = rig.fake_decode(stack, prefill.agent.port, cluster.transport)
     decode.is_pinging = False
-    assert decode.hello(heartbeat_s=2.0).heartbeat_s == DEFAULT_HEARTBEAT.interval_s
-    check_silence(prefill, cluster.clock, 6.9, 7.1)
+    assert decode.hello(heartbeat_s=4.0).heartbeat_s == DEFAULT_HEARTBEAT.interval_s
+    check_silence(prefill, cluster.clock, 14.0)
 
 
-@pytest.mark.parametrize(
-    ("interval_s", "forgiven_s", "noticed_within_s"), [(2.0, 6.9, 7.1), (0.02, 1.7, 1.8)]
-)
+@pytest.mark.parametrize(("interval_s", "limit_s"), [(4.0, 14.0), (0.02, 10.0)])
 def test_longer_interval_of_both_ends_determines_when_prefill_is_lost(
-    cluster, stack, interval_s, forgiven_s, noticed_within_s
+    cluster, stack, interval_s, limit_s
 ):
     limits = calm_receiver(heartbeat=DEFAULT_HEARTBEAT)
     decode = cluster.decode(timeouts=limits, clock=cluster.clock)
@@ -354,7 +388,7 @@ def test_longer_interval_of_both_ends_determines_when_prefill_is_lost(
     assert rig.meet(prefill, decode).heartbeat_s == DEFAULT_HEARTBEAT.interval_s
     prefill.welcome(heartbeat_s=interval_s)
     prefill.expect(Grant)
-    check_silence(decode, cluster.clock, forgiven_s, noticed_within_s)
+    check_silence(decode, cluster.clock, limit_s)
 
 
 def test_interval_above_a_minute_is_no_valid_message(cluster, stack):

@@ -46,7 +46,7 @@ class SimulatedInbox(Generic[In]):
         del key, heartbeat
         self.address, self._codec = address, Codec(incoming)
         self.process = CURRENT.get()
-        self.num_invalid = self.num_strangers = 0
+        self.num_invalid = self.num_strangers = self.num_lost = 0
         self.ring = lambda: None
         self._queue, self._connections = deque(), {}
         self.process.world.network.bind(self)
@@ -79,6 +79,7 @@ class SimulatedInbox(Generic[In]):
 
     def closed(self, connection) -> None:
         self._connections.pop(connection.peer, None)
+        self.num_lost += 1
 
 
 class _ConnectingEnd(Generic[In]):
@@ -90,6 +91,7 @@ class _ConnectingEnd(Generic[In]):
         self.process = CURRENT.get()
         self.is_closed = False
         self.refusal = ""
+        self.num_lost = 0
         self._queue, self._connection = deque(), None
         self.process.world.network.connect(self, address)
 
@@ -124,6 +126,7 @@ class SimulatedLink(_ConnectingEnd[In]):
     def closed(self, connection) -> None:
         if self._connection is connection:
             self._connection = None
+            self.num_lost += 1
             world = self.process.world
             world.network.connect(self, self.address, world.draw.uniform(0.1, 1.0))
 

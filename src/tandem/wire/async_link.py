@@ -126,8 +126,7 @@ class AsyncLink(Generic[In]):
             self._loop.call_soon(self._receive)
 
     def _poll_monitor(self) -> None:
-        self._link.handshakes.poll()
-        if self._link.handshakes.is_lost:
+        if self._link.num_lost:
             self._lost.set()
 
     def close(self) -> None:

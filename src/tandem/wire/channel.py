@@ -47,8 +47,8 @@ MAX_MESSAGE_BYTES = 16 << 20
 # Unread messages per peer. A step is one message: at 100 steps/s a peer may stall for 80 s before it counts
 # as lost and its queue is freed.
 HIGH_WATER_MARK = 8192
-# Most frames that a loop reads per turn, so that a peer that floods it does not delay its other work. An inbox reads
-# one frame of each peer in turn: up to this many peers are each read in every turn, and none is mistaken for silent.
+# Limit of frames that a loop reads per turn, so that a flooding peer does not delay its other work. An inbox alternates
+# between peers, so each of up to this many peers is read in every turn and does not seem silent.
 FRAMES_PER_TURN = 4096
 # Time for the I/O thread to close a port. None of its tasks takes longer than a millisecond.
 UNBIND_TIMEOUT_S = 5.0
@@ -97,10 +97,12 @@ class Heartbeat:
     Attributes:
         interval_s: Seconds between heartbeats. A lost peer is detected within four intervals.
         pause_s: Additional silence that is no loss, for a peer whose death ends its connection.
+        busy_s: Seconds for which the peer of a KV link may send nothing while it stays connected.
     """
 
     interval_s: float = 0.5
     pause_s: float = 0.0
+    busy_s: float = 10.0
 
     @property
     def timeout_s(self) -> float:
@@ -285,6 +287,11 @@ class Inbox(Generic[In]):
         return int(self.address.rpartition(":")[2])
 
     @property
+    def num_lost(self) -> int:
+        """Connections lost so far, and failed handshakes."""
+        return self._handshakes.num_lost
+
+    @property
     def num_strangers(self) -> int:
         """Connections rejected so far: wrong key, missing key or a different protocol."""
         return self._handshakes.num_failed
@@ -383,6 +390,12 @@ class Link(Generic[In]):
                 undo.pop_all()
         except zmq.ZMQError as error:
             raise PeerLost(f"cannot connect to {address}: {_reason(error)}") from error
+
+    @property
+    def num_lost(self) -> int:
+        """Connections lost so far, and failed handshakes. After a loss libzmq connects again by itself."""
+        self.handshakes.poll()
+        return self.handshakes.num_lost
 
     @property
     def refusal(self) -> str:

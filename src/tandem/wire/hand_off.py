@@ -220,7 +220,7 @@ class Released(Message, frozen=True, kw_only=True):
 
 
 class LinkPing(Message, frozen=True, kw_only=True):
-    """Heartbeat in both directions. A peer that is silent for 3.5 intervals is lost.
+    """Heartbeat in both directions. A connected peer that sends nothing for 10 s is lost.
 
     Attributes:
         is_last: Whether the sender closes the link now.

@@ -53,7 +53,7 @@ class Handshakes:
         monitor: Monitor socket; readable when `poll` has something to read.
         num_failed: Failed handshakes so far.
         reason: Reason of the last failure, preferring a definite one to `HUNG_UP`; empty before the first.
-        is_lost: True once an established connection was lost.
+        num_lost: Connections lost so far, and failed handshakes.
     """
 
     def __init__(self, sock: zmq.Socket[Any], *, has_key: bool) -> None:
@@ -66,7 +66,7 @@ class Handshakes:
         self.monitor.connect(address)
         self._silent_until_s = float("-inf")
         self._num_logged = 0
-        self.num_failed, self.reason, self.is_lost = 0, "", False
+        self.num_failed, self.reason, self.num_lost = 0, "", 0
 
     def poll(self) -> None:
         """Process the events since the last call."""
@@ -83,7 +83,7 @@ class Handshakes:
             self._process(event)
 
     def _process(self, event: Mapping[str, Any]) -> None:
-        self.is_lost |= event["event"] == zmq.EVENT_DISCONNECTED
+        self.num_lost += event["event"] == zmq.EVENT_DISCONNECTED
         if event["event"] & FAILED:
             self.num_failed += 1
             reason = _reason_of(event, has_key=self._has_key)

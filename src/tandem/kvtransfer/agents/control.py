@@ -79,22 +79,27 @@ class ControlThread:
 class HeartbeatSchedule:
     """Decides when pings are due and when a peer has been silent for too long.
 
-    ZMTP's own heartbeats do not replace our pings: libzmq's thread answers them even if the process hangs,
-    and a ROUTER socket does not report disconnections.
+    The heartbeats of ZMTP end the connection of a peer that is dead, stopped or unreachable. libzmq's thread answers
+    them, so a peer whose GIL is held stays connected. Our pings detect one that hangs.
     """
 
     def __init__(self, heartbeat: Heartbeat, now_s: float) -> None:
-        self._heartbeat, self._next_ping_s = heartbeat, now_s
+        self._heartbeat, self._pinged_s = heartbeat, float("-inf")
+        self._next_ping_s = now_s
 
     def is_ping_due(self, now_s: float) -> bool:
         """Return whether a ping is due; if so, schedule the next one an interval later."""
         is_due = now_s >= self._next_ping_s
         if is_due:
-            self._next_ping_s = now_s + self._heartbeat.interval_s
+            self._pinged_s, self._next_ping_s = now_s, now_s + self._heartbeat.interval_s
         return is_due
 
+    def hasten(self) -> None:
+        """Make the next ping due now, but not within `TURN_S` of the last one."""
+        self._next_ping_s = min(self._next_ping_s, self._pinged_s + TURN_S)
+
     def check(self, role: str, interval_s: float, last_received_s: float, now_s: float) -> None:
-        """Check that a peer sent something within the silence timeout, which depends on the longer interval of both ends.
+        """Check that a connected peer sent something within `busy_s`, or 3.5 intervals of the slower end if longer.
 
         Args:
             interval_s: Interval of the peer's pings; 0: the same as ours.
@@ -102,7 +107,9 @@ class HeartbeatSchedule:
         Raises:
             PeerLost: It did not.
         """
-        silence_s = max(self._heartbeat.silence_s, Heartbeat(interval_s).silence_s)
+        silence_s = max(
+            self._heartbeat.busy_s, self._heartbeat.silence_s, Heartbeat(interval_s).silence_s
+        )
         if now_s - last_received_s > silence_s:
             raise PeerLost(f"{role} was silent for {silence_s:g} s")
 

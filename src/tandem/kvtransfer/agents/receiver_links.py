@@ -81,7 +81,7 @@ class PrefillLink:
         port: Port of the socket: the requested one, or the one that a Redirect named.
         address: The requested address.
         untried: Names of the transports not yet offered, best first.
-        transport: The last one offered. Only the worker changes it and `untried`, before the socket is opened.
+        transport: The last one offered. Only the worker changes `transport` and `untried`, while no socket is open.
         admissions: By transport name. The worker adds them before the socket is opened, and removes
             them once fenced.
         refusals: Why the earlier offers did not work.
@@ -89,6 +89,7 @@ class PrefillLink:
         more_ports: Ports of prefill's other ranks that hold our heads; known once the link is up.
         heads: Heads sent over this link, as indices in our pages; known once the link is up.
         heartbeat_s: Interval of prefill's pings; 0: the same as ours.
+        num_lost: Connections of the socket that were lost before Hello.
         is_closed_by_peer: Whether prefill announced that it closes the link.
         deadline_s: Until the link is up: when the next step must be done.
         welcome_deadline_s: When Welcome must have arrived, if prefill sends pings until then.
@@ -111,6 +112,7 @@ class PrefillLink:
     more_ports: Sequence[int] = ()
     heads: range = range(0)
     heartbeat_s: float = 0.0
+    num_lost: int = 0
     welcome_deadline_s: float = 0.0
     is_closed_by_peer: bool = False
 
@@ -230,7 +232,7 @@ class PrefillLinks:
         sockets = [link.socket for link in links if link.socket is not None]
         is_connecting = any(link.session.state in HELLO_IS_DUE for link in links)
         wait(sockets, CONNECTING_TURN_S if is_connecting else TURN_S, waker)
-        # Read a message of each link before checking for silence: this thread may have been slow.
+        # Read queued messages of every link before checking for silence: this thread may have been slow.
         for link in links:
             for message in self._queued(link):
                 link.last_received_s = self._clock()
@@ -476,6 +478,8 @@ class PrefillLinks:
             return None
         if link.session.state in HELLO_IS_DUE:
             return self._greet(link, link.socket)
+        if link.socket.num_lost > link.num_lost:
+            raise PeerLost(f"the connection to {link.socket.address} was lost")
         if link.is_up:
             self._schedule.check("prefill", link.heartbeat_s, link.last_received_s, now_s)
         if is_ping_due:
@@ -484,6 +488,7 @@ class PrefillLinks:
 
     def _greet(self, link: PrefillLink, socket: Link[FromPrefill]) -> None:
         offers = [link.admissions[link.transport].offer]
+        link.num_lost = socket.num_lost
         with contextlib.suppress(PeerLost):  # there is no connection yet
             socket.send(msgspec.structs.replace(self._hello, offers=offers))
             self._apply(link, LinkEvent.HELLO_SENT)

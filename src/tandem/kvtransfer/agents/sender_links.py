@@ -170,11 +170,12 @@ class BootstrapPort:
         self.links: dict[Peer, DecodeLink] = {}
         self._closing_workers: list[LinkWorker] = []  # of lost links; a write may still run
         self.num_refused = 0
+        self._num_lost = 0  # connections of the inbox
 
     def turn(self, waker: Waker) -> None:
         """Wait briefly, handle received messages, send pings, and drop silent links."""
         wait([self._inbox], TURN_S, waker)
-        # Read a message of each link before checking for silence: this thread may have been slow.
+        # Read queued messages of every link before checking for silence: this thread may have been slow.
         for envelope in self._inbox.queued():
             self._handle(envelope.peer, envelope.message)
         self._keep_alive(self._clock())
@@ -194,7 +195,7 @@ class BootstrapPort:
         self._apply(link, LinkEvent.LOST, error)
 
     def close(self) -> None:
-        """Close all links and the port. Writes in flight fail; those that do not return in `CLOSE_S` are left behind."""
+        """Close all links and the port. Writes in flight fail; those that last longer than `CLOSE_S` are abandoned."""
         for link in self.links.values():
             self.send(link, LinkPing(epoch=self._end.epoch, is_last=True))
             self._apply(link, LinkEvent.SHUT_DOWN)
@@ -361,6 +362,10 @@ class BootstrapPort:
             self._inbox.send(peer, ours)
 
     def _keep_alive(self, now_s: float) -> None:
+        if self._inbox.num_lost > self._num_lost:
+            # A ROUTER socket does not tell whose it was, but sending to that peer fails.
+            self._num_lost = self._inbox.num_lost
+            self._schedule.hasten()
         is_ping_due = self._schedule.is_ping_due(now_s)
         for link in list(self.links.values()):
             try:

@@ -51,7 +51,7 @@ from tandem.wire.keys import ChannelKey
 log = get_logger(__name__)
 
 # Maximum time that an ending node waits after the drain's deadline, at which it hands over its requests. By then no
-# peer can write pages any more: a peer that does not answer counts as lost after 2 s.
+# peer can write pages any more: a peer that died, stopped or is unreachable counts as lost after 2 s.
 HAND_OVER_S = 5.0
 # Interval for polling whether a new engine is linked, which takes milliseconds.
 LINK_POLL_S = 0.02
