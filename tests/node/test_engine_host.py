@@ -125,6 +125,7 @@ def test_threads_of_an_engine_leave_their_cores_to_other_nodes(monkeypatch, chos
         monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
     engine = EngineProcess("module", config_of("/model"), lambda: None)
     assert engine.environment()["OMP_WAIT_POLICY"] == policy
+    assert int(engine.environment()["GOMP_SPINCOUNT"]) <= 1000
 
 
 IS_LOADING = """
