@@ -221,7 +221,7 @@ def test_cpu_without_bfloat16_computes_a_gguf_in_float32(converts_here, tmp_path
     monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx2"}))
     directory = resolve_model(str(write_gguf(tmp_path / "model.gguf")), tmp_path / "cache")
     config = EngineConfig(model_dir=str(directory), device="cpu")
-    assert machine.with_dtype(config, tmp_path).dtype == "float32"
+    assert machine.with_dtype(config).dtype == "float32"
 
 
 def test_gguf_is_converted_once(embedded_model, tmp_path):

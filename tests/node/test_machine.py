@@ -12,16 +12,13 @@ from tandem.engine.profile import Simulation
 from tandem.node import machine
 from tandem.node.machine import (
     DtypeChoice,
-    cpu_choice,
     cpu_flags,
     dtype_from_flags,
     num_cores,
     num_gpus,
-    probe,
     with_dtype,
     with_machine_defaults,
 )
-from tandem.wire.errors import ConfigInvalid
 
 AVX2 = {"fpu", "sse2", "avx", "avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}
@@ -37,11 +34,12 @@ ARM = {"fp", "asimd", "fphp", "asimdhp", "sve"}
         (AVX512 | {"avx512_bf16", "amx_bf16", "amx_tile"}, "bfloat16", "the CPU has AMX"),
         (ARM, "float32", "the CPU has no instructions for bfloat16"),
         (ARM | {"bf16"}, "bfloat16", "the CPU has Arm's bfloat16 instructions"),
+        ((), "float32", "the CPU has no instructions for bfloat16"),
     ],
-    ids=["AVX2", "AVX-512", "AVX-512 bfloat16", "AMX", "Arm", "Arm bfloat16"],
+    ids=["AVX2", "AVX-512", "AVX-512 bfloat16", "AMX", "Arm", "Arm bfloat16", "unknown"],
 )
-def test_cpu_flags_select_the_dtype(tmp_path, flags, dtype, reason):
-    assert cpu_choice(tmp_path, frozenset(flags)) == DtypeChoice(dtype, reason)
+def test_cpu_flags_select_the_dtype(flags, dtype, reason):
+    assert dtype_from_flags(frozenset(flags)) == DtypeChoice(dtype, reason)
 
 
 @pytest.mark.parametrize(
@@ -62,32 +60,6 @@ def test_onednn_isa_limit_hides_bfloat16_flags(tmp_path, limit, has_bfloat16):
     assert cpu_flags(tmp_path, environment) == flags
 
 
-@pytest.mark.parametrize("measured", ["bfloat16", "float32"])
-def test_cpu_with_unreadable_flags_is_measured_once(tmp_path, monkeypatch, measured):
-    assert dtype_from_flags(frozenset()) is None
-    runs = []
-    monkeypatch.setattr(machine, "_run_probe", lambda: runs.append(1) or measured)
-    choices = [cpu_choice(tmp_path, frozenset()) for _ in range(2)]
-    assert [choice.dtype for choice in choices] == [measured] * 2
-    assert len(runs) == 1
-
-
-def test_unreadable_cached_measurement_is_repeated(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_run_probe", lambda: "float32")
-    cpu_choice(tmp_path, frozenset())
-    [kept] = tmp_path.iterdir()
-    kept.write_text("")
-    monkeypatch.setattr(machine, "_run_probe", lambda: "bfloat16")
-    assert cpu_choice(tmp_path, frozenset()).dtype == "bfloat16"
-
-
-def test_probe_returns_a_dtype_and_its_failure_has_a_remedy(monkeypatch):
-    assert probe(rows=8, size=16, rounds=1) in ("bfloat16", "float32")
-    monkeypatch.setattr(sys, "executable", "/nowhere")
-    with pytest.raises(ConfigInvalid, match="set --dtype float32 or bfloat16"):
-        machine._run_probe()
-
-
 @pytest.mark.parametrize(
     ("line", "flags"),
     [("flags\t\t: fpu avx2\n", {"fpu", "avx2"}), ("Features\t: fp bf16\n", {"fp", "bf16"})],
@@ -105,7 +77,7 @@ def test_cpu_flags_are_read_from_proc(tmp_path, line, flags):
 def chosen(tmp_path, monkeypatch, facts, **settings) -> str:
     monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset(AVX2))
     (tmp_path / "config.json").write_text(json.dumps(facts))
-    return with_dtype(EngineConfig(model_dir=str(tmp_path), **settings), tmp_path).dtype
+    return with_dtype(EngineConfig(model_dir=str(tmp_path), **settings)).dtype
 
 
 @pytest.mark.parametrize(

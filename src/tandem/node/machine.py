@@ -1,16 +1,11 @@
 """Resolves `auto` for this machine: the device, the chunk size, and the type of weights on a CPU. Counts its cores.
 
-Nothing here imports torch, except the probe in a separate process: `python -m tandem.node.machine`.
+Nothing here imports torch.
 """
 
-import fcntl
 import importlib.metadata
 import importlib.util
 import os
-import platform
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +16,6 @@ import msgspec
 from tandem.engine.config import EngineConfig, EngineOptions
 from tandem.engine.weight_files import read_object
 from tandem.telemetry.log import get_logger
-from tandem.wire.errors import ConfigInvalid
 
 log = get_logger(__name__)
 
@@ -36,7 +30,6 @@ FAST_BFLOAT16 = {
     "avx512_bf16": "AVX-512 with bfloat16",
     "bf16": "Arm's bfloat16 instructions",
 }
-PROBE_LIMIT_S = 60.0
 
 CpuDtype = Literal["bfloat16", "float32"]
 
@@ -140,49 +133,19 @@ def cpu_flags(
     return flags if has_bfloat16 else flags - FAST_BFLOAT16.keys()
 
 
-def dtype_from_flags(flags: frozenset[str]) -> DtypeChoice | None:
-    """Return the type that a CPU with these flags multiplies faster; None if there are no flags."""
-    if not flags:
-        return None
+def dtype_from_flags(flags: frozenset[str]) -> DtypeChoice:
+    """Return the type that a CPU with these flags multiplies faster; float32 if its flags are not known."""
     for flag, name in FAST_BFLOAT16.items():
         if flag in flags:
             return DtypeChoice("bfloat16", f"the CPU has {name}")
     return DtypeChoice("float32", "the CPU has no instructions for bfloat16")
 
 
-def cpu_choice(cache_dir: Path, flags: frozenset[str] | None = None) -> DtypeChoice:
-    """Return the type of weights for this CPU, from its flags or else from a cached measurement of half a second.
-
-    Args:
-        cache_dir: Directory of the cached measurement.
-        flags: Flags of the CPU; None: those of this machine.
-    """
-    if (choice := dtype_from_flags(cpu_flags() if flags is None else flags)) is not None:
-        return choice
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    version = importlib.metadata.version("torch")
-    path = cache_dir / f"cpu-dtype-{platform.machine()}-{platform.node()}-{version}"
-    # Nodes of one machine may start together; only one measures, and all make the same choice.
-    with path.open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        if (cached := file.read()) not in ("bfloat16", "float32"):
-            cached = _run_probe()
-            file.truncate(0)
-            file.write(cached)
-    dtype: CpuDtype = "bfloat16" if cached == "bfloat16" else "float32"
-    return DtypeChoice(dtype, "the CPU multiplied it faster in a measurement")
-
-
-def with_dtype(config: EngineConfig, cache_dir: Path) -> EngineConfig:
+def with_dtype(config: EngineConfig) -> EngineConfig:
     """Return the config with `--dtype auto` replaced by the faster type on a CPU.
 
     Applies to 16-bit checkpoints. For float32 and quantized checkpoints and on GPUs `auto` stays, which means the
     type of the checkpoint.
-
-    Args:
-        config: Config of the engine.
-        cache_dir: As for `cpu_choice`.
 
     Raises:
         ConfigInvalid: The model's config.json cannot be read.
@@ -197,39 +160,6 @@ def with_dtype(config: EngineConfig, cache_dir: Path) -> EngineConfig:
     )
     if own not in ("bfloat16", "float16") or "quantization_config" in facts:
         return config
-    choice = cpu_choice(cache_dir)
+    choice = dtype_from_flags(cpu_flags())
     log.info("dtype.chosen", dtype=choice.dtype, checkpoint=own, reason=choice.reason)
     return msgspec.structs.replace(config, dtype=choice.dtype)
-
-
-def _run_probe() -> str:
-    command = [sys.executable, "-P", "-m", "tandem.node.machine"]
-    try:
-        done = subprocess.run(  # noqa: S603 - our own module
-            command, check=True, capture_output=True, text=True, timeout=PROBE_LIMIT_S
-        )
-    except (subprocess.SubprocessError, OSError) as error:
-        raise ConfigInvalid(
-            f"--dtype auto cannot measure this CPU ({error}); set --dtype float32 or bfloat16"
-        ) from error
-    return done.stdout.strip()
-
-
-def probe(rows: int = 256, size: int = 1024, rounds: int = 5) -> CpuDtype:
-    """Return the type in which this CPU is faster at a matrix product of a layer's size."""
-    import torch
-
-    def least_s(dtype: torch.dtype) -> float:
-        left, right = torch.ones(rows, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-        times = []
-        for _ in range(rounds):
-            began_s = time.perf_counter()
-            left @ right
-            times.append(time.perf_counter() - began_s)
-        return min(times)
-
-    return "bfloat16" if least_s(torch.bfloat16) <= least_s(torch.float32) else "float32"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(probe())

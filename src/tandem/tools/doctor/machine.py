@@ -33,8 +33,7 @@ def _judged(
 def check_cpu(root: Path = ROOT) -> Iterator[Finding]:
     """Report the usable cores, the memory, and the type of weights that suits the CPU."""
     choice = dtype_from_flags(cpu_flags(root))
-    found = f"{choice.dtype}: {choice.reason}" if choice else "measured at a node's first start"
-    yield _judged("cpu", "--dtype auto", found)
+    yield _judged("cpu", "--dtype auto", f"{choice.dtype}: {choice.reason}")
     usable = len(os.sched_getaffinity(0))
     yield _judged("cpu", "cores", f"{usable} of {psutil.cpu_count()} usable")
     memory = psutil.virtual_memory()
