@@ -164,7 +164,7 @@ class FakeNode:
         self.refusal, self.raw_info = refusal, b""
         self.role, self.fingerprint, self._extra = role, fingerprint, info
         self._tokenizer_files = tokenizer_files or {}
-        self.num_tokenizer_fetches = 0
+        self.num_polls = self.num_tokenizer_fetches = 0
         self.serves_tokenizer = asyncio.Event()
         self.serves_tokenizer.set()
         self.keys_shown: set[str] = set()
@@ -206,6 +206,7 @@ class FakeNode:
         self.engine = FakeEngine()
 
     async def _server_info(self, request) -> web.Response:
+        self.num_polls += 1
         self.keys_shown.add(request.headers.get("Authorization", ""))
         if self.raw_info:
             return web.Response(body=self.raw_info)

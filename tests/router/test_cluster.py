@@ -145,6 +145,16 @@ async def test_node_that_drains_and_exits_logs_no_warning():
     assert not [one for one in logs if one["log_level"] == "warning"]
 
 
+async def test_node_that_loads_its_model_is_polled_without_longer_waits(monkeypatch):
+    monkeypatch.setattr(watch, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(watch, "LAST_RETRY_S", 1000.0)
+    prefill, node = FakeNode("prefill"), FakeNode("decode", refusal="loading the model")
+    async with prefill.serving(), node.serving(), watched([prefill], [node]) as backend:
+        await until_async(lambda: node.num_polls > 15)  # doubled waits would take minutes
+        node.refusal = ""
+        await until_async(lambda: backend.health().is_serving)
+
+
 async def test_node_restarted_at_its_address_serves_within_five_seconds():
     # What one visit may take at worst, a pause behind it, and the first answer of the new engine.
     assert INFO_TIMEOUT_S + LAST_RETRY_S + FIRST_ANSWER_TIMEOUT_S <= 5

@@ -116,7 +116,8 @@ class Watcher:
                     logged = (event, node.reason)
                     write = log.warning if event in FAULTS else log.info
                     write(event, role=node.role, url=node.url, reason=node.reason)
-                await asyncio.sleep(retry_s)
+                # A node that loads its model serves soon. Others may be down for long.
+                await asyncio.sleep(FIRST_RETRY_S if node.reason == LOADING else retry_s)
                 retry_s = min(2 * retry_s, LAST_RETRY_S)
                 continue
             retry_s, logged = FIRST_RETRY_S, ("", "")
@@ -192,7 +193,7 @@ class Watcher:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Run these blocks one at a time. If a block takes longer than `TOKENIZER_TURN_S`, the next one starts beside it."""
+        """Run the blocks of `async with` one at a time; start the next after `TOKENIZER_TURN_S` at the latest."""
         await self._fetching.acquire()
         with ExitStack() as turn:
             turn.callback(self._fetching.release)
