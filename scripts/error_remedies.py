@@ -28,7 +28,8 @@ REMEDIES = {
     "peer_draining": "As `node_draining`.",
     "attempts_used_up": "The message names the last failure. If a request fails on every pair, the request itself may be the cause: read the "
     "nodes' logs first. `--max-attempts` limits the attempts.",
-    "request_ended_engine": "Read the logs of the nodes that `request.replay` and `prompt.refused` name in the router's log, and report the prompt as a bug. The router "
+    "request_ended_engine": "In the router's log, `request.replay` and `prompt.refused` name the nodes. Read their logs, "
+    "and report the prompt as a bug. The router "
     "accepts it again after five minutes: [replay](../replay.md#a-prompt-that-ends-engines).",
     "peer_lost": "No other node could continue the request. Look for `node.lost` and `kv_link.lost` in the logs: "
     "[replay](../replay.md#how-soon-a-loss-is-noticed).",

@@ -154,7 +154,9 @@ STEPS = st.lists(
 
 @given(STEPS)
 # The sums of these differ by a rounding error, so that one is a whole number of seconds and the other just above it.
-@example([(90.0, 0, 67), (90.0, 0, 77), *[(0.0, 0, 1)] * 2, (0.0, 1, -80), (0.0, 0, -3), (0, 0, 23)])
+@example(
+    [(90.0, 0, 67), (90.0, 0, 77), *[(0.0, 0, 1)] * 2, (0.0, 1, -80), (0.0, 0, -3), (0, 0, 23)]
+)
 def test_several_edge_workers_reject_what_one_would(steps):
     limit = KeyLimit(requests_per_minute=7, tokens_per_minute=100)
     with tempfile.TemporaryDirectory() as directory:

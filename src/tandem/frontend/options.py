@@ -353,7 +353,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     if files.ca_certs:
         load_authorities(context, "--ssl-ca-certs", files.ca_certs)
         context.verify_mode = ssl.CERT_REQUIRED
-        # A client that resumes a session would not show its certificate again, even if its CA is no longer accepted.
+        # No session resumption: it would skip the client's certificate, even if its CA is no longer accepted.
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0
     return context

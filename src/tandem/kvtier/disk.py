@@ -268,7 +268,7 @@ class DiskTier:
         return num_bytes <= 0
 
     def _evict_one(self, known: PageFile) -> int:
-        """Remove a file unless another node has used it since; return the bytes freed, 0 if another node did it."""
+        """Remove a file. Return the bytes freed: 0 if a different node has used the file since, or removed it."""
         try:
             file = self._directory.find(known.digest)
             if file is not None and file.used_s > known.used_s:
@@ -291,7 +291,7 @@ class DiskIndex:
     ```
 
     Attributes:
-        num_bytes: Total size of all known files, and of those that replaced known files since the last scan.
+        num_bytes: Total size of all known files, and of files assumed to have replaced known ones since the last scan.
     """
 
     def __init__(self, known: KnownPages) -> None:
@@ -331,7 +331,7 @@ class DiskIndex:
         """Record that a file is gone.
 
         Args:
-            is_replaced: Another node evicted it, and wrote a file of about that size.
+            is_replaced: A different node evicted it, presumably for a file of about this size: `num_bytes` stays.
         """
         with self._lock:
             if (file := self._files.pop(digest, None)) is not None and not is_replaced:

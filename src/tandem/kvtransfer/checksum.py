@@ -5,7 +5,7 @@ bytes with a copy plan: prefill plans the page's tokens from its own pages to de
 tokens from its pages to the same pages. Page sizes and heads may therefore differ, and bytes that were not written
 do not matter.
 
-There is no sample: a faulty link or memory flips one bit of one page, and a sample of the layers rarely contains it.
+Hashing only some layers would miss most errors: faulty links and memory typically flip a single bit of a page.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,11 +19,11 @@ from tandem.kvtransfer.plan import HeadRange, PagedTokens, plan_copies
 from tandem.kvtransfer.region import MemoryRegion
 
 Verify = Literal["auto", "off", "always"]
-"""Whether pushed bytes are hashed: none, or all. `auto`: all, unless the pool is on a GPU."""
+"""Which pushed bytes are hashed: `off` none, `always` all, `auto` all unless the pool is on a GPU."""
 
 
 def is_hashed(verify: Verify, region: MemoryRegion) -> bool:
-    """Return whether the pages of a pool are hashed. On a GPU each page would first be copied to the host."""
+    """Return whether a pool's pages are hashed. `auto` skips GPU pools: their pages would be copied to the host first."""
     return verify == "always" or (verify == "auto" and region.device == "cpu")
 
 

@@ -177,9 +177,9 @@ class OpenRooms(ABC, Generic[E]):
                 self._end(room, error)
 
     def ending_s(self) -> float:
-        """Return the age of the oldest room that has failed and not ended, in seconds; 0: none. Any thread may call it.
+        """Return the seconds since the first unfinished room failed or was aborted; 0: none. Thread-safe.
 
-        Until it ends, its pages may still be read or written.
+        The pages of such a room may still be read or written.
         """
         since = [room.ending_since_s for room in list(self._rooms.values())]
         return max((self._clock() - each for each in since if each is not None), default=0.0)

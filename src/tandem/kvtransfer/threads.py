@@ -10,7 +10,7 @@ from tandem.wire.errors import TandemError, TransferFailed
 
 log = get_logger("kvtransfer.threads")
 
-# Time for a thread to return from a library when its owner is closed. A call that hangs ends with the process.
+# Time that a closing owner waits for its thread to return from a library call. A hanging call ends with the process.
 CLOSE_S = 1.0
 
 

@@ -45,8 +45,8 @@ COMMON = (
     "--engine",
 )
 
-# Default limit of prompt tokens in a step that also decodes. A step with this many takes four times as long with the
-# embedded model, and less than twice as long with a large model on GPUs: docs/benchmarks.md has the measurements.
+# Default limit of prompt tokens in a step that also decodes. They make such a step four times as long with the embedded
+# model, and less than twice as long with a large model on GPUs: docs/benchmarks.md has the measurements.
 LOCAL_PREFILL_TOKENS = 128
 
 EXAMPLES: dict[NodeRole, str] = {

@@ -219,7 +219,7 @@ class Places:
 
     Attributes:
         num_requests: Number of requests that may start.
-        num_tokens: Tokens that fit into free pages of decode nodes; infinite if no node has reported its pages.
+        num_tokens: Tokens that fit into free pages of decode nodes; infinite if one has not reported its pages.
         page_size: Largest page of these nodes, in tokens.
     """
 

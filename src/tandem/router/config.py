@@ -31,8 +31,8 @@ POLICY_ALIASES = {
     "consistent_hashing": "session",
     "manual": "session",
 }
-# With 1, decode computes only prompts that it has cached up to the last token. 0 is not the default, because requests
-# would then fail while no prefill node is up.
+# With 1, decode computes only prompts of which it has cached all tokens but the last. 0 is not the default, because
+# requests would then fail while no prefill node is up.
 LOCAL_PREFILL_THRESHOLD = 1
 
 

@@ -1,6 +1,6 @@
 """Limits of an API key: requests in flight, requests per minute, tokens per minute, and priority.
 
-The limits hold over all edge workers of a router, which share the usage of each key in a file that they map. No class
+The limits apply to all edge workers of a router together. They share each key's usage in a memory-mapped file. No class
 reads a clock: the caller passes the time of a clock that all workers share. The file of limits:
 
 ```toml
@@ -28,9 +28,9 @@ import msgspec
 from tandem.wire.errors import ConfigInvalid, RateLimited
 
 MINUTE_S = 60.0
-# Far more than the rounding errors of a year, far less than anybody waits.
+# Tolerance of waits: far above the rounding errors of a year, far below a noticeable wait.
 ROUNDING_S = 1e-6
-# Numbers that each edge worker writes of a key: requests in flight, and two for each rate.
+# Cells of each edge worker for a key: requests in flight, and two cells for each of the two rates.
 CELLS, CELL_BYTES = 5, 8
 Cells: TypeAlias = "memoryview[float]"
 DEFAULT = "default"
@@ -77,8 +77,8 @@ class _Minute:
     """A token bucket that holds at most one minute's allowance, counted in seconds. An answer may overdraw it.
 
     The edge workers share it without a lock, because each writes its own cells only. Without the cap, the balance would
-    be `now - sum(used_s)`. The allowance lost to the cap equals the highest value that this balance ever had. The balance
-    peaks just before a use, so only `use` updates `lost_s`.
+    be `now - sum(used_s)`. The bucket is full when this balance reaches a new maximum; otherwise it lacks the
+    difference to the maximum. Maxima occur just before a use, so only `use` updates `lost_s`.
 
     Args:
         used_s: Allowance that each worker has used.

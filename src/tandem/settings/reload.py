@@ -9,7 +9,7 @@ Stamp = tuple[int, int, int]
 
 
 class ReloadedFiles:
-    """Loads files when it is made, and again after one of them has changed.
+    """Loads files on creation, and again when `refresh` finds that one has changed.
 
     Args:
         paths: The files.
@@ -24,7 +24,7 @@ class ReloadedFiles:
 
     def __init__(self, paths: Sequence[str], load: Callable[[], None]) -> None:
         self.paths, self._load, self.problem = tuple(paths), load, ""
-        # Before the files are read, so that a change during the reading is noticed.
+        # Stamps are taken before the files are read, so that a change during the read is noticed.
         self._stamps = self._read_stamps()
         load()
 

@@ -149,7 +149,7 @@ class AttemptsUsedUp(TandemError, code="attempts_used_up", status=503, is_retrya
 
 
 class RequestEndedEngine(TandemError, code="request_ended_engine", status=500):
-    """Nodes were lost, one after the other, while they computed this prompt. The router refuses it for a while."""
+    """Several nodes were lost while computing this prompt. The router refuses the prompt for five minutes."""
 
 
 class PeerLost(TandemError, code="peer_lost", status=503, is_retryable=True):

@@ -60,7 +60,7 @@ _MAX_PROCESSES = 64
 # How long a refused grammar is not compiled again, which may take the whole time limit.
 _REFUSED_S = 60.0
 # CPU time after which a compilation runs only on cores that the engine leaves idle. The same applies to a process whose
-# masks exceed the average that its limits allow by this much.
+# masks take this much more than `cpu_per_token_s` allows.
 _SLOW_S = 0.5
 # How often the engine reads the CPU time of a process that has not answered.
 _CHECK_S = 0.1
@@ -293,7 +293,7 @@ class _Link:
     def _lower_priority(self) -> None:
         with suppress(OSError):  # the process has ended
             threads = {int(name) for name in os.listdir(f"/proc/{self._pid}/task")}
-            # A second thread compiles, and then ends; the main thread fills masks.
+            # During compilation, lower only the second thread, which compiles; later only the main thread is left.
             for thread in threads - {self._pid} or threads:
                 os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 

@@ -39,7 +39,7 @@ class PageState(Enum):
     QUARANTINED = "quarantined"
 
 
-# States by their codes in the columns.
+# A state's index in this tuple is its code in the array of page states.
 _STATES = tuple(PageState)
 _CODE_OF = {state: code for code, state in enumerate(_STATES)}
 

@@ -1,6 +1,6 @@
 """The tree of cached prefixes, which maps tokens to ids of full pages.
 
-A tree node is a run of consecutive pages, so that a prompt of any length takes a few operations on arrays and not one
+A tree node is a run of consecutive pages, so a prompt of any length takes a few array operations instead of one
 operation per page. `insert` extends a run without children, or splits a run where the new tokens differ:
 
 ```
@@ -221,7 +221,7 @@ class PrefixCache:
     def evict(self, num_pages: int) -> list[int]:
         """Remove up to `num_pages` pages without a reader, least recently used first, and return them."""
         taken: list[int] = []
-        # Runs in use are removed from the cache only if there are not enough pages without them.
+        # A second pass, only if needed, also drops pages in use to reach the unused pages above them.
         for removes_used in (False, True):
             num_skipped, saving = 0, []
             while len(taken) < num_pages and num_skipped < len(self._runs):
@@ -313,7 +313,7 @@ class PrefixCache:
     # ── the tree ─────────────────────────────────────────────────────────────────────────────────
 
     def _walk(self, tokens: TokenArray, salt: str) -> tuple[list[_Run], int]:
-        """Return the runs of the longest cached prefix, and its pages. The last run may be longer than the prefix."""
+        """Return the runs of the longest cached prefix, and its number of pages. The last run may exceed the prefix."""
         size, path, num_tokens = self._page_size, list[_Run](), 0
         run = self._roots.get(salt)
         while run is not None and num_tokens == run.end * size:

@@ -25,7 +25,7 @@ _ITL_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05),
     *(0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0),
 )
-# Most keys with their own series per process. Further keys share one series.
+# Maximum number of keys with their own series per process. Further keys share one series.
 MAX_KEYS = 100
 OTHER_KEYS = "other"
 _LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)

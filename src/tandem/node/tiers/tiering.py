@@ -55,7 +55,7 @@ class _TierFetch:
     Attributes:
         token_ids: The part of a prompt that can come from the cache.
         waiting: Requests that wait for the pages.
-        is_searching: Whether the keys are hashed, so that the tiers search for the pages.
+        is_searching: Whether all keys are hashed and the search in the tiers has begun.
         until_s: Deadline of those requests, in clock time.
         matched: While placing, the cached pages of the prefix before the placed ones; held.
         placed: While placing, the pages that the copy writes; held.

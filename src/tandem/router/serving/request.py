@@ -49,7 +49,7 @@ MAX_HAND_OVERS = 32
 # When a node dies, its peer may report the loss before the router's own link breaks. Time to wait for that, and the
 # interval of the checks.
 LOSS_NOTICED_S, LOSS_POLL_S = 0.2, 0.01
-# Time to hear from a node after a second loss. Idle nodes report once a second.
+# After the first, a loss counts only if some node sends a message within this time. Idle nodes report once a second.
 HEARD_S = 2.0
 
 

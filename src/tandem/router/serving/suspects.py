@@ -1,4 +1,4 @@
-"""Prompts with which nodes were lost. If two nodes are lost with a prompt, it is not tried on a third pair.
+"""Prompts that may crash nodes. After two attempts at a prompt lost a node, it is not tried on a third pair.
 
 ```
  unknown ──a node is lost before decode's first token──▶ suspected ──a second node──▶ refused, for `KEPT_S`
@@ -6,8 +6,8 @@
     └────────────── decode's first token, or `KEPT_S` ───────┘
 ```
 
-A lost node takes all its prompts with it, and at most one of them is the cause. So suspected prompts are tried one at a
-time: a second loss then identifies the prompt. Most losses have a different cause, so prompts must not wait long: after
+All prompts of a lost node fail, and at most one of them is the cause. So suspected prompts are tried one at a time: a
+second loss then identifies the prompt. Most losses are not caused by a prompt, so prompts must not wait long: after
 `ALONE_S` the remaining ones are tried together. A prompt that was tried together with others is refused only after its
 third loss.
 """
@@ -54,7 +54,8 @@ def name_of(request: GenerateRequest) -> str:
 class _Record:
     """A suspected or refused prompt.
 
-    `num_lost`: most losses of one request. `is_alone`: whether it was the only suspected prompt in its last try.
+    `num_lost`: highest number of losses of a request. `is_alone`: whether no other suspected prompt ran in its last
+    try.
     """
 
     noted_s: float
@@ -98,7 +99,7 @@ class Suspects:
         return (name, record.num_lost) if record is not None else ("", 0)
 
     async def turn(self, name: str, wake: asyncio.Event) -> bool:
-        """Wait until a request may try this prompt; return False early if `wake` is set.
+        """Return whether a request may try this prompt now. If not, first wait for `wake` or the end of `ALONE_S`.
 
         Raises:
             RequestEndedEngine: The prompt is refused.
