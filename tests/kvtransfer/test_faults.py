@@ -12,6 +12,7 @@ import pytest
 from tests.faults.network import Network, has_network
 from tests.kvtransfer.far_node import FarNode, begin_push, hand_off
 from tests.kvtransfer.makers import cross_process
+from tests.sample import sampled
 
 KINDS = ("prefill", "decode")
 
@@ -86,7 +87,7 @@ def test_decode_stopped_during_a_push_is_lost_and_learns_it_when_resumed(nodes):
     decode.check_all_back()
 
 
-@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("kind", sampled(KINDS, "prefill"))
 def test_link_to_a_process_that_is_busy_for_three_seconds_lasts(kind):
     with ExitStack() as stack:
         nodes = dict(zip(KINDS, Nodes(stack, "tcp").start(*KINDS, mood="alert"), strict=True))

@@ -88,6 +88,7 @@ def listening(*argv: str, **env: str):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_each_transport_is_measured_and_broken_ones_cost_one_row(tmp_path):
     (tmp_path / "tandem_strangers.py").write_text(STRANGERS)
     info = tmp_path / "tandem_strangers-1.0.dist-info"
@@ -154,6 +155,7 @@ def test_a_link_with_one_secret_can_be_measured_repeatedly(host):
             assert (status, findings(out)["transport", "tcp"][0]) == (0, "ok")
 
 
+@pytest.mark.thorough
 def test_a_connecting_end_without_the_secret_fails_with_the_remedy():
     with listening("127.0.0.1:0", TANDEM_CLUSTER_KEY="a secret") as (process, address):
         argv = ("--connect", address, "--transfer-backend", "tcp")
