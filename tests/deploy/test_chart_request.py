@@ -41,12 +41,14 @@ def ask(url, root, *sets, timeout_s):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_helm_test_succeeds_with_an_answer(url, tmp_path):
     ran = ask(url, tmp_path, f"auth.apiKeys={{{KEY}}}", timeout_s=LONG_S)
     assert ran.returncode == 0, ran.stderr
     assert "answered 32 tokens" in ran.stdout
 
 
+@pytest.mark.thorough
 def test_helm_test_fails_with_the_servers_error(url, tmp_path):
     ran = ask(url, tmp_path, "auth.apiKeys={a-wrong-key}", timeout_s=LONG_S)
     assert ran.returncode == 1
@@ -61,6 +63,7 @@ def test_helm_test_fails_without_a_server(tmp_path):
     assert "FAILED" in ran.stderr
 
 
+@pytest.mark.thorough
 def test_autoscalers_use_metrics_that_servers_export(url):
     enabled = [
         f"{component}.autoscaling.enabled=true" for component in ("prefill", "decode", "router")

@@ -330,6 +330,7 @@ async def num_answering(url: str, trusting: ssl.SSLContext) -> int:
         return len((await response.json())["workers"])
 
 
+@pytest.mark.thorough
 async def test_missing_tls_files_fail_only_the_worker_that_restarts(tmp_path):
     files = make_certificates(tmp_path)
     trusting = ssl.create_default_context(cafile=files.ca)
@@ -580,6 +581,7 @@ async def test_announcement_to_one_worker_reaches_all_and_restarted_workers():
             assert [await known(client) for client in clients] == [["127.0.0.1:1"]] * 2
 
 
+@pytest.mark.thorough
 async def test_worker_pool_directory_is_removed_at_exit(tmp_path):
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     async with router(*NOWHERE, "--workers", "2", env=env) as (process, _):

@@ -145,6 +145,7 @@ def test_the_table_is_aligned_and_ends_with_the_outcome(capsys):
 
 
 @pytest.mark.parametrize("host", sampled(["127.0.0.1", "[::1]"], "127.0.0.1"))
+@pytest.mark.thorough
 def test_a_link_with_one_secret_can_be_measured_repeatedly(host):
     env = {"TANDEM_CLUSTER_KEY": "one secret"}
     argv = ("--transfer-backend", "tcp")
