@@ -174,8 +174,9 @@ class _SendingEnd(_End):
         host = address_toward(offer.host, "0.0.0.0")
         super().__init__(host, offer.protocol, devices, memory, turn)
 
-    def read(self, address: int, into: Int64s) -> int:
-        """Start reading the token; return the transfer's id."""
+    def read(self, address: int, into: Int64s, *, is_in_pool: bool = False) -> int:
+        """Start a read; return the transfer's id."""
+        del is_in_pool
         return self._started(
             self._living.batch_transfer_async_read(
                 self._target, [into.ctypes.data], [address], [into.nbytes]

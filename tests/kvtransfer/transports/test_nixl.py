@@ -13,6 +13,7 @@ import pytest
 
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports import nixl
 from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.nixl import LINKS, NixlTransport
 from tandem.wire.errors import PeerLost, TransferRefused
@@ -98,6 +99,19 @@ def test_bytes_land_only_when_this_process_reads_them(listener, region):
             connection.close()
         writing.join()
         assert errors
+
+
+def test_pool_is_read_behind_a_write_as_on_a_gpu(listener, region, monkeypatch):
+    monkeypatch.setattr(nixl, "NO_GPU", -2)  # so that the pool's number, -1, is that of a GPU
+    admission = listener.admit("127.0.0.1")
+    listener.permit(admission.peer, ROOM, range(POOL_BYTES // 4096))
+    with MemoryRegion.private(POOL_BYTES) as source:
+        source.array()[:] = 1
+        connection = NixlTransport().connect(admission.offer, source)
+        connection.write(ROOM, whole_pool())
+        assert connection._token.tobytes() == bytes([1] * 8)
+        assert region.array().all()
+        connection.close()
 
 
 def test_fence_closes_the_sockets_of_the_agent(listener):

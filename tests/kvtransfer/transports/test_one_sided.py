@@ -32,13 +32,16 @@ class Library:
     def __init__(self, token, copy):
         self.token, self.copy = token, copy
         self.num_begun = self.num_open = self.most_open = 0
-        self.hangs = False
+        self.hangs, self.reads = False, []
         self.looked = Event()
         self.is_closed = False
 
-    def read(self, address, into):
-        assert address == self.token.ctypes.data
-        into[:] = self.token
+    def read(self, address, into, *, is_in_pool=False):
+        if is_in_pool:
+            self.reads.append((address, self.num_open))
+        else:
+            assert address == self.token.ctypes.data
+            into[:] = self.token
         return self._begin()
 
     def writes(self, plan):
@@ -69,7 +72,7 @@ def made():
         connection.close()
 
 
-def connect(region, token):
+def connect(region, token, **options):
     """Connect to an owner whose token is 7, by an offer that names this one."""
     own, libraries = np.array([7], np.int64), []
     places = PoolAddresses(
@@ -83,7 +86,7 @@ def connect(region, token):
         libraries.append(Library(own, copy))
         return libraries[0]
 
-    return OneSidedConnection(places, region, open_end, 3), libraries[0]
+    return OneSidedConnection(places, region, open_end, 3, **options), libraries[0]
 
 
 def pages(*numbers):
@@ -112,6 +115,22 @@ def test_transfers_in_flight_stay_within_the_limit(made):
     connection.write(ROOM, pages(*range(NUM_PAGES)))
     assert library.most_open == 3
     assert library.num_open == 0
+
+
+def test_write_that_is_read_back_is_complete_after_a_read_of_its_last_bytes(stack):
+    region = stack.enter_context(MemoryRegion.private(PAGE_BYTES * NUM_PAGES))
+    connection, library = connect(region, token=7, reads_back=True)
+    stack.callback(connection.close)
+    look = connection.post(ROOM, pages(0, 1, 2, 3, 4))
+    assert library.reads == []
+    assert look() is None
+    # The pool begins at PAGE_BYTES; no write was in flight any more.
+    assert library.reads == [(6 * PAGE_BYTES - 8, 0)]
+    assert library.num_open == 0
+    look = connection.post(ROOM, pages(2))
+    library.hangs = True
+    assert look() is not None
+    assert len(library.reads) == 1
 
 
 def test_writes_overlap_until_a_poll_finds_them_complete(made):

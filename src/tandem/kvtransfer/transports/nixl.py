@@ -13,7 +13,7 @@ that uses UCX.
 - *Shared memory, CMA and similar* are excluded: there the remote process, or the kernel on its behalf, writes
   into our memory, and nothing that this process destroys stops it. Use `shm` on one host.
 
-Pools may be in GPU memory (not tested on a GPU). `nixl_agent.py` loads the library, so that the environment can
+Pools may be in GPU memory (not tested on a GPU). A read follows each write there: see `OneSidedConnection`. `nixl_agent.py` loads the library, so that the environment can
 be checked where NIXL is not installed.
 
 Deregistration alone is no fence, because UCX on TCP does not check it; neither is releasing the writer's
@@ -29,7 +29,7 @@ import msgspec
 
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Listener, Pool, TransportConfig, read_offer
-from tandem.kvtransfer.transports.one_sided import OneSidedConnection, PoolAddresses
+from tandem.kvtransfer.transports.one_sided import NO_GPU, OneSidedConnection, PoolAddresses
 from tandem.wire.errors import ConfigInvalid, TransferRefused
 from tandem.wire.hand_off import TransportOffer
 
@@ -102,9 +102,10 @@ class NixlTransport:
                 metadata, facts.pool_gpu, region, token, self._settings
             ),
             MAX_BATCHES_IN_FLIGHT,
+            reads_back=facts.pool_gpu != NO_GPU,
         )
 
 
 class _NixlOffer(PoolAddresses, frozen=True, kw_only=True):
     metadata: Annotated[str, msgspec.Meta(max_length=MAX_METADATA_CHARS)]
-    pool_gpu: int = -1
+    pool_gpu: int = NO_GPU

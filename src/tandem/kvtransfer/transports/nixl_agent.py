@@ -19,7 +19,7 @@ from tandem.kvtransfer.plan import CopyPlan, Int64s
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.threads import CLOSE_S
 from tandem.kvtransfer.transports.base import PeerKey, Pool
-from tandem.kvtransfer.transports.one_sided import Memory, OneSidedListener, PollInterval
+from tandem.kvtransfer.transports.one_sided import NO_GPU, Memory, OneSidedListener, PollInterval
 from tandem.wire.errors import PeerLost, TransferRefused
 from tandem.wire.generation import Room
 
@@ -41,8 +41,6 @@ _nixl_log.handlers.clear()
 _nixl_log.propagate = True
 
 Transfer: TypeAlias = nixl.nixl_xfer_handle
-
-NO_GPU = -1
 
 BATCH_BYTES, BATCH_COPIES = 1 << 30, 8192
 IDLE_PAUSE_S = 0.02
@@ -253,11 +251,11 @@ class NixlSendingEnd:
         except ERRORS as error:
             raise TransferRefused(f"NIXL cannot connect to the offered agent: {error}") from error
 
-    def read(self, address: int, into: Int64s) -> int:
-        """Start reading the token."""
+    def read(self, address: int, into: Int64s, *, is_in_pool: bool = False) -> int:
+        """Start reading the token, or a few bytes of the pool."""
         numbers = (into.ctypes.data, address, into.nbytes)
         plan = CopyPlan(*(np.array([each], np.int64) for each in numbers))
-        return self._post("READ", plan, NO_GPU, NO_GPU)
+        return self._post("READ", plan, NO_GPU, self._pool_gpu if is_in_pool else NO_GPU)
 
     def writes(self, plan: CopyPlan) -> Iterator[int]:
         """Start one batch after another."""

@@ -50,6 +50,8 @@ BUSY_S = 10e-6
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 200e-6
 # Grows from the shortest to the longest in 4 ms, so that short gaps in a stream of bytes stay cheap.
 GROWTH = 1.05
+# Stands for the CPU where libraries number GPUs.
+NO_GPU = -1
 ADDRESS_END = 1 << 57  # end of the address space of a process on any 64-bit machine
 
 
@@ -183,8 +185,12 @@ class SendingEnd(Protocol):
     Each transfer has a number, which is valid until the transfer is complete or has failed.
     """
 
-    def read(self, address: int, into: Int64s) -> int:
-        """Start a read from the peer into the array that was passed when the end was made."""
+    def read(self, address: int, into: Int64s, *, is_in_pool: bool = False) -> int:
+        """Start a read from the peer into the array that was passed when the end was made.
+
+        Args:
+            is_in_pool: Whether the address is in the pool; else it is the token's.
+        """
         ...
 
     def writes(self, plan: CopyPlan) -> Iterable[int]:
@@ -212,6 +218,8 @@ class OneSidedConnection:
         region: Region to write from.
         open_end: Makes the end; the argument is the array into which it reads the token.
         max_in_flight: Maximum number of transfers of a write in flight.
+        reads_back: Whether a read from the pool follows each write. An RDMA write is complete when the peer's adapter
+            has its bytes, which may not have reached a GPU yet. PCIe delivers them before it answers the adapter's read.
 
     Raises:
         TransferRefused: The owner of the pool does not answer, or a different process does.
@@ -223,14 +231,16 @@ class OneSidedConnection:
         region: MemoryRegion,
         open_end: Callable[[Int64s], SendingEnd],
         max_in_flight: int,
+        *,
+        reads_back: bool = False,
     ) -> None:
         if places.pool_address + places.pool_bytes > ADDRESS_END:
             raise TransferRefused("the offer's pool is larger than memory can be")
         self._places, self._max_in_flight = places, max_in_flight
-        self._source = Memory.of_region(region)
+        self._source, self._reads_back = Memory.of_region(region), reads_back
         self._mutex = threading.Lock()
         self._is_closed = False
-        token = np.zeros(1, np.int64)
+        self._token = token = np.zeros(1, np.int64)
         self._end = open_end(token)
         try:
             self._read(places.token_address, token)
@@ -267,14 +277,23 @@ class OneSidedConnection:
             self._check_open()
             rest = iter(self._end.writes(addresses) if len(plan) else ())
             in_flight = deque(itertools.islice(rest, self._max_in_flight))
-        return partial(self._poll, in_flight, rest, PollInterval())
+        ends = addresses.destination_offset + addresses.size_bytes - self._token.nbytes
+        unread = deque(ends[-1:].tolist() if self._reads_back else [])
+        return partial(self._poll, in_flight, rest, unread, PollInterval())
 
     def _poll(
-        self, in_flight: deque[int], rest: Iterator[int], interval: PollInterval
+        self,
+        in_flight: deque[int],
+        rest: Iterator[int],
+        unread: deque[int],
+        interval: PollInterval,
     ) -> float | None:
         with self._mutex:
-            while in_flight:
+            while in_flight or unread:
                 self._check_open()
+                if not in_flight:
+                    reading = self._end.read(unread.popleft(), self._token, is_in_pool=True)
+                    in_flight.append(reading)
                 now_s = time.monotonic()
                 if not self._end.is_done(in_flight[0]):
                     return interval.next_pause_s(time.monotonic() - now_s)
