@@ -1,21 +1,25 @@
 """Tests specific to torch.distributed groups; test_transports.py has those of every transport."""
 
+import contextlib
 import os
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from tandem.kvtransfer.transports import nccl
 from tandem.kvtransfer.transports.nccl import (
     ASYNC_ERRORS,
     SENDER,
+    GlooGroup,
     GroupLane,
     NcclGroup,
     NcclTransport,
 )
 from tests.kvtransfer.transports.lane_cases import *  # noqa: F403
-from tests.kvtransfer.transports.lane_cases import LaneRig
+from tests.kvtransfer.transports.lane_cases import POOL_BYTES, ROOM, LaneRig, copies
 
 
 @pytest.fixture
@@ -66,8 +70,39 @@ def waited(monkeypatch):
     """Returns the devices whose stream was waited for."""
     waited = []
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", StandIn, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(device, waited))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(device, waited))
     return waited
+
+
+def test_work_of_a_group_is_in_its_own_stream(rig, monkeypatch):
+    here, outside = threading.local(), set()
+
+    class Watched(GlooGroup):
+        @contextlib.contextmanager
+        def working(self):
+            here.is_working = True
+            yield
+            here.is_working = False
+
+    def watch(place, name):
+        call = getattr(place, name)
+
+        def watched(*args):
+            if not getattr(here, "is_working", False):
+                outside.add(name)
+            return call(*args)
+
+        monkeypatch.setattr(place, name, watched, raising=False)
+
+    for name in ("send", "receive", "finish", "settle"):
+        watch(Watched, name)
+    for name in ("_gather", "_scatter"):
+        watch(nccl, name)
+    monkeypatch.setattr(nccl, "GlooGroup", Watched)
+    with contextlib.closing(rig.connect()) as connection:
+        connection.write(ROOM, copies((0, 0, POOL_BYTES)))
+    assert (rig.pool.array() == rig.source.array()).all()
+    assert outside == set()
 
 
 def test_group_waits_for_its_device_in_a_thread_without_a_current_one(waited):

@@ -23,6 +23,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -113,7 +114,8 @@ class GroupLane:
                     if is_cpu
                     else NcclGroup(store, rank, memory.device)
                 )
-                self._check_peer(rank)
+                with self._group.working():
+                    self._check_peer(rank)
         except RuntimeError as error:
             raise PeerLost(f"no group with the peer: {error}") from error
         self._closing = os.eventfd(0)
@@ -123,7 +125,11 @@ class GroupLane:
     def send(self, room: Room, batch: CopyPlan) -> None:
         """Send the pieces, at most `NUM_PIECES` ahead of the listener's acknowledgements."""
         sends: deque[Any] = deque()
-        with self._breaking(), lanes.announced(self._stream, room, batch):
+        with (
+            self._breaking(),
+            self._group.working(),
+            lanes.announced(self._stream, room, batch),
+        ):
             for number, piece in enumerate(batch.batches(PIECE_BYTES, len(batch))):
                 if len(sends) == NUM_PIECES:
                     self._finish_send(sends)
@@ -143,7 +149,7 @@ class GroupLane:
         """Receive the pieces, and copy each one out while the next ones arrive."""
         with open_pages(batch):
             pieces = list(batch.batches(PIECE_BYTES, len(batch)))
-        with self._breaking():
+        with self._breaking(), self._group.working():
             receives = deque(self._post(pieces, number) for number in range(NUM_PIECES))
             frames.send_bytes(self._stream, lanes.READY)
             for number, piece in enumerate(pieces):
@@ -240,6 +246,10 @@ class GlooGroup:
         """Wait until a send or receive is complete; raises RuntimeError if it fails."""
         work.wait(TIMEOUT)
 
+    def working(self) -> AbstractContextManager[object]:
+        """Return a block for copies, sends and receives."""
+        return contextlib.nullcontext()
+
     def settle(self) -> None:
         """Do nothing: the CPU has no asynchronous copies to wait for."""
 
@@ -262,7 +272,10 @@ class NcclGroup(GlooGroup):
         group: Any = torch.distributed.ProcessGroupNCCL
         options = group.Options()
         options._timeout = TIMEOUT
-        self._peer, self._device = 1 - rank, device
+        self._peer = 1 - rank
+        # The engine's forwards run on the default stream, which would wait for our copies.
+        make_stream: Any = torch.cuda.Stream  # has no types
+        self._stream = make_stream(device)
         with _no_watchdog():
             self._group = group(store, rank, 2, options)
 
@@ -272,8 +285,12 @@ class NcclGroup(GlooGroup):
         self.settle()
 
     @override
+    def working(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    @override
     def settle(self) -> None:
-        torch.cuda.current_stream(self._device).synchronize()
+        self._stream.synchronize()
 
     @override
     def abort(self) -> None:
