@@ -80,7 +80,7 @@ class Adapter:
         """Reset the times."""
         self.busy_s, self.first_s, self.last_s = 0.0, 0.0, 0.0
 
-    def read(self, address: int, into: Int64s) -> int:
+    def read(self, address: int, into: Int64s, *, is_in_pool: bool = False) -> int:
         """Read the token, which takes no time."""
         into[:] = TOKEN
         return 0
