@@ -6,11 +6,13 @@ machine is. None of them may be called by a control thread in any test of this f
 
 import socket
 from collections.abc import Sequence
+from threading import Event, Thread
 
 import pytest
 from structlog.testing import capture_logs
 
 from tandem.kvtransfer import events
+from tandem.kvtransfer.agents import receiver_links, sender_links
 from tandem.kvtransfer.agents.control import TURN_S, HeartbeatSchedule
 from tandem.kvtransfer.agents.receiver import ReceiverTimeouts
 from tandem.kvtransfer.events import RoomFailed, RoomGranted, RoomLanded, RoomLost, RoomSafe
@@ -316,6 +318,33 @@ def test_end_of_a_peer_that_stops_is_no_fault(cluster, is_prefill):
         "kv_link.closed"
     ]
     assert {each["log_level"] for each in logs} == {"info"}
+
+
+def test_prefill_that_stops_waits_until_decode_has_read_its_last_message(cluster, monkeypatch):
+    monkeypatch.setattr(sender_links, "FAREWELL_S", PATIENCE_S)
+    is_held, may_read, wait = Event(), Event(), receiver_links.wait
+
+    def wait_late(*args):
+        is_held.set()
+        assert may_read.wait(PATIENCE_S)
+        wait(*args)
+
+    prefill, decode = rig.begin(cluster)
+    for end in (prefill, decode):
+        end.wait_until(lambda now: now.num_links == 1)
+    monkeypatch.setattr(receiver_links, "wait", wait_late)
+    assert is_held.wait(PATIENCE_S)
+    stopping = Thread(target=prefill.agent.close)
+    with capture_logs() as logs:
+        stopping.start()
+        stopping.join(0.3)  # not earlier than decode reads, however long that takes
+        assert stopping.is_alive()
+        may_read.set()
+        decode.wait_until(lambda now: now.num_links == 0)
+        stopping.join(PATIENCE_S)
+    assert [each["event"] for each in logs if each["event"].startswith("kv_link")] == [
+        "kv_link.closed"
+    ]
 
 
 def test_end_of_a_peer_that_announced_nothing_is_a_fault(cluster, stack):

@@ -291,6 +291,10 @@ class Inbox(Generic[In]):
         """Connections lost so far, and failed handshakes."""
         return self._handshakes.num_lost
 
+    def wait_lost(self, num: int, timeout_s: float) -> None:
+        """Wait until this many more connections are lost."""
+        self._handshakes.wait_lost(num, timeout_s)
+
     @property
     def num_strangers(self) -> int:
         """Connections rejected so far: wrong key, missing key or a different protocol."""

@@ -82,6 +82,15 @@ class Handshakes:
                 return
             self._process(event)
 
+    def wait_lost(self, num: int, timeout_s: float) -> None:
+        """Wait until this many more connections are lost, for at most `timeout_s`."""
+        self.poll()
+        num_lost, deadline_s = self.num_lost + num, time.monotonic() + timeout_s
+        while self.num_lost < num_lost and self.monitor.poll(
+            max(0, int(1000 * (deadline_s - time.monotonic())))
+        ):
+            self.poll()
+
     def _process(self, event: Mapping[str, Any]) -> None:
         self.num_lost += event["event"] == zmq.EVENT_DISCONNECTED
         if event["event"] & FAILED:

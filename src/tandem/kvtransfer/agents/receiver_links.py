@@ -234,13 +234,7 @@ class PrefillLinks:
         wait(sockets, CONNECTING_TURN_S if is_connecting else TURN_S, waker)
         # Read queued messages of every link before checking for silence: this thread may have been slow.
         for link in links:
-            for message in self._queued(link):
-                link.last_received_s = self._clock()
-                try:
-                    with transport_errors():
-                        self._handle(link, message)
-                except TandemError as error:
-                    self.drop(link, error)  # the link's rooms then end after its fence
+            self._receive(link)
         self._keep_alive(self._clock())
 
     def drop(self, link: PrefillLink, error: TandemError) -> None:
@@ -354,6 +348,15 @@ class PrefillLinks:
         except TandemError as error:
             # Posted, so that the message's room finishes its transition before it loses the link.
             self._control.post(partial(self.drop, link, error))
+
+    def _receive(self, link: PrefillLink) -> None:
+        for message in self._queued(link):
+            link.last_received_s = self._clock()
+            try:
+                with transport_errors():
+                    self._handle(link, message)
+            except TandemError as error:
+                self.drop(link, error)  # the link's rooms then end after its fence
 
     def _queued(self, link: PrefillLink) -> Iterator[FromPrefill]:
         """Yield the queued messages, until one of them drops the link or replaces its socket."""
@@ -478,8 +481,11 @@ class PrefillLinks:
             return None
         if link.session.state in HELLO_IS_DUE:
             return self._greet(link, link.socket)
-        if link.socket.num_lost > link.num_lost:
-            raise PeerLost(f"the connection to {link.socket.address} was lost")
+        if (socket := link.socket).num_lost > link.num_lost:
+            self._receive(link)  # what came before the end
+            if link.socket is not socket:  # Redirect came
+                return None
+            raise PeerLost(f"the connection to {socket.address} was lost")
         if link.is_up:
             self._schedule.check("prefill", link.heartbeat_s, link.last_received_s, now_s)
         if is_ping_due:

@@ -64,6 +64,8 @@ log = get_logger("kvtransfer.bootstrap")
 
 # Limit of offers per Hello, because trying one may take seconds. There are fewer transports.
 MAX_OFFERS = 16
+# Time for decode nodes to read that the links are closed.
+FAREWELL_S = 0.1
 # Peers may send names of any length, but the answer must fit into a message.
 MAX_DESCRIPTION_CHARS = 1000
 
@@ -196,9 +198,14 @@ class BootstrapPort:
 
     def close(self) -> None:
         """Close all links and the port. Writes in flight fail; those that last longer than `CLOSE_S` are abandoned."""
+        num_told = sum(link.session.is_open for link in self.links.values())
         for link in self.links.values():
             self.send(link, LinkPing(epoch=self._end.epoch, is_last=True))
             self._apply(link, LinkEvent.SHUT_DOWN)
+        # A decode that reads its last ping closes the connection. If this end closed it first, libzmq would discard the
+        # messages that decode has not read.
+        if num_told:
+            self._inbox.wait_lost(num_told, FAREWELL_S)
         deadline_s = time.monotonic() + CLOSE_S
         joined = [
             each.join(max(0.0, deadline_s - time.monotonic())) for each in self._closing_workers
