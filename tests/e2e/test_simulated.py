@@ -158,6 +158,7 @@ def test_who_asks_is_told_where_the_time_to_first_token_went(described_model, pr
         assert abs(total - timings["ttft_s"]) < 1e-4
         beside = [phase["name"] for phase in timings["beside"]]
         assert {"prefill_chunk", "landed", "first_step"} <= set(beside)
+        assert beside.count("first_step") == 1
         assert [timings["prefill"], timings["decode"]] == nodes
     # 200 tokens in chunks of 64, at 0.2 ms a token; the first may be launched, and be done, while nobody looks.
     first = {phase["name"]: phase["duration_s"] for phase in calls[0]["phases"]}

@@ -91,6 +91,13 @@ def test_prompt_lands_with_its_first_token(pair):
     assert (pair.reports.landed, pair.results.failed) == ({"a": LANDED}, set())
 
 
+def test_blocks_of_a_hand_off_are_free_once_vllm_finishes_its_request(pair):
+    pair.decode.follow(WorkerOrders(grants=[pair.grant("a", [5])]))
+    pair.compute("a")
+    pair.wait(received={"a"}, handed_off=["a"])
+    assert pair.prefill.results({"a"}).sent == {"a"}
+
+
 def test_pipeline_stage_connects_to_the_port_of_the_same_stage():
     with kept_port() as port:
         first_port = port - Rank(0, 1, stage=2).first_port
