@@ -337,7 +337,7 @@ def test_prefill_that_stops_waits_until_decode_has_read_its_last_message(cluster
     stopping = Thread(target=prefill.agent.close)
     with capture_logs() as logs:
         stopping.start()
-        stopping.join(0.3)  # not earlier than decode reads, however long that takes
+        stopping.join(0.3)  # if it did not wait, it would end now
         assert stopping.is_alive()
         may_read.set()
         decode.wait_until(lambda now: now.num_links == 0)
@@ -390,9 +390,9 @@ def test_decode_whose_connection_ends_is_lost_before_a_ping_is_due(cluster, stac
 def test_many_lost_connections_cause_a_ping_per_turn():
     schedule = HeartbeatSchedule(RARE, 0.0)
     num_pings = 0
-    for now_s in range(1000):
+    for number in range(1000):  # over ten turns
         schedule.hasten()
-        num_pings += schedule.is_ping_due(now_s * TURN_S / 100)
+        num_pings += schedule.is_ping_due(number * TURN_S / 100)
     assert num_pings == 10
 
 

@@ -292,7 +292,7 @@ class Inbox(Generic[In]):
         return self._handshakes.num_lost
 
     def wait_lost(self, num: int, timeout_s: float) -> None:
-        """Wait until this many more connections are lost."""
+        """Wait until this many more connections are lost, for at most `timeout_s`."""
         self._handshakes.wait_lost(num, timeout_s)
 
     @property
