@@ -55,6 +55,7 @@ def test_one_command_starts_a_cluster_that_answers_and_ctrl_c_ends_it(tiny_model
     assert "Stopping: requests in progress finish within 30 s" in said
     assert "Stopped after" in said
     assert "Traceback" not in said
+    assert not {"node.unusable", "node.down", "kv_link.lost"} & set(said.split())
 
 
 def test_a_cluster_starts_in_a_directory_with_files_named_like_our_packages(tiny_model, tmp_path):

@@ -13,6 +13,7 @@ from tandem.node.local_backend import LOOP_SILENCE_S, LocalBackend
 from tandem.node.metrics import Measures
 from tandem.wire.channel import Inbox
 from tandem.wire.engine_client import EngineClient
+from tandem.wire.errors import NoNodeAvailable
 from tandem.wire.generation import Epoch
 from tandem.wire.messages import ModelInfo, NodeLoad, Pong, ToEngine
 from tests.patience import until_async
@@ -43,6 +44,18 @@ def backend():
     backend.link(told)
     backend.life.apply(LifeEvent.LOADED)
     return backend
+
+
+def test_node_reports_that_it_loads_until_its_engine_answers():
+    backend, linked = LocalBackend(CONFIG, None, ""), client()
+    backend.attach(CONFIG, READY)
+    backend.link(linked)
+    assert not backend.is_linked
+    assert backend.health().detail == "loading the model"
+    with pytest.raises(NoNodeAvailable, match="loading the model"):
+        backend.server_info()
+    linked.answered.set()
+    assert backend.is_linked
 
 
 def test_lost_link_does_not_reset_counters(backend):

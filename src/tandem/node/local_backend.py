@@ -64,6 +64,11 @@ class LocalBackend:
         self._ready = self._client = None
 
     @property
+    def is_linked(self) -> bool:
+        """Whether the engine has answered over the present link."""
+        return self._client is not None and self._client.is_up
+
+    @property
     def num_left(self) -> int:
         """Number of requests in the engine at its last report."""
         return num_left(self._load())
@@ -130,9 +135,9 @@ class LocalBackend:
 
     def health(self) -> Health:
         """Return whether the node serves, and a description of its state."""
-        if self._client is None:
+        if self._client is None or self.life.is_loading:
             return Health(is_serving=False, detail=self.life.describe())
-        if not self._client.is_up:
+        if not self.is_linked:
             return Health(is_serving=False, detail="the engine does not answer")
         limit_s = max(
             min(LOOP_SILENCE_S, self._config.step_timeout_s), 5 * self._config.heartbeat.interval_s
@@ -209,7 +214,7 @@ class LocalBackend:
         )
 
     def _engine(self) -> Ready:
-        if self._ready is None:
+        if self._ready is None or self.life.is_loading:
             raise NoNodeAvailable(self.life.describe())
         return self._ready
 

@@ -116,6 +116,11 @@ class Life:
         self.reason = ""
 
     @property
+    def is_loading(self) -> bool:
+        """Whether an engine starts, or the node's link to it is not yet up."""
+        return self.state in (_S.LOADING, _S.TURNING)
+
+    @property
     def has_engine(self) -> bool:
         """Whether an engine is running, even if it only finishes its remaining requests."""
         return self.state in (_S.SERVING, _S.DRAINING, _S.DRAINED, _S.LEAVING)

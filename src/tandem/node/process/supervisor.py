@@ -53,8 +53,6 @@ log = get_logger(__name__)
 # Maximum time that an ending node waits after the drain's deadline, at which it hands over its requests. By then no
 # peer can write pages any more: a peer that died, stopped or is unreachable counts as lost after 2 s.
 HAND_OVER_S = 5.0
-# Interval for polling whether a new engine is linked, which takes milliseconds.
-LINK_POLL_S = 0.02
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,11 +156,7 @@ class Supervisor:
         else:
             self._drain_engine(self._config.drain_timeout_s if timeout_s is None else timeout_s)
         # The update continues if the client disconnects.
-        try:
-            await asyncio.shield(update.outcome)
-        finally:
-            while self._life.state is NodeState.SERVING and not self._backend.health().is_serving:  # noqa: ASYNC110
-                await asyncio.sleep(LINK_POLL_S)
+        await asyncio.shield(update.outcome)
         return new
 
     def _load_new_weights(self) -> None:
@@ -284,16 +278,22 @@ class Supervisor:
             self._key,
             Epoch(ready.epoch),
             config.heartbeat,
+            on_change=self._changed.set,
             wants_measures=True,
         )
         self._backend.attach(config, ready)
         async with asyncio.TaskGroup() as tasks:
             linked = tasks.create_task(keep_linked(make_client, self._backend.link))
-            self._apply(LifeEvent.LOADED)
-            log.info("node.serving", url=self._url)
-            self._end_update()
             died = tasks.create_task(self._engine.wait())
             died.add_done_callback(lambda _task: self._changed.set())
+            # Until the link is up, the node reports that it loads.
+            while self._life.is_loading and not (died.done() or self._backend.is_linked):
+                await self._changed.wait()
+                self._changed.clear()
+            if self._life.is_loading:
+                self._apply(LifeEvent.LOADED)
+                log.info("node.serving", url=self._url)
+                self._end_update()
             while self._life.has_engine and not died.done():
                 await self._changed.wait()
                 self._changed.clear()
