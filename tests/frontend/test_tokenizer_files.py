@@ -121,6 +121,41 @@ def test_whole_and_streamed_texts_are_those_of_transformers(loaded, name):
             assert "".join(parts) + detokenizer.finish() == text
 
 
+def test_cached_tokenizer_is_combined_again_only_after_a_file_has_changed(tmp_path, monkeypatch):
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    model.mkdir()
+    LAYOUTS["words"].write(model, wordlevel())
+    files = tokenizer_files(model, cache=cache)
+    assert files == tokenizer_files(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nonexistent")
+        assert tokenizer_files(model, cache=cache) == files
+        (model / "chat_template.jinja").write_text("{{ messages }}")
+        with pytest.raises(FileNotFoundError):
+            tokenizer_files(model, cache=cache)
+    assert tokenizer_files(model, cache=cache) != files
+
+
+@pytest.mark.parametrize("fault", ["unwritable", "damaged"])
+def test_unusable_cache_does_not_keep_a_tokenizer_from_being_read(tmp_path, fault):
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    model.mkdir()
+    LAYOUTS["words"].write(model, wordlevel())
+    if fault == "unwritable":
+        cache.write_text("a file, not a directory")
+    else:
+        tokenizer_files(model, cache=cache)
+        (written,) = cache.glob("*.json")
+        written.write_bytes(b"{")
+    assert tokenizer_files(model, cache=cache) == tokenizer_files(model)
+
+
+def test_result_of_trusted_code_is_not_cached(tmp_path):
+    LAYOUTS["words"].write(tmp_path, wordlevel())
+    tokenizer_files(tmp_path, trusts_code=True, cache=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
 def test_directory_without_tokenizer_json_has_no_tokenizer(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert tokenizer_files(tmp_path) == {}

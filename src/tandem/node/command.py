@@ -142,7 +142,8 @@ def with_model(options: NodeOptions) -> NodeConfig:
     cache_dir = Path(options.cache_dir) if options.cache_dir else default_cache_dir()
     directory = resolve_model(options.model, cache_dir / "models", options.engine)
     engine = with_dtype(config_with_model(options.engine, directory))
-    return NodeConfig(**msgspec.structs.asdict(options) | {"engine": engine})
+    changed = {"engine": engine, "cache_dir": str(cache_dir)}
+    return NodeConfig(**msgspec.structs.asdict(options) | changed)
 
 
 def _with_sampling_defaults(config: NodeConfig) -> NodeConfig:

@@ -182,7 +182,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "--cache-dir",
             metavar="DIR",
-            help="directory of converted models (default: $XDG_CACHE_HOME/tandem)",
+            help="directory of converted models and tokenizers (default: $XDG_CACHE_HOME/tandem)",
         ),
     ] = ""
     host: Annotated[str, HOST] = "127.0.0.1"

@@ -355,7 +355,11 @@ async def serve(
     engine that could not start. The operators' routes require `operator_key`.
     """
     engine = config.engine
-    files = tokenizer_files(Path(engine.model_dir), trusts_code=engine.trust_remote_code)
+    files = tokenizer_files(
+        Path(engine.model_dir),
+        trusts_code=engine.trust_remote_code,
+        cache=Path(config.cache_dir) / "tokenizers" if config.cache_dir else None,
+    )
     files = with_chat_template(files, config.chat_template)
     tokenizer = Tokenizer.from_files(files) if files else None
     _warn_of_missing_text(tokenizer)
