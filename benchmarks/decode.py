@@ -22,6 +22,7 @@ from benchmarks.bare_loop import BareLoop
 from benchmarks.engines import greedy_request, make_engine, model_dir
 from benchmarks.rig import parse, parser_of, result
 from tandem.engine.scheduling.core import Engine
+from tandem.node.machine import cpu_flags, dtype_from_flags
 
 GOAL_TO_BARE, GOAL_TO_GENERATE, GOAL_TO_READING = 1.0, 1.4, 1.5
 
@@ -36,8 +37,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--dtype",
         choices=["bfloat16", "float32"],
-        default="bfloat16",
-        help="type of weights and KV",
+        default=dtype_from_flags(cpu_flags()).dtype,
+        help="type of weights and KV (default: what a node chooses on this CPU)",
     )
     add("--streams", type=int, nargs="+", default=[1, 8, 32], help="numbers of streams to measure")
     add("--threads", type=int, default=1, help="CPU threads of torch")

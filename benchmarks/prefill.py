@@ -17,6 +17,7 @@ from benchmarks.decode import medians
 from benchmarks.engines import greedy_request, make_engine, model_dir
 from benchmarks.rig import parse, parser_of, result
 from tandem.engine.scheduling.core import Engine
+from tandem.node.machine import cpu_flags, dtype_from_flags
 
 GOAL_RATIO = 1.0
 
@@ -29,8 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--dtype",
         choices=["bfloat16", "float32"],
-        default="bfloat16",
-        help="type of weights and KV",
+        default=dtype_from_flags(cpu_flags()).dtype,
+        help="type of weights and KV (default: what a node chooses on this CPU)",
     )
     add("--tokens", type=int, nargs="+", default=[256, 1024], help="prompt lengths to measure")
     add("--chunk", type=int, default=512, help="tokens per forward of the engine")
