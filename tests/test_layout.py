@@ -6,9 +6,12 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections import Counter
 from pathlib import Path
+
+import tandem
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "tandem"
@@ -18,6 +21,11 @@ def test_the_links_at_the_root_lead_to_the_roles_and_the_transfer():
     links = {path.name: str(path.readlink()) for path in ROOT.iterdir() if path.is_symlink()}
     names = ("prefill", "decode", "router", "kvtransfer")
     assert links == {name: f"src/tandem/{name}" for name in names}
+
+
+def test_package_has_the_version_of_its_metadata():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == tandem.__version__
 
 
 def test_the_packages_hold_every_module_of_tandem_and_no_test(tmp_path):
