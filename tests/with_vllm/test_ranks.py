@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from tests.patience import eventually
 from tests.with_vllm.models import prompts, tiny
 from tests.with_vllm.nodes import Cluster, alone, check_answers
 
@@ -37,17 +38,35 @@ def test_answers_match_one_process_even_when_a_worker_is_killed(tmp_path, model)
     with Cluster(tmp_path, model, decodes=2, flags=flags, vllm_flags=FLAGS) as cluster:
         assert [cluster.generate(ids, max_new_tokens=NUM_TOKENS) for ids in asked] == expected
         cluster.wait_free()
-        node = cluster.decodes[0]
-        processes = map(psutil.Process, sorted(node.process.tree()))
-        victim = [each for each in processes if "Worker" in each.name()][-1]
+        node, idle = cluster.decodes
+        workers = [workers_of(each) for each in (node, idle)]
         with ThreadPoolExecutor(len(asked)) as pool:
             streams = [cluster.stream(ids, max_new_tokens=NUM_TOKENS) for ids in asked]
             firsts = list(pool.map(next, streams))
-            victim.kill()
+            workers[0][-1].kill()
             answers = list(pool.map(lambda stream: list(stream)[-1], streams))
         assert all(len(first) < NUM_TOKENS for first in firsts)
         assert answers == expected
-        node.process.wait(60)
-        assert "died unexpectedly" in node.log.read_text()
-        cluster.nodes.remove(node)
+        end_after_a_death(cluster, node)
         cluster.wait_free()
+        workers[1][-1].kill()  # no step runs that could report it
+        end_after_a_death(cluster, idle)
+    assert eventually(lambda: not any(map(runs, [*workers[0], *workers[1]])))
+
+
+def end_after_a_death(cluster, node) -> None:
+    node.process.wait(60)
+    assert "died unexpectedly" in node.log.read_text()
+    cluster.nodes.remove(node)
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def workers_of(node) -> list[psutil.Process]:
+    processes = map(psutil.Process, sorted(node.process.tree()))
+    return [each for each in processes if "Worker" in each.name()]

@@ -43,6 +43,8 @@ GLOO_SETTINGS = {"GLOO_SOCKET_IFNAME": "lo"}
 
 # Time for the engine to exit after the end of file on its standard input. It then ends itself, or is killed.
 STOP_TIMEOUT_S = 5.0
+# Time to read what the engine reported before it exited.
+LAST_REPORT_S = 1.0
 
 # transformers shards a model over all visible GPUs, even when not requested.
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
@@ -112,7 +114,7 @@ class EngineProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._write(self._config)
-        line = await self._process.stdout.readline()
+        line = await self._next_report()
         if not line:
             status = await self._process.wait()
             return EngineFailed(f"the engine process exited with status {status} during start-up")
@@ -150,11 +152,24 @@ class EngineProcess:
     async def wait(self) -> int:
         """Process the engine's reports until it exits; return its exit status."""
         assert self._process is not None
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
+        while line := await self._next_report():
             if msgspec.json.decode(line, type=Drained).number == self._num_drains:
                 self._on_drained()
         return await self._process.wait()
+
+    async def _next_report(self) -> bytes:
+        """Return the next line of the process, or nothing once it has exited: its children may keep the pipe open."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        reading = asyncio.ensure_future(self._process.stdout.readline())
+        exited = asyncio.ensure_future(self._process.wait())
+        try:
+            await asyncio.wait([reading, exited], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([reading], timeout=LAST_REPORT_S)
+            return reading.result() if reading.done() else b""
+        finally:
+            reading.cancel()
+            exited.cancel()
 
     def kill(self) -> None:
         """Kill the process, so that `stop` returns soon."""
@@ -163,10 +178,13 @@ class EngineProcess:
 
     async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stop the process by closing its standard input; kill it after `timeout_s`."""
-        if self._process is None or self._process.returncode is not None:
+        if self._process is None:
             return
         assert self._process.stdin is not None
+        # Even if it has exited: a child of it ends too. Until then the event loop could not close the pipes.
         self._process.stdin.close()
+        if self._process.returncode is not None:
+            return
         try:
             async with asyncio.timeout(timeout_s):
                 await self._process.wait()

@@ -1,6 +1,7 @@
 """Runs vLLM's EngineCore in this process; the node's loop calls each step."""
 
 import argparse
+import multiprocessing
 import shlex
 import time
 from collections.abc import Sequence
@@ -152,7 +153,12 @@ class VllmGenerator:
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
         # A batch in flight can outlive its requests and still carries reports of the workers.
-        return bool(self._scheduler.has_requests() or self._core.batch_queue)
+        return self._has_failed or bool(self._scheduler.has_requests() or self._core.batch_queue)
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether a worker process has died, which no step of an idle vLLM would report."""
+        return getattr(self._core.model_executor, "is_failed", False)
 
     def check(self, request: GenerateRequest, hand_off: HandOffParams | None) -> EngineCoreRequest:
         """Convert a request for `add`, or raise `InvalidRequest` or `NoNodeAvailable`."""
@@ -220,6 +226,8 @@ class VllmGenerator:
         Raises:
             DeviceLost: vLLM failed, and the state of its scheduler is unreliable.
         """
+        if self._has_failed:
+            raise DeviceLost("a worker process of vLLM has died")
         began_s = time.perf_counter()
         try:
             outputs, is_executed = self._core.step_fn()
@@ -260,6 +268,9 @@ class VllmGenerator:
     def close(self) -> None:
         """Stop vLLM's workers and close all links."""
         self._core.shutdown()
+        # If a worker has died, vLLM waits for the others in a thread, which ends with this process.
+        for worker in multiprocessing.active_children():
+            worker.kill()
 
 
 def _local_agent() -> PrefillAgent | DecodeAgent | None:
