@@ -355,7 +355,7 @@ async def test_process_exit_is_reported_with_its_last_line(capsys, monkeypatch):
     monkeypatch.setattr("tandem.cli.processes.COMMAND", (sys.executable, "-c", code))
     member = ChildProcess("decode-0", ["x"])
     screen = Screen(Console(width=80), ["decode-0"], None)
-    await Processes("tandem up", [member], screen, 30.0)._member(member)
+    assert await Processes("tandem up", [member], screen, 30.0).run() == 1
     message = "tandem up: error: decode-0: killed by SIGKILL: RuntimeError: no memory; stopping\n"
     assert capsys.readouterr().err == message
 

@@ -172,6 +172,11 @@ def test_sliding_window_blocks_are_pushed_when_the_prompt_finishes():
     assert orders.computed == [(ROOM, FirstToken(5, 0))]
 
 
+def test_block_is_skipped_once_the_window_of_the_next_token_begins_after_it():
+    group = LayerGroup(4, window=4)
+    assert [group.num_skipped(num_tokens) for num_tokens in (6, 7, 10, 11)] == [0, 1, 1, 2]
+
+
 def test_prompt_with_prematurely_freed_blocks_is_cancelled():
     hand_offs = PrefillHandOffs([WINDOW])
     hand_offs.begin("a", ROOM, 11)
