@@ -129,6 +129,7 @@ def test_room_of_a_cancelled_request_is_in_use_until_its_pages_are_safe(pair):
     start = StartDecode(request=request, room=room, bootstrap_host="127.0.0.1", bootstrap_port=1)
     with pytest.raises(InvalidRequest, match="in use"):
         pair.decode.start(pair.ticket("thief"), start)
+    assert pair.decode.load().num_transferring == 1  # so that a drain waits for it
     pair.prefill.cancel(pair.ticket("a"))
     pair.run_until(pair.all_pages_are_back)
 
