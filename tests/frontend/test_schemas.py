@@ -210,6 +210,13 @@ def test_keyword_that_the_library_ignores_is_held(schema, valid, invalid):
     )
 
 
+@pytest.mark.parametrize("least", [0, 1])
+def test_array_is_closed_after_its_prefix_unless_it_needs_more_items(least):
+    schema = {"type": "array", "prefixItems": [WHOLE], "minItems": least}
+    assert allows(schema, "[1]")
+    assert not allows(schema, "[1,2]")
+
+
 def test_unknown_keywords_and_annotations_assert_nothing():
     noted = dict.fromkeys(keywords.ANNOTATIONS, "x") | {
         "x-foo": 1,

@@ -127,23 +127,25 @@ def test_requests_in_flight_are_limited_over_all_edge_workers(tmp_path):
     second.of("k").begin(1, 0.0)
 
 
-def test_requests_of_a_killed_edge_worker_are_no_longer_in_flight(tmp_path):
-    first, second = workers_of(KeyLimit(requests_in_flight=2, requests_per_minute=60), tmp_path, 2)
-    for worker in (first, second):
+@pytest.mark.parametrize("killed", [0, 1])
+def test_requests_of_a_killed_edge_worker_are_no_longer_in_flight(tmp_path, killed):
+    limit = KeyLimit(requests_in_flight=2, requests_per_minute=60)
+    workers = workers_of(limit, tmp_path, 2)
+    for worker in workers:
         worker.of("k").begin(1, 0.0)
-    release_requests(str(tmp_path), 0)
-    assert second.of("k").num_in_flight == 1
-    successor, _ = workers_of(second.limits["default"], tmp_path, 2)
+    release_requests(str(tmp_path), killed)
+    other, successor = workers[1 - killed], workers_of(limit, tmp_path, 2)[killed]
+    assert other.of("k").num_in_flight == 1
     successor.of("k").begin(1, 0.0)
     # What the killed worker used of the minute stays used.
     with pytest.raises(RateLimited, match="in flight"):
-        second.of("k").begin(1, 0.0)
+        other.of("k").begin(1, 0.0)
     successor.of("k").finish()
     for _ in range(57):
         successor.of("k").begin(1, 0.0)
         successor.of("k").finish()
     with pytest.raises(RateLimited, match="requests per minute"):
-        second.of("k").begin(1, 0.0)
+        other.of("k").begin(1, 0.0)
 
 
 # Seconds since the last step, the worker, and the tokens of a prompt, or of an answer if negative.
