@@ -10,7 +10,7 @@ import pytest
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.simulated import answer_key, read_model, tokens_at
-from tests.e2e.cluster import START_TIMEOUT_S, ask
+from tests.e2e.cluster import START_TIMEOUT_S, ask, info_of
 
 # Nodes whose engine only takes time.
 SIMULATED = ("--engine", "simulated", "--page-size", "8", "--max-total-tokens", "8192")
@@ -26,7 +26,7 @@ CHANGING = {"id", "created", "e2e_latency", "cached_tokens", "prompt_tokens_deta
 
 def load_of(url: str) -> dict:
     """Return the load that a node told by itself, twice a second; `load_now` asks for it."""
-    return ask(f"{url}/server_info")[1]["load"]
+    return info_of(url)["load"]
 
 
 def unaccounted(node: str | dict) -> int:

@@ -63,9 +63,15 @@ def wait_healthy(url: str, *processes: Process) -> None:
     assert eventually(is_healthy, within_s=START_TIMEOUT_S), f"{url} is not healthy:\n{logs()}"
 
 
+def info_of(url: str) -> dict:
+    """Return a node's /server_info, once it has loaded: a cluster serves when its first decode node does."""
+    assert eventually(lambda: ask(f"{url}/server_info")[0] != 503, within_s=START_TIMEOUT_S)
+    return ask(f"{url}/server_info")[1]
+
+
 def load_now(url: str, key: ChannelKey | None = None) -> dict:
     """Ask a node's engine for its load: /server_info has what it last said by itself, before what was done since."""
-    info = ask(f"{url}/server_info")[1]
+    info = info_of(url)
     link: Link = Link(tcp_address(host_of(url), info["engine_port"]), FromEngine, key)
     with contextlib.closing(link):
         is_asked = False
