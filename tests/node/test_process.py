@@ -6,7 +6,6 @@ import gc
 import subprocess
 import sys
 
-import msgspec
 import pytest
 import uvloop
 
@@ -14,19 +13,9 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.scheduling.step import StepCounts
 from tandem.node.config import NodeConfig
 from tandem.node.life.ending import FIRST_FORWARDS, StepWatch, without_gc
-from tandem.node.life.engine_process import EngineProcess, Ready
-from tandem.wire.messages import ModelInfo
+from tandem.node.life.engine_process import EngineProcess
 from tests.patience import PATIENCE_S, Clock
 
-READY = Ready(
-    epoch=1,
-    engine_port=1,
-    bootstrap_port=None,
-    max_prompt_tokens=127,
-    model=ModelInfo(
-        name="m", fingerprint="llama", context_length=128, vocab_size=10, eos_token_ids=[]
-    ),
-)
 HANGS = """
 import ctypes, threading
 from tandem.engine.scheduling.step import StepCounts
@@ -105,54 +94,6 @@ def test_engine_killed_at_its_spawn_fails_the_start_with_its_status(monkeypatch)
     failure = uvloop.run(engine.start())
     assert failure.message == "the engine process exited with status -9 during start-up"
     engine.drain(1.0)  # an order to a process that has exited
-
-
-# The child inherits both pipes and ends at the end of file.
-LEAVES_A_CHILD = """
-import os, subprocess, sys
-subprocess.Popen(["sh", "-c", "cat > /dev/null; :"], stdout=1)
-sys.stdout.write(os.environ.get("REPORT", ""))
-sys.exit(3)
-"""
-
-
-@pytest.fixture
-def engine_that_leaves_a_child(tmp_path, monkeypatch):
-    """An engine process that exits with status 3, but whose child keeps its pipes open."""
-    (tmp_path / "leaves_a_child.py").write_text(LEAVES_A_CHILD)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    config = NodeConfig(role="decode", engine=EngineConfig(model_dir="m"))
-    return EngineProcess("leaves_a_child", config, lambda: None)
-
-
-def test_exit_of_an_engine_is_noticed_while_its_child_lives(
-    engine_that_leaves_a_child, monkeypatch
-):
-    monkeypatch.setenv("REPORT", msgspec.json.encode(READY).decode() + "\n")
-
-    async def serve(engine):
-        async with asyncio.timeout(PATIENCE_S):
-            try:
-                assert await engine.start() == READY
-                return await engine.wait()
-            finally:
-                await engine.stop()
-
-    assert uvloop.run(serve(engine_that_leaves_a_child)) == 3
-
-
-def test_engine_that_exits_during_its_start_is_noticed_while_its_child_lives(
-    engine_that_leaves_a_child,
-):
-    async def start(engine):
-        async with asyncio.timeout(PATIENCE_S):
-            try:
-                return await engine.start()
-            finally:
-                await engine.stop()
-
-    failure = uvloop.run(start(engine_that_leaves_a_child))
-    assert failure.message == "the engine process exited with status 3 during start-up"
 
 
 ENDS = """
