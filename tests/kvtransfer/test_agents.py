@@ -218,6 +218,10 @@ def test_room_aborted_during_a_write_ends_only_after_the_write(cluster, by):
         prefill.next(RoomGranted)
         decode.agent.withdraw(ROOM)
         decode.wait_until(lambda now: now.num_withdrawn == 1)
+        # Prefill reads a later grant after the Withdraw.
+        prefill.agent.expect(Room(43))
+        request(decode, prefill, [9, 10, 11, 12], room=Room(43))
+        assert prefill.next(RoomGranted).room == Room(43)
     assert list(decode.agent.events()) == []
     cluster.transport.release()
     if by == "prefill":

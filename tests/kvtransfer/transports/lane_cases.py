@@ -44,7 +44,11 @@ class LaneRig:
     def stream(self):
         """Return a stream that has proved the secret, and its lane."""
         stream = open_stream(TcpOffer(**self.admission.offer.descriptor))
-        return stream, self._open_lane(stream, self.source)
+        try:
+            return stream, self._open_lane(stream, self.source)
+        except PeerLost:
+            stream.close()
+            raise
 
     def close(self):
         self.listener.close()

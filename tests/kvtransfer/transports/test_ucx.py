@@ -1,5 +1,7 @@
 """Tests specific to UCX; test_transports.py has those of every transport."""
 
+from functools import partial
+
 import pytest
 
 from tandem.kvtransfer.transports import lanes
@@ -8,6 +10,7 @@ from tandem.kvtransfer.transports.lanes import open_stream
 from tandem.kvtransfer.transports.tcp_stream import TcpOffer
 from tandem.kvtransfer.transports.ucx import UcxLane, UcxTransport
 from tandem.wire.errors import PeerLost
+from tests.kvtransfer.makers import ON_LOOPBACK
 from tests.kvtransfer.transports.lane_cases import *  # noqa: F403
 from tests.kvtransfer.transports.lane_cases import POOL_BYTES, ROOM, LaneRig, copies
 from tests.patience import PATIENCE_S
@@ -15,7 +18,7 @@ from tests.patience import PATIENCE_S
 
 @pytest.fixture
 def rig():
-    made = LaneRig(UcxTransport(), UcxLane)
+    made = LaneRig(UcxTransport(ON_LOOPBACK), partial(UcxLane, devices="lo"))
     yield made
     made.close()
 
