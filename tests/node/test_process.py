@@ -3,9 +3,11 @@
 import asyncio
 import faulthandler
 import gc
+import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import uvloop
 
@@ -13,9 +15,19 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.scheduling.step import StepCounts
 from tandem.node.config import NodeConfig
 from tandem.node.life.ending import FIRST_FORWARDS, StepWatch, without_gc
-from tandem.node.life.engine_process import EngineProcess
+from tandem.node.life.engine_process import EngineProcess, Ready
+from tandem.wire.messages import ModelInfo
 from tests.patience import PATIENCE_S, Clock
 
+READY = Ready(
+    epoch=1,
+    engine_port=1,
+    bootstrap_port=None,
+    max_prompt_tokens=127,
+    model=ModelInfo(
+        name="m", fingerprint="llama", context_length=128, vocab_size=10, eos_token_ids=[]
+    ),
+)
 HANGS = """
 import ctypes, threading
 from tandem.engine.scheduling.step import StepCounts
@@ -94,6 +106,52 @@ def test_engine_killed_at_its_spawn_fails_the_start_with_its_status(monkeypatch)
     failure = uvloop.run(engine.start())
     assert failure.message == "the engine process exited with status -9 during start-up"
     engine.drain(1.0)  # an order to a process that has exited
+
+
+# The engine exits, but its child keeps both pipes open until the end of file.
+LEAVES_A_CHILD = """
+import subprocess, sys
+subprocess.Popen(["sh", "-c", "cat; :"])
+if sys.stdin.readline().startswith('{"role":"prefill"'):
+    print(REPORT, flush=True)
+sys.exit(3)
+"""
+STARTS_IT = """
+import asyncio, sys, uvloop
+from tandem.engine.config import EngineConfig
+from tandem.node.config import NodeConfig
+from tandem.node.life.engine_process import EngineProcess, Ready
+
+async def run():
+    config = NodeConfig(role=sys.argv[1], engine=EngineConfig(model_dir="m"))
+    engine = EngineProcess("leaves_a_child", config, lambda: None)
+    started = await engine.start()
+    print(await engine.wait() if isinstance(started, Ready) else started.message)
+    await engine.stop()
+
+uvloop.run(run())
+"""
+
+
+@pytest.mark.parametrize(
+    ("role", "outcome"),
+    [
+        ("prefill", "3"),
+        ("decode", "the engine process exited with status 3 during start-up"),
+    ],
+)
+def test_exit_of_an_engine_is_noticed_while_its_child_lives(tmp_path, role, outcome):
+    report = msgspec.json.encode(READY).decode()
+    (tmp_path / "leaves_a_child.py").write_text(LEAVES_A_CHILD.replace("REPORT", repr(report)))
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS_IT, role],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == (f"{outcome}\n", 0), done.stderr
 
 
 ENDS = """
