@@ -111,7 +111,7 @@ def test_engine_killed_at_its_spawn_fails_the_start_with_its_status(monkeypatch)
 # The engine exits, but its child keeps both pipes open until the end of file.
 LEAVES_A_CHILD = """
 import subprocess, sys
-subprocess.Popen(["sh", "-c", "cat; :"])
+subprocess.Popen(["sh", "-c", "cat > /dev/null; :"])
 if sys.stdin.readline().startswith('{"role":"prefill"'):
     print(REPORT, flush=True)
 sys.exit(3)
