@@ -111,8 +111,9 @@ def test_engine_killed_at_its_spawn_fails_the_start_with_its_status(monkeypatch)
 # The engine exits, but its child keeps both pipes open until the end of file.
 LEAVES_A_CHILD = """
 import subprocess, sys
+config = sys.stdin.readline()
 subprocess.Popen(["sh", "-c", "cat > /dev/null; :"])
-if sys.stdin.readline().startswith('{"role":"prefill"'):
+if config.startswith('{"role":"prefill"'):
     print(REPORT, flush=True)
 sys.exit(3)
 """
