@@ -240,6 +240,16 @@ def test_node_row_shows_download_percentage(tmp_path):
     assert shown == ["decode-0 downloads: 42 %", "decode-0 starts"]
 
 
+def test_processes_have_the_time_that_the_router_takes_to_stop(monkeypatch):
+    drains = []
+    monkeypatch.setattr(
+        "tandem.cli.up.run",
+        lambda _name, _processes, drain_s, **_options: drains.append(drain_s) or 0,
+    )
+    assert main(["--shutdown-delay-s", "7", "--drain-timeout-s", "5"]) == 0
+    assert drains == [12.0]
+
+
 def test_misspelt_node_flag_is_rejected_before_start(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--pagesize", "32"])

@@ -239,3 +239,14 @@ def test_items_of_one_answer_become_one_message():
     assert (answer["reasoning_content"], answer["content"]) == ("Hm", "I ask.")
     assert [call["id"] for call in answer["tool_calls"]] == ["a", "b"]
     assert messages[3]["name"] == "g"
+
+
+def test_text_after_a_call_starts_another_message():
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"role": "assistant", "content": "I have called it."},
+    ]
+    messages = _messages(validate(ResponsesBody, {"input": items}).input)
+    assert [message["role"] for message in messages] == ["user", "assistant", "assistant"]
+    assert "content" not in messages[1]

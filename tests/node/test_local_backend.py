@@ -6,6 +6,8 @@ import msgspec
 import pytest
 
 from tandem.engine.config import EngineConfig
+from tandem.frontend.backend import Bootstrap
+from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import NodeConfig
 from tandem.node.life.engine_process import Ready
 from tandem.node.life.life import LifeEvent
@@ -14,7 +16,7 @@ from tandem.node.metrics import Measures
 from tandem.wire.channel import Inbox
 from tandem.wire.engine_client import EngineClient
 from tandem.wire.errors import NoNodeAvailable
-from tandem.wire.generation import Epoch
+from tandem.wire.generation import Epoch, GenerateRequest, RequestId, SamplingParams
 from tandem.wire.messages import ModelInfo, NodeLoad, Pong, ToEngine
 from tests.patience import until_async
 
@@ -132,3 +134,22 @@ async def test_idle_engine_is_healthy_at_any_heartbeat_interval(heartbeat_ms, st
         silent_s = max(num_intervals * heartbeat_ms / 1000, 0 if is_serving else LOOP_SILENCE_S)
         linked._received_at_s = asyncio.get_running_loop().time() - silent_s
         assert backend.health().is_serving is is_serving
+
+
+@pytest.mark.parametrize(("named", "used"), [(None, 9100), (7, 7)])
+async def test_decode_asks_at_the_flags_bootstrap_port_unless_the_request_names_one(named, used):
+    config = msgspec.structs.replace(CONFIG, transfer=TransferConfig(bootstrap_port=9100))
+    backend, started = LocalBackend(config, None, ""), []
+
+    class Client:
+        def generate(self, message):
+            started.append(message)
+            raise NoNodeAvailable("enough")
+
+    backend.attach(config, READY)
+    backend.link(Client())
+    backend.life.apply(LifeEvent.LOADED)
+    request = GenerateRequest(request_id=RequestId("r"), prompt_ids=[5], sampling=SamplingParams())
+    with pytest.raises(NoNodeAvailable):
+        await anext(backend.generate(request, Bootstrap(host="p", port=named, room=3)))
+    assert started[0].bootstrap_port == used

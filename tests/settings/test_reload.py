@@ -36,6 +36,15 @@ def test_file_is_loaded_at_once_and_again_only_when_it_changes(loaded):
     assert (loaded.value, loaded.num_loads) == (22, 2)
 
 
+def test_file_rewritten_in_place_within_a_second_is_a_change(loaded):
+    os.utime(loaded.path, ns=(10**18, 10**18))
+    files = ReloadedFiles([str(loaded.path)], loaded.load)
+    loaded.path.write_text("2")
+    os.utime(loaded.path, ns=(10**18, 10**18 + 1000))
+    assert files.refresh()
+    assert loaded.value == 2
+
+
 def test_replaced_target_of_a_link_is_a_change(loaded, tmp_path):
     """As Kubernetes replaces the files of a Secret: by one link to another folder."""
     (tmp_path / "new").write_text("2")

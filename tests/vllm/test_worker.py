@@ -182,7 +182,9 @@ def test_room_of_an_empty_grant_rejects_a_second_request(pair):
 
 def test_time_limits_of_the_config_reach_the_links():
     settings = {"heartbeat_interval_ms": 250.0, "grant_timeout_s": 1.5, "landed_timeout_s": 3.5}
+    settings["early_grant_timeout_s"] = 2.5
     with contextlib.closing(Pair(**settings)) as pair:
         sender, receiver = pair.prefill.agent._timeouts, pair.decode.agent._timeouts
     assert (sender.heartbeat.interval_s, sender.grant_s) == (0.25, 1.5)
+    assert sender.early_grant_s == 2.5
     assert (receiver.heartbeat.interval_s, receiver.landed_s) == (0.25, 3.5)
