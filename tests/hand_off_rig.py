@@ -23,7 +23,13 @@ from tandem.node.ranks.pool import PoolPlan, bytes_of
 from tandem.node.tiers.tiering import Tiering
 from tandem.prefill.role import PrefillRole
 from tandem.wire.channel import Peer, Waker, wait
-from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams, new_room
+from tandem.wire.generation import (
+    GenerateRequest,
+    RequestId,
+    SamplingParams,
+    TokenLogprobs,
+    new_room,
+)
 from tandem.wire.messages import StartDecode, StartPrefill
 from tests.agents import decode_agent, prefill_agent
 from tests.calm import calm_receiver
@@ -45,6 +51,7 @@ class CollectedAnswers:
         self.errors: dict[str, Exception] = {}
         self.prompt_positions: dict[str, list[int]] = defaultdict(list)
         self.by_tier: dict[str, dict[str, int]] = defaultdict(dict)
+        self.logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
         self.cached: dict[str, int] = {}
         self.phases: dict[str, list[str]] = defaultdict(list)
         self.num_failed = 0
@@ -66,6 +73,7 @@ class CollectedAnswers:
         self.phases[ticket.request_id] += [phase.name for phase in phases or ()]
         assert index == len(self.tokens[ticket.request_id])
         self.tokens[ticket.request_id] += token_ids
+        self.logprobs[ticket.request_id] += [logprobs] if logprobs else []
         if finish is not None:
             self.finishes[ticket.request_id].append(finish.reason)
 

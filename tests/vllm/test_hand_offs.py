@@ -18,6 +18,7 @@ from tandem.vllm.hand_offs import (
     source_of,
 )
 from tandem.wire.errors import PeerLost
+from tandem.wire.generation import TokenLogprobs
 
 PAGE = 4
 PLAIN = [LayerGroup(PAGE)]
@@ -87,8 +88,8 @@ def test_chunked_prefill_pushes_each_block_once_in_order(num_tokens, chunks, num
             assert len(pushed) * PAGE <= done or done == num_tokens
     assert pushed == blocks[: len(pushed)]
     assert done < num_tokens or pushed == blocks
-    assert hand_offs.on_finished("a", 5, [blocks])
-    assert hand_offs.take_orders().computed == [(ROOM, FirstToken(5, num_cached))]
+    assert hand_offs.on_finished("a", [0] * num_tokens + [5], [blocks])
+    assert hand_offs.take_orders().computed == {"a": (ROOM, FirstToken(5, num_cached))}
 
 
 def test_tokens_after_the_prompt_are_not_pushed():
@@ -108,29 +109,39 @@ def test_preempted_prompt_is_cancelled_and_pushes_nothing_more():
     assert not hand_offs.on_preempted("a")
     hand_offs.on_scheduled("a", [[4, 5, 6]], 0, 10)
     # Held until the workers report that no transfer reads the blocks.
-    assert hand_offs.on_finished("a", 5, [[4, 5, 6]])
+    assert hand_offs.on_finished("a", [0] * 11, [[4, 5, 6]])
     orders = hand_offs.take_orders()
-    assert (orders.pushes, orders.computed, orders.cancelled) == ([], [], [])
+    assert (orders.pushes, orders.computed, orders.cancelled) == ([], {}, [])
 
 
 def test_aborted_prompt_is_cancelled_and_its_blocks_are_held():
     hand_offs = begun()
-    assert hand_offs.on_finished("a", None, [[]])
+    assert hand_offs.on_finished("a", [0] * 10, [[]])
     assert hand_offs.take_orders().cancelled == ["a"]
 
 
 def test_prompt_aborted_before_workers_know_it_leaves_no_orders():
     hand_offs = PrefillHandOffs(PLAIN)
     hand_offs.begin("a", ROOM, 10)
-    assert not hand_offs.on_finished("a", None, [[]])
+    assert not hand_offs.on_finished("a", [0] * 10, [[]])
     orders = hand_offs.take_orders()
     assert (orders.expected, orders.cancelled) == ([], [])
+
+
+def test_log_probabilities_follow_the_first_token():
+    hand_offs, logprobs = begun(3), TokenLogprobs(logprob=-0.5)
+    hand_offs.on_scheduled("a", [[1]], 0, 3)
+    hand_offs.on_finished("a", [0, 0, 0, 5], [[1]])
+    hand_offs.add_logprobs("a", logprobs)
+    hand_offs.add_logprobs("unknown", logprobs)
+    first = FirstToken(5, 0, logprobs=logprobs)
+    assert hand_offs.take_orders().computed == {"a": (ROOM, first)}
 
 
 def computed(num_ranks: int) -> PrefillHandOffs:
     hand_offs = begun(3, num_ranks)
     hand_offs.on_scheduled("a", [[1]], 0, 3)
-    assert hand_offs.on_finished("a", 5, [[1]])
+    assert hand_offs.on_finished("a", [0, 0, 0, 5], [[1]])
     return hand_offs
 
 
@@ -166,10 +177,10 @@ def test_sliding_window_blocks_are_pushed_when_the_prompt_finishes():
     assert hand_offs.take_orders().pushes == [Pages(ROOM, [1, 2], 0)]
     hand_offs.on_scheduled("a", [[5], [6]], 8, 3)
     assert hand_offs.take_orders().pushes == []
-    hand_offs.on_finished("a", 5, [[1, 2, 5], [0, 4, 6]])
+    hand_offs.on_finished("a", [0] * 11 + [5], [[1, 2, 5], [0, 4, 6]])
     orders = hand_offs.take_orders()
     assert orders.last_pushes == [Pages(ROOM, [4, 5, 6], 2)]
-    assert orders.computed == [(ROOM, FirstToken(5, 0))]
+    assert orders.computed == {"a": (ROOM, FirstToken(5, 0))}
 
 
 def test_block_is_skipped_once_the_window_of_the_next_token_begins_after_it():
@@ -182,9 +193,9 @@ def test_prompt_with_prematurely_freed_blocks_is_cancelled():
     hand_offs.begin("a", ROOM, 11)
     hand_offs.take_orders()
     hand_offs.on_scheduled("a", [[3, 4, 6]], 0, 11)
-    assert hand_offs.on_finished("a", 5, [[0, 0, 6]])
+    assert hand_offs.on_finished("a", [0] * 11 + [5], [[0, 0, 6]])
     orders = hand_offs.take_orders()
-    assert (orders.cancelled, orders.computed, orders.last_pushes) == (["a"], [], [])
+    assert (orders.cancelled, orders.computed, orders.last_pushes) == (["a"], {}, [])
 
 
 GROUPS = st.sampled_from(
@@ -228,7 +239,7 @@ def test_pushed_blocks_land_in_the_same_group_and_position(
         for pages in prefill.take_orders().pushes:
             assert pages.first_page == len(pushed)
             pushed += pages.page_ids
-    prefill.on_finished("a", 5, kept)
+    prefill.on_finished("a", [0] * num_tokens + [5], kept)
     for pages in prefill.take_orders().last_pushes:
         assert pages.first_page == len(pushed)
         pushed += pages.page_ids

@@ -4,7 +4,7 @@ import pytest
 
 from tandem.node.answers import Ticket
 from tandem.vllm.hand_offs import FirstToken, WorkerReports
-from tandem.vllm.node.outputs import EngineCounts, StepOutput, draws_first
+from tandem.vllm.node.outputs import EngineCounts, StepOutput
 from tandem.vllm.node.role import VllmRole
 from tandem.wire.channel import Peer
 from tandem.wire.errors import EngineFailed, InvalidRequest, NodeDraining, Overloaded, PeerLost
@@ -27,7 +27,8 @@ class FakeGenerator:
     """A fake engine: records requests, and returns the `outputs` and `reports` that a test sets."""
 
     def __init__(self):
-        self.requests, self.aborted, self.hand_offs = [], [], {}
+        self.requests, self.aborted, self.landed, self.hand_offs = [], [], [], {}
+        self.allows = True
         self.outputs, self.reports = [], WorkerReports()
         self.num_waiting = 0
         self.model = ModelInfo(
@@ -47,6 +48,10 @@ class FakeGenerator:
 
     def abort(self, request_id):
         self.aborted.append(request_id)
+
+    def land(self, request_id, first_id):
+        self.landed.append((request_id, first_id))
+        return self.allows
 
     def step(self):
         outputs, self.outputs = self.outputs, []
@@ -119,8 +124,8 @@ def test_prefill_sends_the_first_token_and_finishes_at_hand_off():
 def test_decode_sends_the_token_of_prefill_and_continues():
     rig = Rig("decode")
     name = rig.start(to_decode(request(max_new_tokens=3)))
-    # Decode's first own token can arrive in the same step as the landing.
-    rig.step(StepOutput(name, [10]), landed={name: FirstToken(9, 2)})
+    rig.step(landed={name: FirstToken(9, 2)})
+    rig.step(StepOutput(name, [10]))
     rig.step(StepOutput(name, [11], finish=LENGTH))
     assert (rig.tokens, rig.finishes) == ([9, 10, 11], ["length"])
     assert rig.answers.cached["r"] == 2
@@ -152,29 +157,33 @@ def test_prefill_hands_off_even_if_the_first_token_ends_the_answer():
     assert rig.finishes == ["stop"]
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        request(grammar=Grammar(kind="json_object")),
-        request(presence_penalty=0.5),
-        request(frequency_penalty=0.5),
-        request(logprobs=LogprobOptions()),
-        request(max_new_tokens=1),
-        request(max_new_tokens=5, prior=4),
-    ],
-)
-def test_decode_samples_the_first_token_if_only_answer_tokens_count(wanted):
-    assert not draws_first(wanted)
+def test_answer_of_one_token_ends_at_prefills():
     prefill, decode = Rig("prefill"), Rig("decode")
+    wanted = request(max_new_tokens=2, prior=1)
+    prefill.answers.tokens["r"], decode.answers.tokens["r"] = [4], [4]
     name = prefill.start(to_prefill(wanted))
-    prefill.answers.tokens["r"] = decode.answers.tokens["r"] = list(range(wanted.num_prior_tokens))
     prefill.step(StepOutput(name, [9], finish=LENGTH))
-    assert len(prefill.tokens) == wanted.num_prior_tokens
+    assert (prefill.tokens, prefill.finishes) == ([4, 9], [])
     name = decode.start(to_decode(wanted))
     decode.step(landed={name: FirstToken(9, 0)})
-    assert len(decode.tokens) == wanted.num_prior_tokens
-    decode.step(StepOutput(name, [8], finish=LENGTH))
-    assert decode.tokens[-1:] == [8]
+    assert (decode.tokens, decode.finishes) == ([4, 9], ["length"])
+    assert decode.generator.aborted == [name]
+
+
+def test_landed_token_has_the_log_probabilities_of_prefill():
+    rig, logprobs = Rig("decode"), TokenLogprobs(logprob=-0.5)
+    name = rig.start(to_decode(request(logprobs=LogprobOptions())))
+    rig.step(landed={name: FirstToken(9, 0, logprobs=logprobs)})
+    assert (rig.generator.landed, rig.answers.logprobs["r"]) == ([(name, 9)], [logprobs])
+
+
+def test_first_token_that_the_grammar_does_not_allow_fails_the_request():
+    rig = Rig("decode")
+    rig.generator.allows = False
+    name = rig.start(to_decode(request(grammar=Grammar(kind="json_object"))))
+    rig.step(landed={name: FirstToken(9, 0)})
+    assert (rig.tokens, type(rig.answers.errors["r"])) == ([], EngineFailed)
+    assert rig.generator.aborted == [name]
 
 
 def test_prompt_logprobs_start_at_the_requested_position():

@@ -20,12 +20,14 @@ from tandem.vllm.worker import (
     make_worker,
 )
 from tandem.wire.errors import ConfigInvalid
+from tandem.wire.generation import TokenLogprobs
 from tests.kept_port import kept_port
 from tests.patience import PATIENCE_S, eventually
 from tests.vllm.test_caches import NUM_BLOCKS, NUM_LAYERS, PAGE, SIZE, pieces_of
 
 ROOM, ASKED = 7, 0xA
-LANDED = FirstToken(11, 0)
+LOGPROBS = TokenLogprobs(logprob=-0.5, top=[(11, -0.5)])
+LANDED = FirstToken(11, 0, logprobs=LOGPROBS)
 ONLY = Rank(0, 1)
 
 
@@ -52,7 +54,9 @@ class Pair:
         self.prefill.follow(WorkerOrders(expected=[(request_id, ROOM)]))
         self.prefill.follow(WorkerOrders(pushes=[Pages(ROOM, [1], 0)]))
         self.prefill.on_forward_finished()
-        self.prefill.follow(WorkerOrders(computed=[(ROOM, FirstToken(11, 0, prompt))]))
+        self.prefill.follow(
+            WorkerOrders(computed={request_id: (ROOM, FirstToken(11, 0, prompt, LOGPROBS))})
+        )
 
     def wait(self, *, received, handed_off=()):
         def is_done():
@@ -169,7 +173,7 @@ def test_second_prompt_in_an_open_room_fails_at_prefill(pair):
     pair.decode.follow(WorkerOrders(grants=[pair.grant("a", [5])]))
     pair.prefill.follow(WorkerOrders(pushes=[Pages(ROOM, [1], 0)]))
     pair.prefill.on_forward_finished()
-    pair.prefill.follow(WorkerOrders(computed=[(ROOM, FirstToken(11, 0, ASKED))]))
+    pair.prefill.follow(WorkerOrders(computed={"a": (ROOM, FirstToken(11, 0, ASKED, LOGPROBS))}))
     pair.wait(received={"a"}, handed_off=["a"])
     assert pair.reports.landed == {"a": LANDED}
 

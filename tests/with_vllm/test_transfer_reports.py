@@ -29,7 +29,7 @@ def connector():
 
     connector = object.__new__(TandemConnector)
     connector._prefill, connector._decode = PrefillHandOffs(GROUPS, 2), DecodeHandOffs(GROUPS)
-    connector._transfers, connector._loading, connector.moved_bytes = WorkerReports(), {}, 0
+    connector._transfers, connector.moved_bytes = WorkerReports(), 0
     return connector
 
 
@@ -43,13 +43,12 @@ def report(connector, **reports):
 
 def test_prompt_is_handed_off_once_every_rank_reports_it(connector):
     connector._prefill.begin("a", Room(1), 4)
-    connector._prefill.on_finished("a", 9, ([1],))
+    connector._prefill.on_finished("a", [0, 0, 0, 0, 9], ([1],))
     assert not report(connector, handed_off=Counter(a=1)).handed_off
     assert report(connector, handed_off=Counter(a=1)).handed_off == Counter(a=1)
 
 
 def test_landing_reported_by_ranks_in_different_steps_is_returned_once(connector):
     connector._decode.on_allocated("a", PromptSource(Room(1), "localhost", 1), ([1],), 4, 4)
-    connector._loading["a"] = SimpleNamespace(kv_transfer_params={})
     assert report(connector, landed={"a": FirstToken(9, 0)}).landed == {"a": FirstToken(9, 0)}
     assert not report(connector, landed={"a": FirstToken(9, 0)}).landed

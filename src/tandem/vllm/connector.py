@@ -11,7 +11,6 @@ prefill's `bootstrap_host` and `bootstrap_port`.
 
 import hashlib
 import json
-import secrets
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -54,6 +53,7 @@ from tandem.vllm.worker import (
     read_hand_off_config,
 )
 from tandem.wire.errors import ConfigInvalid, EngineFailed
+from tandem.wire.generation import TokenLogprobs
 
 # While vLLM only waits for transfers it steps in a busy loop, which would starve the transfer threads.
 IDLE_WAIT_S = 0.002
@@ -103,7 +103,6 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         groups = groups_of(kv_cache_config)
         self._num_groups = len(groups)
         self.keeps_all = all(group.keeps_all for group in groups)
-        self._hash_tokens = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
         self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._is_prefill = self._config.role == "prefill"
         self.worker: WorkerHalf | None = None
@@ -111,7 +110,6 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self._prefill = PrefillHandOffs(groups, self._num_ranks)
         self._decode = DecodeHandOffs(groups)
         self._transfers = WorkerReports()
-        self._loading: dict[str, Any] = {}  # decode's requests whose blocks have not landed
         self.moved_bytes = 0
 
     # ── the scheduler's side ─────────────────────────────────────────────────────────────────────
@@ -120,16 +118,10 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         room = room_of(request.kv_transfer_params)
         if self._is_prefill and room is not None:
-            name = _prompt_name(request, request.num_prompt_tokens)
+            name = _prompt_name(request)
             if not self.keeps_all and not draws_first(request.kv_transfer_params):
                 _drop_last_token(request)
-            self._prefill.begin(request.request_id, room, request.num_prompt_tokens, name)
-        elif room is not None and draws_first(request.kv_transfer_params):
-            # If the whole prompt were a cache hit, no grant would be sent and prefill's first token would be lost.
-            # Replace the last block's hash so that it misses. Only full blocks have a hash.
-            last = (_num_prompt(request) - 1) // self._hash_tokens
-            if last < len(request.block_hashes):
-                request.block_hashes[last] = secrets.token_bytes(len(request.block_hashes[last]))
+            self._prefill.begin(request.request_id, room, request.num_tokens, name)
 
     @override
     def get_num_new_matched_tokens(
@@ -138,7 +130,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         if self._is_prefill:
             return (0 if self._prefill.may_compute(request.request_id) else None), False
         source = source_of(request.kv_transfer_params)
-        num_missing = _num_prompt(request) - num_computed_tokens
+        num_missing = _num_external(request) - num_computed_tokens
         num_external = self._decode.num_external(request.request_id, source, num_missing)
         return num_external, num_external > 0
 
@@ -153,20 +145,10 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         if self._is_prefill or source is None:
             return
         page_ids = blocks.get_block_ids()
-        num_tokens = _num_prompt(request)
-        if num_external_tokens:
-            self._loading[request.request_id] = request
-        is_first = draws_first(request.kv_transfer_params)
-        source = replace(source, prompt=_prompt_name(request, num_tokens + (not is_first)))
-        is_new = self._decode.on_allocated(
-            request.request_id, source, page_ids, num_tokens, num_external_tokens
+        source = replace(source, prompt=_prompt_name(request))
+        self._decode.on_allocated(
+            request.request_id, source, page_ids, _num_external(request), num_external_tokens
         )
-        if is_new and not num_external_tokens and is_first:
-            # The first token would never arrive, and vLLM would continue after its placeholder.
-            error = EngineFailed(
-                "vLLM found the whole prompt in its cache, so no first token was requested"
-            )
-            self._transfers.failed[request.request_id] = error.info()
 
     @override
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -196,10 +178,6 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         reports = metadata.reports
         self.moved_bytes += reports.moved_bytes
         landed = self._decode.on_reports(reports)
-        for request_id, first in landed.items():
-            request = self._loading.pop(request_id)
-            if draws_first(request.kv_transfer_params):
-                _set_first_token(request, first.token)
         handed_off = Counter(self._prefill.on_reports(reports))
         self._transfers.add(
             WorkerReports(failed=reports.failed, handed_off=handed_off, landed=landed)
@@ -210,11 +188,15 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._is_prefill:
-            first = request.output_token_ids[0] if request.num_output_tokens else None
-            return self._prefill.on_finished(request.request_id, first, block_ids), None
-        self._loading.pop(request.request_id, None)
+            return self._prefill.on_finished(
+                request.request_id, request.all_token_ids, block_ids
+            ), None
         self._decode.on_finished(request.request_id)
         return False, None
+
+    def add_first_logprobs(self, request_id: str, logprobs: TokenLogprobs) -> None:
+        """Send decode these log-probabilities with the first token of a prompt that the last step has finished."""
+        self._prefill.add_logprobs(request_id, logprobs)
 
     def take_transfers(self) -> WorkerReports:
         """Return the transfers that ended since the last call: `handed_off`, `failed` and `landed`."""
@@ -291,12 +273,12 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
 
-def _num_prompt(request: Any) -> int:
-    """Return how many prompt tokens of a decode request can come from prefill: all but the last.
+def _num_external(request: Any) -> int:
+    """Return how many tokens of a decode request can come from prefill, before its first token has landed.
 
-    Decode computes the last one. If prefill samples the first token of the answer, vLLM's prompt ends with it.
+    If decode samples the first token, it computes the last token of the prompt.
     """
-    return int(request.num_prompt_tokens) - 1
+    return int(request.num_tokens) - (not draws_first(request.kv_transfer_params))
 
 
 def _drop_last_token(request: Any) -> None:
@@ -312,20 +294,12 @@ def _drop_last_token(request: Any) -> None:
         request.update_block_hashes()
 
 
-def _prompt_name(request: Any, num_tokens: int) -> int:
-    """Hash the first tokens of a request with its adapter and multimodal items: everything its KV depends on."""
+def _prompt_name(request: Any) -> int:
+    """Hash the tokens of a request with its adapter and multimodal items: everything its KV depends on."""
     lora = request.lora_request.lora_name if request.lora_request else ""
     items = [feature.identifier for feature in request.mm_features]
     kind = json.dumps([lora, items])
-    return prompt_name(request.prompt_token_ids[:num_tokens], kind)
-
-
-def _set_first_token(request: Any, token: int) -> None:
-    """Replace the placeholder at the end of vLLM's prompt by the first token, which prefill sampled."""
-    request.prompt_token_ids[-1] = token
-    request._all_token_ids[-1] = token  # noqa: SLF001 - vLLM has no public setter
-    request.block_hashes.clear()
-    request.update_block_hashes()
+    return prompt_name(list(request.all_token_ids), kind)
 
 
 def hand_off_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> HandOffConfig:

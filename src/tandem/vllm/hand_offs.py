@@ -12,11 +12,11 @@ then frees them when the worker reports that no transfer uses them.
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tandem.wire.errors import ErrorInfo
-from tandem.wire.generation import Room
+from tandem.wire.generation import Room, TokenLogprobs
 from tandem.wire.prefixes import next_name, root_name
 
 # The number of vLLM's null block, which no request owns.
@@ -104,11 +104,13 @@ class FirstToken:
         token: First token of the answer.
         num_cached: Prompt tokens that were in prefill's cache.
         prompt: Hash of the prompt; see `prompt_name`.
+        logprobs: Log-probabilities of the token, if the request wants them.
     """
 
     token: int
     num_cached: int
     prompt: int = 0
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(slots=True)
@@ -117,7 +119,7 @@ class WorkerOrders:
 
     Attributes:
         last_pushes: Remaining pages of finished prompts, computed in earlier steps.
-        computed: Prompts whose last pages are in `last_pushes` or were pushed before.
+        computed: Prompts whose last pages are in `last_pushes` or were pushed before, by request.
         cancelled: Requests whose hand-off is to be aborted.
     """
 
@@ -125,7 +127,7 @@ class WorkerOrders:
     grants: list[BlockGrant] = field(default_factory=list)
     pushes: list[Pages] = field(default_factory=list)
     last_pushes: list[Pages] = field(default_factory=list)
-    computed: list[tuple[Room, FirstToken]] = field(default_factory=list)
+    computed: dict[str, tuple[Room, FirstToken]] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
 
 
@@ -250,11 +252,11 @@ class PrefillHandOffs:
         self._cancel(request_id, prompt)
         return True
 
-    def on_finished(self, request_id: str, first_token: int | None, page_ids: BlockIds) -> bool:
+    def on_finished(self, request_id: str, token_ids: Sequence[int], page_ids: BlockIds) -> bool:
         """Handle the end of a request. Return whether its blocks stay held until a worker reports them free.
 
         Args:
-            first_token: First token of the answer; None if the request was aborted before it.
+            token_ids: The prompt, and the first token after it unless the request was aborted before.
             page_ids: All blocks of the request.
         """
         prompt = self._prompts.pop(request_id, None)
@@ -264,15 +266,22 @@ class PrefillHandOffs:
             return prompt.is_sent
         left = prompt.places[prompt.num_pushed :]
         pages = [page_ids[group][index] for _, group, index in left if index < len(page_ids[group])]
-        if first_token is None or len(pages) < len(left) or NO_BLOCK in pages:
+        is_computed = len(token_ids) > prompt.num_tokens
+        if not is_computed or len(pages) < len(left) or NO_BLOCK in pages:
             self._cancel(request_id, prompt)
             return prompt.is_sent
         if pages:
             self._orders.last_pushes.append(Pages(prompt.room, pages, prompt.num_pushed))
-        first = FirstToken(first_token, prompt.num_cached or 0, prompt.name)
-        self._orders.computed.append((prompt.room, first))
+        first = FirstToken(token_ids[prompt.num_tokens], prompt.num_cached or 0, prompt.name)
+        self._orders.computed[request_id] = prompt.room, first
         self._leaving.add(request_id)
         return prompt.is_sent
+
+    def add_logprobs(self, request_id: str, logprobs: TokenLogprobs) -> None:
+        """Add the log-probabilities of the first token. Call between `on_finished` and `take_orders`."""
+        if (computed := self._orders.computed.get(request_id)) is not None:
+            room, first = computed
+            self._orders.computed[request_id] = room, replace(first, logprobs=logprobs)
 
     def on_reports(self, reports: WorkerReports) -> list[str]:
         """Process the workers' reports; return the prompts that are now completely in decode's memory."""
@@ -429,8 +438,9 @@ def prompt_name(token_ids: Sequence[int], kind: str = "") -> int:
 
 
 def draws_first(params: Mapping[str, object] | None) -> bool:
-    """Whether prefill samples the first token of the answer, which decode then appends to its prompt.
+    """Whether prefill samples the first token of the answer, as between nodes.
 
-    Otherwise decode recomputes the last prompt token and samples the first token itself.
+    Otherwise decode computes the last prompt token again and samples the first token itself: outside of nodes, vLLM's
+    front end knows only the tokens that its own engine has sampled.
     """
     return params is not None and params.get("draws_first") is True

@@ -208,8 +208,15 @@ class PrefillWorker(WorkerHalf):
             self.agent.expect(room)
         for each in orders.last_pushes:
             self.agent.push(each.room, each.page_ids, each.first_page)
-        for room, first in orders.computed:
-            self.agent.finish(room, first.token, 0, first.num_cached, prompt=first.prompt)
+        for room, first in orders.computed.values():
+            self.agent.finish(
+                room,
+                first.token,
+                0,
+                first.num_cached,
+                logprobs=first.logprobs,
+                prompt=first.prompt,
+            )
         for request_id in orders.cancelled:
             if request_id in self._rooms:
                 self.agent.abort(self._rooms[request_id], Aborted("prefill cancelled the request"))
@@ -336,7 +343,7 @@ class DecodeWorker(WorkerHalf):
             results.received.add(request_id)
             if isinstance(event, RoomLanded) and event.prompt in (grant.prompt, 0):
                 self._reports.landed[request_id] = FirstToken(
-                    event.first_token, event.cached_tokens
+                    event.first_token, event.cached_tokens, logprobs=event.first_logprobs
                 )
                 self._reports.moved_bytes += len(grant.page_ids) * self._page_bytes
             else:

@@ -72,8 +72,7 @@ class VllmProcess:
                 epoch=epoch,
                 engine_port=inbox.port,
                 bootstrap_port=generator.bootstrap_port if config.role == "prefill" else None,
-                # Decode's prompt includes the first token of the answer.
-                max_prompt_tokens=generator.max_tokens - (1 if config.role == "colocated" else 2),
+                max_prompt_tokens=generator.max_tokens - 1,
                 model=model,
             )
         )

@@ -5,9 +5,8 @@ import multiprocessing
 import shlex
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from vllm import SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
@@ -34,12 +33,13 @@ from tandem.node.config import NodeConfig
 from tandem.vllm.connector import TandemConnector, fingerprint
 from tandem.vllm.hand_offs import WorkerReports
 from tandem.vllm.node.adapters import add_argument, digest_of, read_adapters
+from tandem.vllm.node.entry import Entry
 from tandem.vllm.node.environment import extra_config
 from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
 from tandem.vllm.node.prefixes import CachedBlocks
 from tandem.vllm.node.requests import output_of, sampling_params
 from tandem.vllm.worker import DecodeWorker, PrefillWorker
-from tandem.wire.errors import ConfigInvalid, InvalidRequest, TandemError
+from tandem.wire.errors import ConfigInvalid, InvalidRequest
 from tandem.wire.generation import GenerateRequest
 from tandem.wire.messages import ModelInfo
 
@@ -70,6 +70,13 @@ class CacheEvents:
         return self._publisher.get_publisher_config()
 
 
+class Checked(NamedTuple):
+    """A request that vLLM accepts, and the tokens of its answer so far."""
+
+    request: EngineCoreRequest
+    prior_ids: Sequence[int]
+
+
 class VllmGenerator:
     """A `Generator` that runs vLLM.
 
@@ -93,16 +100,13 @@ class VllmGenerator:
         self._inputs = InputProcessor(vllm_config, renderer_from_config(vllm_config))
         self._tasks = self._core.get_supported_tasks()
         self._scheduler: Any = self._core.scheduler
+        self._entry = Entry(self._core)
         self._connector: TandemConnector | None = self._scheduler.connector
         cached = CachedBlocks()
         self.journal = cached.journal
         self._publisher = CacheEvents(cached, self._scheduler.kv_event_publisher)
         self._scheduler.kv_event_publisher = self._publisher
         self._load_adapters()
-
-    @property
-    def _keeps_all(self) -> bool:
-        return self._connector is None or self._connector.keeps_all
 
     @property
     def bootstrap_port(self) -> int:
@@ -153,41 +157,40 @@ class VllmGenerator:
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
         # A batch in flight can outlive its requests and still carries reports of the workers.
-        return self._has_failed or bool(self._scheduler.has_requests() or self._core.batch_queue)
+        return self._has_failed or bool(
+            self._entry or self._scheduler.has_requests() or self._core.batch_queue
+        )
 
     @property
     def _has_failed(self) -> bool:
         """Whether a worker process has died, which no step of an idle vLLM would report."""
         return getattr(self._core.model_executor, "is_failed", False)
 
-    def check(self, request: GenerateRequest, hand_off: HandOffParams | None) -> EngineCoreRequest:
-        """Convert a request for `add`, or raise `InvalidRequest` or `NoNodeAvailable`."""
-        prompt_ids = list(request.prompt_ids)
-        if hand_off is not None and hand_off.is_decode and hand_off.draws_first:
-            prompt_ids.append(prompt_ids[-1])  # placeholder for the first token
+    def check(self, request: GenerateRequest, hand_off: HandOffParams | None) -> Checked:
+        """Convert a request for `add`, or raise `InvalidRequest`."""
+        num_prompt = len(request.prompt_ids) - request.num_prior_tokens
         prompt: dict[str, object] = {
             "type": "token",
-            "prompt_token_ids": prompt_ids,
+            "prompt_token_ids": request.prompt_ids[:num_prompt],
             "cache_salt": request.cache_salt or None,
         }
         if request.adapter and request.adapter not in self._adapters:
             raise InvalidRequest(f"this node has no adapter {request.adapter!r}")
         try:
-            return self._inputs.process_inputs(
+            asked = self._inputs.process_inputs(
                 str(request.request_id),
                 prompt,
-                self._params(request, hand_off),
+                sampling_params(request, hand_off),
                 supported_tasks=self._tasks,
                 lora_request=self._adapters.get(request.adapter),
                 priority=-request.priority,
             )
-        except TandemError:
-            raise
         except Exception as error:
             # vLLM's limits are narrower than ours: its temperature is at most 2, for example. Its grammar libraries raise
             # exceptions of many types.
             words = " ".join(str(error).split())[:500]
             raise InvalidRequest(f"vLLM rejects the request: {words}") from error
+        return Checked(asked, request.prompt_ids[num_prompt:])
 
     def _load_adapters(self) -> None:
         """Load each adapter once, so that a faulty one fails at start-up."""
@@ -200,25 +203,19 @@ class VllmGenerator:
                     f"vLLM cannot load adapter {name!r}: {words}", topic="docs/vllm.md"
                 ) from error
 
-    def _params(self, request: GenerateRequest, hand_off: HandOffParams | None) -> SamplingParams:
-        params = sampling_params(request, hand_off)
-        if params.prompt_logprobs is not None and hand_off is not None and not self._keeps_all:
-            raise InvalidRequest(
-                "log-probabilities of the prompt are not available: this model has sliding windows or recurrent state, "
-                "so decode, not prefill, computes the last prompt token"
-            )
-        return params
-
     def add(self, request_id: str, checked: object) -> None:
         """Queue a checked request under a unique id."""
-        assert isinstance(checked, EngineCoreRequest)
-        checked.request_id = request_id
-        request, wave = self._core.preprocess_add_request(checked)
-        self._core.add_request(request, wave)
+        assert isinstance(checked, Checked)
+        checked.request.request_id = request_id
+        self._entry.add(checked.request, checked.prior_ids)
 
     def abort(self, request_id: str) -> None:
         """Abort a request; an unknown id is ignored."""
-        self._core.abort_requests([request_id])
+        self._entry.abort(request_id)
+
+    def land(self, request_id: str, first_id: int) -> bool:
+        """Continue a landed request after its first token; return False if its grammar does not allow the token."""
+        return self._entry.land(request_id, first_id)
 
     def step(self) -> list[StepOutput]:
         """Run one step.
@@ -230,6 +227,7 @@ class VllmGenerator:
             raise DeviceLost("a worker process of vLLM has died")
         began_s = time.perf_counter()
         try:
+            self._entry.admit()
             outputs, is_executed = self._core.step_fn()
             self._core.post_step(is_executed)
         except Exception as error:
@@ -237,7 +235,11 @@ class VllmGenerator:
         if is_executed:
             self.steps.num_collected += 1
             self.steps.device_seconds.observe(time.perf_counter() - began_s)
-        return [output_of(each) for batch in (outputs or {}).values() for each in batch.outputs]
+        found = [output_of(each) for batch in (outputs or {}).values() for each in batch.outputs]
+        for output in found:
+            if self._connector is not None and output.logprobs:
+                self._connector.add_first_logprobs(output.request_id, output.logprobs[0])
+        return found
 
     def take_transfers(self) -> WorkerReports:
         """Return the transfers that ended since the last call."""
@@ -249,7 +251,7 @@ class VllmGenerator:
         pool, agent = self._scheduler.kv_cache_manager.block_pool, _local_agent()
         return EngineCounts(
             num_running=num_running,
-            num_waiting=num_waiting,
+            num_waiting=num_waiting + len(self._entry),
             num_pages=pool.num_gpu_blocks - 1,
             pages_free=pool.get_num_free_blocks(),
             page_size=self._vllm_config.cache_config.block_size,

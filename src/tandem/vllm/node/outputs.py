@@ -48,14 +48,9 @@ class EngineCounts:
 
 @dataclass(frozen=True, slots=True)
 class HandOffParams:
-    """How this half of a request meets the other one. `bootstrap_*` only on decode.
-
-    Attributes:
-        draws_first: Whether prefill samples the first token of the answer; see the function `draws_first`.
-    """
+    """How this half of a request meets the other one. `bootstrap_*` only on decode."""
 
     room: int
-    draws_first: bool
     bootstrap_host: str = ""
     bootstrap_port: int = 0
 
@@ -66,25 +61,13 @@ class HandOffParams:
 
     def params(self) -> dict[str, object]:
         """Return the request's `kv_transfer_params`."""
-        params: dict[str, object] = {"bootstrap_room": self.room, "draws_first": self.draws_first}
+        params: dict[str, object] = {"bootstrap_room": self.room, "draws_first": True}
         if self.bootstrap_host:
             params |= {
                 "bootstrap_host": self.bootstrap_host,
                 "bootstrap_port": self.bootstrap_port,
             }
         return params
-
-
-def draws_first(request: GenerateRequest) -> bool:
-    """Whether prefill samples the first token of a handed-off request.
-
-    The token then reaches the client sooner and equals that of a single process, in bfloat16 too. On decode vLLM treats
-    it as part of the prompt, to which grammars, penalties and log-probabilities do not apply: with these it is off.
-    """
-    sampling = request.sampling
-    has_penalty = sampling.frequency_penalty or sampling.presence_penalty
-    is_plain = sampling.grammar is None and request.logprobs is None and not has_penalty
-    return is_plain and sampling.max_new_tokens - request.num_prior_tokens > 1
 
 
 class Generator(Protocol):
@@ -95,13 +78,16 @@ class Generator(Protocol):
         """Whether `step` has something to do."""
 
     def check(self, request: GenerateRequest, hand_off: HandOffParams | None) -> object:
-        """Convert a request for `add`, or raise `InvalidRequest` or `NoNodeAvailable`."""
+        """Convert a request for `add`, or raise `InvalidRequest`."""
 
     def add(self, request_id: str, checked: object) -> None:
         """Queue a checked request under a unique id."""
 
     def abort(self, request_id: str) -> None:
         """Abort a request; an unknown id is ignored."""
+
+    def land(self, request_id: str, first_id: int) -> bool:
+        """Continue a landed request after its first token; return False if its grammar does not allow the token."""
 
     def step(self) -> list[StepOutput]:
         """Run one step."""

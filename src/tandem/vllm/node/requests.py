@@ -8,7 +8,6 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from tandem.vllm.node.outputs import HandOffParams, StepOutput
-from tandem.wire.errors import NoNodeAvailable
 from tandem.wire.generation import Finish, GenerateRequest, Grammar, TokenLogprobs
 
 
@@ -17,22 +16,15 @@ def sampling_params(request: GenerateRequest, hand_off: HandOffParams | None) ->
 
     Args:
         hand_off: Which half of the request this is; None: a whole request.
-
-    Raises:
-        NoNodeAvailable: A lost node began the request, and vLLM cannot continue it.
     """
-    sampling, prior = request.sampling, request.num_prior_tokens
-    if prior:
-        _check_replay(request)
-    logprobs = request.logprobs
+    sampling, logprobs = request.sampling, request.logprobs
     is_decode = hand_off is not None and hand_off.is_decode
-    is_prefill = hand_off is not None and not is_decode
+    max_tokens = sampling.max_new_tokens
+    if hand_off is not None and not is_decode:
+        max_tokens = request.num_prior_tokens + 1
     prompt_logprobs = None
     if logprobs is not None and logprobs.prompt_start >= 0 and not is_decode:
         prompt_logprobs = logprobs.num_top
-    # Tokens of the answer that are part of vLLM's prompt.
-    before = prior + (hand_off is not None and is_decode and hand_off.draws_first)
-    num_new = 1 if is_prefill else max(1, sampling.max_new_tokens - before)
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -41,34 +33,18 @@ def sampling_params(request: GenerateRequest, hand_off: HandOffParams | None) ->
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
         repetition_penalty=sampling.repetition_penalty,
-        max_tokens=num_new,
-        min_tokens=max(0, min(sampling.min_new_tokens - before, num_new)),
+        max_tokens=max_tokens,
+        min_tokens=min(sampling.min_new_tokens, max_tokens),
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         logit_bias=sampling.logit_bias or None,
-        # A continued request must not repeat the random numbers of the tokens it already has.
-        seed=None if sampling.seed is None else (sampling.seed + before) % (1 << 63),
+        seed=sampling.seed,
         logprobs=None if logprobs is None else logprobs.num_top,
         prompt_logprobs=prompt_logprobs,
         structured_outputs=None if sampling.grammar is None else _structured(sampling.grammar),
         detokenize=False,
         extra_args=None if hand_off is None else {"kv_transfer_params": hand_off.params()},
     )
-
-
-def _check_replay(request: GenerateRequest) -> None:
-    """Refuse to continue a request whose answer so far must not become part of vLLM's prompt."""
-    sampling = request.sampling
-    has_penalty = (
-        sampling.frequency_penalty
-        or sampling.presence_penalty
-        or sampling.repetition_penalty != 1.0
-    )
-    if sampling.grammar is not None or has_penalty:
-        what = "a grammar" if sampling.grammar is not None else "penalties"
-        raise NoNodeAvailable(
-            f"the node that ran this request was lost, and vLLM cannot continue it with {what}; send the request again"
-        )
 
 
 def _structured(grammar: Grammar) -> StructuredOutputsParams:

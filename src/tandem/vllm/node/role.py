@@ -15,7 +15,7 @@ from tandem.node.answers import Answers, Ticket
 from tandem.node.config import NodeRole
 from tandem.node.role import Deadlines, Start, Timeline, not_started
 from tandem.vllm.hand_offs import FirstToken
-from tandem.vllm.node.outputs import Generator, HandOffParams, StepOutput, draws_first
+from tandem.vllm.node.outputs import Generator, HandOffParams, StepOutput
 from tandem.wire.errors import (
     EngineFailed,
     InvalidRequest,
@@ -114,7 +114,6 @@ class VllmRole:
         self._deadlines.note(half, request.deadline_s)
 
     def _hand_off(self, message: Start) -> HandOffParams | None:
-        is_first = draws_first(message.request)
         match message:
             case StartColocated(request=request):
                 if self._role == "prefill" and request.sampling.max_new_tokens != 1:
@@ -123,11 +122,11 @@ class VllmRole:
                     )
                 return None
             case StartPrefill(room=room) if self._role == "prefill":
-                hand_off = HandOffParams(room, is_first)
+                hand_off = HandOffParams(room)
             case StartDecode(room=room, bootstrap_host=host, bootstrap_port=port) if (
                 self._role == "decode"
             ):
-                hand_off = HandOffParams(room, is_first, host, port)
+                hand_off = HandOffParams(room, host, port)
             case _:
                 raise InvalidRequest(
                     f"this is a {self._role} node: it does not accept this half of a request"
@@ -168,19 +167,27 @@ class VllmRole:
                 self._end(half, error_of_other_half(error))
 
     def _on_landed(self, half: _VllmHalf, first: FirstToken) -> None:
-        """Send the first token if prefill sampled it. vLLM continues after it, unless it ends the answer."""
+        """Send the first token, which prefill sampled. vLLM continues after it, unless it ends the answer."""
         half.num_cached = first.num_cached
         half.timeline.end_parallel("landed", 0.0)
-        if half.hand_off is None or not half.hand_off.draws_first:
+        finish = self._end_at(half, first.token)
+        if finish is None and not self._generator.land(half.id, first.token):
+            self._end(half, EngineFailed("the grammar does not allow prefill's first token"))
             return
-        sampling = half.request.sampling
-        is_eos = first.token in self._eos_token_ids and not sampling.ignore_eos
-        is_last = is_eos or first.token in sampling.stop_token_ids
-        finish = Finish(reason="stop", matched=first.token) if is_last else None
-        if is_last:
+        if finish is not None:
             self._generator.abort(half.id)
         self._note_begun(half)
-        self._send(half, StepOutput(half.id, [first.token], finish=finish))
+        logprobs = [] if first.logprobs is None else [first.logprobs]
+        self._send(half, StepOutput(half.id, [first.token], logprobs, finish=finish))
+
+    def _end_at(self, half: _VllmHalf, first_id: int) -> Finish | None:
+        """Return how the first token ends the answer, as vLLM decides it at prefill; None if the answer goes on."""
+        sampling = half.request.sampling
+        is_eos = first_id in self._eos_token_ids and not sampling.ignore_eos
+        if is_eos or first_id in sampling.stop_token_ids:
+            return Finish(reason="stop", matched=first_id)
+        is_full = half.next_index + 1 >= sampling.max_new_tokens
+        return Finish(reason="length") if is_full else None
 
     def step(self) -> None:
         """Run one step of vLLM and send its results."""
@@ -255,12 +262,9 @@ class VllmRole:
             self._note_begun(half)
         if output.prompt_logprobs:
             self._send_prompt_logprobs(half, output.prompt_logprobs)
-        if self._role == "prefill" and half.hand_off is not None:
-            # The hand-off finishes this half, unless the first token ends the answer.
-            if not half.hand_off.draws_first:
-                return
-            if output.finish is not None and output.finish.reason == "length":
-                output = replace(output, finish=None)
+        is_prefill = self._role == "prefill" and half.hand_off is not None
+        if is_prefill and output.finish is not None and output.finish.reason == "length":
+            output = replace(output, finish=None)  # the hand-off finishes this half
         self._send(half, output)
 
     def _note_begun(self, half: _VllmHalf) -> None:
