@@ -24,6 +24,7 @@ _NAMES = (
 # reading hundreds of gigabytes at the start: a 70B model has 723 tensors, so 12 MiB are read.
 _SAMPLE_BYTES = 8 << 10
 _DIRECTORY_BYTES = 1 << 20
+_NUM_SAMPLES = 1024
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 # Start of a Git LFS pointer, which git checks out in place of a file that it did not fetch.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -116,8 +117,14 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def weight_samples(path: Path) -> Iterator[bytes]:
-    """Yield samples that identify a directory's weights: file names, sizes, headers, and both ends of each tensor."""
-    for file in weight_files(path):
+    """Yield samples that identify the weights of a directory, or of one file such as a GGUF.
+
+    Of a directory: file names, sizes, headers, and both ends of each tensor.
+    """
+    if path.is_file():
+        yield from _spread_samples(path)
+        return
+    for file in weight_files(path) or sorted(path.glob("*.safetensors")):
         yield f"{file.name} {file.stat().st_size}".encode()
         yield from _samples_of(file)
 
@@ -153,6 +160,16 @@ def _samples_of(file: Path) -> Iterator[bytes]:
             opened.seek(max(0, file.stat().st_size - _DIRECTORY_BYTES))
         while part := opened.read(_DIRECTORY_BYTES):  # a plain pickle is read completely
             yield part
+
+
+def _spread_samples(file: Path) -> Iterator[bytes]:
+    """Yield a file's size, and `_NUM_SAMPLES` samples at equal distances."""
+    size = file.stat().st_size
+    yield str(size).encode()
+    with file.open("rb") as opened:
+        for begin in range(0, size, max(_SAMPLE_BYTES, size // _NUM_SAMPLES)):
+            opened.seek(begin)
+            yield opened.read(_SAMPLE_BYTES)
 
 
 def _tensors(file: Path) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from typing_extensions import override
-from vllm.config import VllmConfig
+from huggingface_hub import snapshot_download
+from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -36,6 +37,7 @@ from tandem.vllm.hand_offs import (
     BlockIds,
     DecodeHandOffs,
     PrefillHandOffs,
+    PromptSource,
     WorkerOrders,
     WorkerReports,
     draws_first,
@@ -117,7 +119,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def on_new_request(self, request: Any) -> None:
         room = room_of(request.kv_transfer_params)
-        if self._is_prefill and room is not None:
+        if self._is_prefill and room is not None and request.prompt_embeds is None:
             name = _prompt_name(request)
             if not self.keeps_all and not draws_first(request.kv_transfer_params):
                 _drop_last_token(request)
@@ -129,7 +131,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         if self._is_prefill:
             return (0 if self._prefill.may_compute(request.request_id) else None), False
-        source = source_of(request.kv_transfer_params)
+        source = _source_of(request)
         num_missing = _num_external(request) - num_computed_tokens
         num_external = self._decode.num_external(request.request_id, source, num_missing)
         return num_external, num_external > 0
@@ -141,7 +143,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        source = source_of(request.kv_transfer_params)
+        source = _source_of(request)
         if self._is_prefill or source is None:
             return
         page_ids = blocks.get_block_ids()
@@ -273,6 +275,11 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
 
+def _source_of(request: Any) -> PromptSource | None:
+    """Return where a decode request's prompt comes from; None: decode computes it, as every prompt of embeddings."""
+    return source_of(request.kv_transfer_params) if request.prompt_embeds is None else None
+
+
 def _num_external(request: Any) -> int:
     """Return how many tokens of a decode request can come from prefill, before its first token has landed.
 
@@ -306,10 +313,16 @@ def hand_off_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     """Read the settings in vLLM's `--kv-transfer-config`.
 
     Raises:
-        ConfigInvalid: A setting is unknown or of the wrong type.
+        ConfigInvalid: A setting is unknown or of the wrong type, or the hand-off does not support it.
     """
-    transfer = vllm_config.kv_transfer_config
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     assert transfer is not None
+    if parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size > 1:
+        raise ConfigInvalid(
+            "--prefill-context-parallel-size and --decode-context-parallel-size spread a block over ranks, which the "
+            "hand-off cannot; remove the flag",
+            topic="docs/vllm.md",
+        )
     role = _ROLES.get(transfer.kv_role or "")
     if role is None:
         raise ConfigInvalid(
@@ -322,37 +335,48 @@ def hand_off_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     )
 
 
-# How the model and its KV are sharded. Each rank connects to the peer's rank of the same number, so these must match.
-_SIZES = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "prefill_context_parallel_size",
-    "decode_context_parallel_size",
-    "cp_kv_cache_interleave_size",
-)
-
-
 def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Return a fingerprint, equal on two nodes only if they compute the same KV with the same version of vLLM."""
+    """Return a fingerprint, equal on two nodes only if they compute the same KV and lay it out alike.
+
+    It does not depend on where the checkpoint is, nor on the version of vLLM.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    transfer = vllm_config.kv_transfer_config
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config
+    checkpoint = _checkpoint_of(model)
     facts = {
-        "vllm": check_version(),
-        "model": model.hf_config.to_dict(),
-        "revision": model.revision,
+        "model": _model_facts(checkpoint, model),
         "dtype": str(model.dtype),
         "kv": cache.cache_dtype,
         "quantization": str(model.quantization),
         "adapters": extra.get("adapters", ""),
         "blocks": layout_facts(kv_cache_config),
-        "ranks": [[name, getattr(vllm_config.parallel_config, name, 1)] for name in _SIZES],
+        # Each rank connects to the peer's rank of the same number.
+        "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-    path = Path(model.model)
-    if path.is_dir():
-        for sample in weight_samples(path):
-            digest.update(sample)
+    for sample in weight_samples(checkpoint):
+        digest.update(sample)
     kind = type(model.hf_text_config).__name__.removesuffix("Config")
     dtype = str(model.dtype).removeprefix("torch.")
     return f"vllm-{kind}-{dtype}-{digest.hexdigest()[:16]}"
+
+
+def _checkpoint_of(model: ModelConfig) -> Path:
+    """Return the directory or file of the weights: of a name on the Hub, the snapshot that vLLM has loaded."""
+    path = Path(model.model)
+    if path.exists():
+        return path
+    return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+
+
+def _model_facts(checkpoint: Path, model: ModelConfig) -> object:
+    """Return what determines the model's computation besides its weights, as a JSON value.
+
+    That is the checkpoint's `config.json`: vLLM's parsed config also has the path, and defaults of a version.
+    """
+    file = checkpoint / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else model.hf_config.to_dict()
+    cosmetic = ("_name_or_path", "transformers_version")
+    kept = {name: value for name, value in config.items() if name not in cosmetic}
+    return [kept, str(model.hf_overrides)]
