@@ -42,7 +42,10 @@ def answer(prompt_ids, sampling):
     [result] = llm.generate(
         [{"prompt_token_ids": prompt_ids}], params, use_tqdm=False, lora_request=lora
     )
-    return list(result.outputs[0].token_ids)
+    tokens, logprobs = list(result.outputs[0].token_ids), result.outputs[0].logprobs
+    if logprobs is None:
+        return tokens
+    return tokens, [row[token].logprob for token, row in zip(tokens, logprobs, strict=True)]
 
 
 with open(requests_path) as file:

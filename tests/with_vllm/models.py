@@ -89,6 +89,28 @@ def tiny(kind: str, directory: Path) -> Path:
     return directory
 
 
+def tiny_with_tokenizer(cache: Path, directory: Path) -> Path:
+    """Write a random model with the tokenizer of the embedded one, which grammars need."""
+    shutil.copytree(embedded(cache), directory, dirs_exist_ok=True)
+    for file in directory.glob("*.safetensors*"):
+        file.unlink()
+    config = AutoConfig.from_pretrained(directory)
+    config.update(
+        {
+            "hidden_size": 128,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "initializer_range": 0.3,
+        }
+    )
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return directory
+
+
 def adapter(model: Path, directory: Path, seed: int) -> Path:
     """Write a random LoRA adapter of a Llama model, in PEFT's format, strong enough to change its answers."""
     config = AutoConfig.from_pretrained(model)

@@ -143,18 +143,28 @@ class Cluster:
 
     def stream(self, prompt_ids, **sampling):
         """Yield the token ids generated so far, for each event."""
+        for event in self.events(prompt_ids, **sampling):
+            yield event["output_ids"]
+
+    def events(self, prompt_ids, adapter=None, return_logprob=False, **sampling):
+        """Yield the events of an answer."""
         params = {"temperature": 0.0, "ignore_eos": True} | sampling
         body = {"input_ids": prompt_ids, "sampling_params": params, "stream": True}
+        body |= {"lora_path": adapter, "return_logprob": return_logprob}
         data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
         asked = urllib.request.Request(f"{self.url}/generate", data, kind)
         with urllib.request.urlopen(asked, timeout=240) as answer:
             for line in answer:
                 if line.startswith(b"data: {"):
-                    yield json.loads(line[6:])["output_ids"]
+                    yield json.loads(line[6:])
 
     def generate_all(self, prompts, num_at_once=16, **sampling):
         with ThreadPoolExecutor(num_at_once) as pool:
             return list(pool.map(lambda ids: self.generate(ids, **sampling), prompts))
+
+    def num_replays(self) -> int:
+        """Return how many attempts the router has repeated, by its log."""
+        return (self._directory / "router.log").read_text().count('"request.replay"')
 
     def wait_free(self) -> None:
         """Wait until every block of every node is free."""
@@ -188,6 +198,8 @@ def post(url: str, body, timeout_s: float = 240):
 
 def alone(model: Path, asked: list, directory: Path, *vllm_flags: str) -> list:
     """Return the answers of vLLM in one process, which runs the requests one after the other.
+
+    An answer is its token ids; with `logprobs`, these and the log-probability of each.
 
     Args:
         asked: Prompt ids and sampling parameters of vLLM for each request; `adapter` is an adapter's path.
