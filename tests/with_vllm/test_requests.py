@@ -72,9 +72,9 @@ def test_parameter_has_the_same_effect_as_in_vllm(cluster, expected, case):
 
 
 def test_longest_prompt_is_answered(cluster):
-    body = {"input_ids": [7] * 510, "sampling_params": {"temperature": 0, "ignore_eos": True}}
+    body = {"input_ids": [7] * 511, "sampling_params": {"temperature": 0, "ignore_eos": True}}
     status, answer = post(f"{cluster.url}/generate", body)
-    assert (status, len(answer["output_ids"])) == (200, 2), answer
+    assert (status, len(answer["output_ids"])) == (200, 1), answer
 
 
 def test_logprobs_match_vllm(cluster):
@@ -115,8 +115,8 @@ def test_stop_string_ends_the_answer(cluster):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"input_ids": [1] * 600}, "context length (511 tokens)"),
-        ({"input_ids": [1] * 511}, "context length (511 tokens)"),
+        ({"input_ids": [1] * 600}, "context length (512 tokens)"),
+        ({"input_ids": [1] * 512}, "context length (512 tokens)"),
         ({"input_ids": [1], "sampling_params": {"json_schema": '{"type": "nothing"}'}}, ""),
         ({"input_ids": [1], "sampling_params": {"regex": "(("}}, ""),
         ({"input_ids": [1 << 20]}, "vocabulary"),

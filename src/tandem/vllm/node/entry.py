@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 from vllm.sampling_params import SamplingType
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -153,6 +154,9 @@ class CpuGenerator(torch.Generator):
     the generator's offset, which a CPU's generator does not have: the error would end the engine.
     """
 
+    _state: Any
+    _vocab_size: int
+
     @classmethod
     def of(cls, state: Any, vocab_size: int) -> "CpuGenerator":
         """Return the generator of a request; `state` is its `CachedRequestState`."""
@@ -161,11 +165,13 @@ class CpuGenerator(torch.Generator):
         generator.set_offset(0)
         return generator
 
+    @override
     def get_offset(self) -> int:
         """Return a number that vLLM can subtract from."""
         return 4
 
-    def set_offset(self, _offset: int) -> None:
+    @override
+    def set_offset(self, _offset: int) -> torch.Generator:
         """Return to the state after the draws of the request's tokens."""
         num_draws = len(self._state.output_token_ids)
         self.manual_seed(self._state.sampling_params.seed)
@@ -173,3 +179,4 @@ class CpuGenerator(torch.Generator):
             torch.randint(0, 2**31, (num_draws,), generator=self, dtype=torch.long)
         else:  # vLLM 0.31
             torch.empty(num_draws, self._vocab_size).exponential_(generator=self)
+        return self
