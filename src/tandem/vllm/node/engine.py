@@ -11,7 +11,7 @@ from tandem.node.metrics import Measures
 from tandem.node.process.engine_host import Parent, host, run_until_lost
 from tandem.telemetry import log as logs
 from tandem.vllm.node.role import VllmRole
-from tandem.vllm.versions import check_version
+from tandem.vllm.versions import check_version, unsupported
 from tandem.wire.channel import Inbox, Waker, tcp_address
 from tandem.wire.generation import new_epoch
 from tandem.wire.keys import cluster_key
@@ -36,9 +36,12 @@ class VllmProcess:
         from tandem.vllm.node.environment import prepare_environment
 
         prepare_environment(self._config)
-        from tandem.vllm.node.generator import (
-            VllmGenerator,  # imports vLLM, which reads the environment
-        )
+        try:
+            from tandem.vllm.node.generator import (
+                VllmGenerator,  # imports vLLM, which reads the environment
+            )
+        except ImportError as error:
+            raise unsupported(str(error)) from error
 
         config, epoch, waker = self._config, new_epoch(), Waker()
         self._generator = generator = VllmGenerator(config)

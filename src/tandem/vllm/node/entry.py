@@ -178,5 +178,6 @@ class CpuGenerator(torch.Generator):
         if hasattr(torch.ops._C, "fused_gumbel_argmax"):  # noqa: SLF001 - vLLM's kernels
             torch.randint(0, 2**31, (num_draws,), generator=self, dtype=torch.long)
         else:  # vLLM 0.31
-            torch.empty(num_draws, self._vocab_size).exponential_(generator=self)
+            for _ in range(num_draws):
+                torch.empty(self._vocab_size).exponential_(generator=self)
         return self
