@@ -28,7 +28,7 @@ class FakeGenerator:
 
     def __init__(self):
         self.requests, self.aborted, self.landed, self.hand_offs = [], [], [], {}
-        self.allows = True
+        self.end = None
         self.outputs, self.reports = [], WorkerReports()
         self.num_waiting = 0
         self.model = ModelInfo(
@@ -51,7 +51,9 @@ class FakeGenerator:
 
     def land(self, request_id, first_id):
         self.landed.append((request_id, first_id))
-        return self.allows
+        if isinstance(self.end, EngineFailed):
+            raise self.end
+        return self.end
 
     def step(self):
         outputs, self.outputs = self.outputs, []
@@ -132,20 +134,13 @@ def test_decode_sends_the_token_of_prefill_and_continues():
     assert not rig.role.tickets()
 
 
-@pytest.mark.parametrize(
-    ("sampling", "is_last"),
-    [
-        ({}, True),
-        ({"ignore_eos": True}, False),
-        ({"ignore_eos": True, "stop_token_ids": [EOS]}, True),
-    ],
-)
-def test_decode_finishes_when_the_first_token_ends_the_answer(sampling, is_last):
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_decode_finishes_when_the_first_token_ends_the_answer(reason):
     rig = Rig("decode")
-    name = rig.start(to_decode(request(**sampling)))
-    rig.step(landed={name: FirstToken(EOS, 0)})
-    assert rig.tokens == [EOS]
-    assert (rig.finishes == ["stop"], rig.generator.aborted == [name]) == (is_last, is_last)
+    rig.generator.end = Finish(reason=reason)
+    name = rig.start(to_decode(request()))
+    rig.step(landed={name: FirstToken(9, 0)})
+    assert (rig.tokens, rig.finishes, rig.generator.aborted) == ([9], [reason], [name])
 
 
 def test_prefill_hands_off_even_if_the_first_token_ends_the_answer():
@@ -157,19 +152,6 @@ def test_prefill_hands_off_even_if_the_first_token_ends_the_answer():
     assert rig.finishes == ["stop"]
 
 
-def test_answer_of_one_token_ends_at_prefills():
-    prefill, decode = Rig("prefill"), Rig("decode")
-    wanted = request(max_new_tokens=2, prior=1)
-    prefill.answers.tokens["r"], decode.answers.tokens["r"] = [4], [4]
-    name = prefill.start(to_prefill(wanted))
-    prefill.step(StepOutput(name, [9], finish=LENGTH))
-    assert (prefill.tokens, prefill.finishes) == ([4, 9], [])
-    name = decode.start(to_decode(wanted))
-    decode.step(landed={name: FirstToken(9, 0)})
-    assert (decode.tokens, decode.finishes) == ([4, 9], ["length"])
-    assert decode.generator.aborted == [name]
-
-
 def test_landed_token_has_the_log_probabilities_of_prefill():
     rig, logprobs = Rig("decode"), TokenLogprobs(logprob=-0.5)
     name = rig.start(to_decode(request(logprobs=LogprobOptions())))
@@ -179,7 +161,7 @@ def test_landed_token_has_the_log_probabilities_of_prefill():
 
 def test_first_token_that_the_grammar_does_not_allow_fails_the_request():
     rig = Rig("decode")
-    rig.generator.allows = False
+    rig.generator.end = EngineFailed("not allowed")
     name = rig.start(to_decode(request(grammar=Grammar(kind="json_object"))))
     rig.step(landed={name: FirstToken(9, 0)})
     assert (rig.tokens, type(rig.answers.errors["r"])) == ([], EngineFailed)

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tandem.wire.errors import EngineFailed
+
 # vLLM's dependencies raise deprecation warnings on import.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -18,6 +20,7 @@ class Core:
         self.given, self.aborted = [], []
         self.scheduler = SimpleNamespace(
             use_v2_model_runner=is_v2,
+            max_model_len=20,
             requests={},
             structured_output_manager=SimpleNamespace(accept_tokens=lambda *_given: allows),
         )
@@ -120,14 +123,43 @@ def test_answer_that_the_grammar_does_not_allow_fails_alone():
     assert isinstance(grammar.grammar, ValueError)
 
 
+SOURCE = {"bootstrap_room": 1, "bootstrap_host": "p", "bootstrap_port": 2}
+
+
 def test_landed_request_continues_after_its_first_token():
-    source = {"bootstrap_room": 1, "bootstrap_host": "p", "bootstrap_port": 2}
     core = Core(is_v2=False)
-    entry = entered(core, request(source=source), PRIOR)
-    assert len(core.given) == 1, "the workers get their state with the first token"
-    assert entry.land("r", 4)
+    entry = entered(core, request(source=SOURCE), PRIOR)
+    [added] = core.given  # the workers get their state with the first token
+    assert added.num_tokens == len(PROMPT + PRIOR) + 1, "vLLM reserves a block for the first token"
+    assert entry.land("r", 4) is None
     assert core.given[1]["output_token_ids"] == [*PRIOR, 4]
-    assert entry.land("unknown", 4)
+    assert list(added.all_token_ids) == [*PROMPT, *PRIOR, 4]
+    assert entry.land("unknown", 4) is None
+
+
+@pytest.mark.parametrize(
+    ("first_id", "prior_ids", "sampling", "reason"),
+    [
+        (4, [], {"stop_token_ids": [4]}, "stop"),
+        (4, PRIOR, {"max_tokens": 3}, "length"),
+        (4, [8] * 16, {}, "length"),  # 3 + 16 + 1 tokens are the maximum length
+    ],
+)
+def test_first_token_ends_the_answer_as_in_vllm(first_id, prior_ids, sampling, reason):
+    core = Core(is_v2=False)
+    how = {"max_tokens": 50} | sampling
+    entry = entered(core, request(source=SOURCE, **how), prior_ids)
+    status = core.given[0].status
+    finish = entry.land("r", first_id)
+    assert (finish.reason, len(core.given), core.given[0].status) == (reason, 1, status)
+
+
+def test_first_token_that_the_grammar_does_not_allow_fails_the_request():
+    core, grammar = Core(is_v2=False), SimpleNamespace(grammar=object())
+    entry = entered(core, request(source=SOURCE, grammar=grammar), [])
+    core.scheduler.structured_output_manager.accept_tokens = lambda *_given: False
+    with pytest.raises(EngineFailed):
+        entry.land("r", 4)
 
 
 @pytest.mark.parametrize("num_draws", [0, 1, 5])

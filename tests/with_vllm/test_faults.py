@@ -127,3 +127,15 @@ def test_drained_node_hands_over_its_requests(cluster, expected):
     finally:
         assert post(f"{node.url}/drain", {"cancel": True})[0] == 200
     cluster.wait_free()
+
+
+@pytest.mark.thorough
+def test_prompts_that_fill_the_pool_to_its_last_block_do_not_block_each_other(model, tmp_path):
+    rng, own = random.Random(4), ("--dtype", "float32")
+    prompts = [[rng.randrange(3, 320) for _ in range(128)] for _ in range(12)]
+    expected = alone(model, [(ids, {"max_tokens": 20}) for ids in prompts], tmp_path, *own, *FLAGS)
+    # One block is vLLM's own; the others hold four prompts, and no token more.
+    tight = ("--num-gpu-blocks-override", "17", "--max-model-len", "256")
+    with Cluster(tmp_path, model, flags=own, vllm_flags=(*FLAGS, *tight)) as tight_cluster:
+        assert tight_cluster.generate_all(prompts, max_new_tokens=20) == expected
+        tight_cluster.wait_free()

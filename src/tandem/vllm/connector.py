@@ -11,6 +11,7 @@ prefill's `bootstrap_host` and `bootstrap_port`.
 
 import hashlib
 import json
+import secrets
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from typing_extensions import override
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -106,6 +108,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         groups = groups_of(kv_cache_config)
         self._num_groups = len(groups)
         self.keeps_all = all(group.keeps_all for group in groups)
+        self._hash_tokens = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
         self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._is_prefill = self._config.role == "prefill"
         self.worker: WorkerHalf | None = None
@@ -121,10 +124,16 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         room = room_of(request.kv_transfer_params)
         if self._is_prefill and room is not None and request.prompt_embeds is None:
-            name = _prompt_name(request)
+            name = _prompt_name(request, request.num_tokens)
             if not self.keeps_all and not draws_first(request.kv_transfer_params):
                 _drop_last_token(request)
             self._prefill.begin(request.request_id, room, request.num_tokens, name)
+        elif room is not None and draws_first(request.kv_transfer_params):
+            # If all tokens before the placeholder were a cache hit, no grant would be sent and prefill's first token
+            # would be lost. Replace the last block's hash so that it misses. Only full blocks have a hash.
+            last = (_num_external(request) - 1) // self._hash_tokens
+            if last < len(request.block_hashes):
+                request.block_hashes[last] = secrets.token_bytes(len(request.block_hashes[last]))
 
     @override
     def get_num_new_matched_tokens(
@@ -148,9 +157,11 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         if self._is_prefill or source is None:
             return
         page_ids = blocks.get_block_ids()
-        source = replace(source, prompt=_prompt_name(request))
+        num_tokens = _num_external(request)
+        is_first = draws_first(request.kv_transfer_params)
+        source = replace(source, prompt=_prompt_name(request, num_tokens + (not is_first)))
         self._decode.on_allocated(
-            request.request_id, source, page_ids, _num_external(request), num_external_tokens
+            request.request_id, source, page_ids, num_tokens, num_external_tokens
         )
 
     @override
@@ -282,11 +293,11 @@ def _source_of(request: Any) -> PromptSource | None:
 
 
 def _num_external(request: Any) -> int:
-    """Return how many tokens of a decode request can come from prefill, before its first token has landed.
+    """Return how many tokens of a decode request can come from prefill: all but the last.
 
-    If decode samples the first token, it computes the last token of the prompt.
+    The last one is the place of the first token, which prefill samples, or of the prompt's last, which decode computes.
     """
-    return int(request.num_tokens) - (not draws_first(request.kv_transfer_params))
+    return int(request.num_tokens) - 1
 
 
 def _drop_last_token(request: Any) -> None:
@@ -302,12 +313,12 @@ def _drop_last_token(request: Any) -> None:
         request.update_block_hashes()
 
 
-def _prompt_name(request: Any) -> int:
-    """Hash the tokens of a request with its adapter and multimodal items: everything its KV depends on."""
+def _prompt_name(request: Any, num_tokens: int) -> int:
+    """Hash the first tokens of a request with its adapter and multimodal items: everything its KV depends on."""
     lora = request.lora_request.lora_name if request.lora_request else ""
     items = [feature.identifier for feature in request.mm_features]
     kind = json.dumps([lora, items])
-    return prompt_name(list(request.all_token_ids), kind)
+    return prompt_name(request.all_token_ids[:num_tokens], kind)
 
 
 def hand_off_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> HandOffConfig:
@@ -344,7 +355,7 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config
-    checkpoint = _checkpoint_of(model)
+    checkpoint = _checkpoint_of(model, vllm_config.load_config.download_dir)
     facts = {
         "model": _model_facts(checkpoint, model),
         "dtype": str(model.dtype),
@@ -356,26 +367,39 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-    for sample in weight_samples(checkpoint):
-        digest.update(sample)
+    if checkpoint is not None:
+        for sample in weight_samples(checkpoint):
+            digest.update(sample)
     kind = type(model.hf_text_config).__name__.removesuffix("Config")
     dtype = str(model.dtype).removeprefix("torch.")
     return f"vllm-{kind}-{dtype}-{digest.hexdigest()[:16]}"
 
 
-def _checkpoint_of(model: ModelConfig) -> Path:
-    """Return the directory or file of the weights: of a name on the Hub, the snapshot that vLLM has loaded."""
+def _checkpoint_of(model: ModelConfig, download_dir: str | None) -> Path | None:
+    """Return the directory or file of the weights: of a name on the Hub, the snapshot that vLLM has loaded.
+
+    None if the weights are in no file here, as with other sources that vLLM supports.
+    """
     path = Path(model.model)
     if path.exists():
         return path
-    return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    try:
+        return Path(
+            snapshot_download(
+                model.model, revision=model.revision, cache_dir=download_dir, local_files_only=True
+            )
+        )
+    except (HfHubHTTPError, ValueError, OSError):
+        return None
 
 
-def _model_facts(checkpoint: Path, model: ModelConfig) -> object:
+def _model_facts(checkpoint: Path | None, model: ModelConfig) -> object:
     """Return what determines the model's computation besides its weights, as a JSON value.
 
     That is the checkpoint's `config.json`: vLLM's parsed config also has the path, and defaults of a version.
     """
+    if checkpoint is None:
+        return [model.model, model.revision, str(model.hf_overrides)]
     file = checkpoint / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else model.hf_config.to_dict()
     cosmetic = ("_name_or_path", "transformers_version")

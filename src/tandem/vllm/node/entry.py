@@ -13,11 +13,18 @@ from typing import Any
 import torch
 from typing_extensions import override
 from vllm.sampling_params import SamplingType
+from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from tandem.vllm.hand_offs import source_of
+from tandem.vllm.node.requests import finish_of
+from tandem.wire.errors import EngineFailed
+from tandem.wire.generation import Finish
+
+# The first token of a handed-off answer until it has landed, so that vLLM reserves a block for it.
+PLACEHOLDER = 0
 
 
 class Entry:
@@ -37,63 +44,85 @@ class Entry:
     def add(self, asked: EngineCoreRequest, prior_ids: Sequence[int]) -> None:
         """Add a request. `prior_ids`: the tokens of its answer so far."""
         request, _wave = self._core.preprocess_add_request(asked)
-        if prior_ids:
-            request.append_output_token_ids(list(prior_ids))
-            # A request that was never preempted must not have more cached tokens than its prompt.
+        output_ids = [*prior_ids, PLACEHOLDER] if _is_handed_over(request) else list(prior_ids)
+        if output_ids:
+            request.append_output_token_ids(output_ids)
+            # vLLM asserts that a request that it never preempted has at most its prompt in the cache.
             request.num_preemptions = 1
         self._waiting[request.request_id] = request
-        self.admit()
+        self._admit_if_ready(request)
 
     def admit(self) -> None:
         """Give the scheduler the requests whose grammars have been compiled since the last call."""
-        for request_id, request in list(self._waiting.items()):
-            grammar = request.structured_output_request
-            if grammar is None or grammar.grammar is not None:
-                del self._waiting[request_id]
-                self._admit(request)
+        for request in list(self._waiting.values()):
+            self._admit_if_ready(request)
+
+    def _admit_if_ready(self, request: Request) -> None:
+        grammar = request.structured_output_request
+        if grammar is None or grammar.grammar is not None:
+            del self._waiting[request.request_id]
+            self._admit(request)
 
     def abort(self, request_id: str) -> None:
         """Abort a request; an unknown id is ignored."""
         if self._waiting.pop(request_id, None) is None:
             self._core.abort_requests([request_id])
 
-    def land(self, request_id: str, first_id: int) -> bool:
-        """Append the first token, which prefill sampled. Call before the step that continues the request.
+    def land(self, request_id: str, first_id: int) -> Finish | None:
+        """Give a request its first token, which prefill sampled. Call before the step that continues the request.
 
         Returns:
-            False if the request's grammar does not allow the token.
+            How the token ends the answer; None if the answer goes on.
+
+        Raises:
+            EngineFailed: The request's grammar does not allow the token.
         """
         request = self._scheduler.requests.get(request_id)
         if request is None or request.is_finished():
-            return True
-        request.append_output_token_ids(first_id)
-        request.num_preemptions += 1
+            return None
+        request._output_token_ids[-1] = request._all_token_ids[-1] = first_id  # noqa: SLF001 - vLLM has no public setter
+        request.block_hashes.clear()
+        request.update_block_hashes()
+        if (finish := self._end_of(request)) is not None:
+            return finish
         if not self._accepts(request, [first_id]):
-            return False
+            raise EngineFailed("the grammar does not allow the token that prefill sampled")
         self._install(request)
-        return True
+        return None
+
+    def _end_of(self, request: Request) -> Finish | None:
+        """Return how vLLM would end the answer after its last token."""
+        status = request.status
+        if not check_stop(request, self._scheduler.max_model_len):
+            return None
+        reason = request.get_finished_reason()
+        request.status = status  # the role aborts it
+        return finish_of(reason, request.stop_reason, request.output_token_ids[-1])
 
     def _admit(self, request: Request) -> None:
         prior_ids, grammar = list(request.output_token_ids), request.structured_output_request
+        is_handed_over = _is_handed_over(request)
+        if is_handed_over:
+            prior_ids.pop()  # the placeholder
         if grammar is not None and isinstance(grammar.grammar, Exception):
             pass  # the scheduler fails it
         elif not self._accepts(request, prior_ids):
             assert grammar is not None
             # The scheduler fails a request whose grammar could not be compiled.
             grammar.grammar = ValueError("the grammar does not allow the answer so far")
-        elif source_of(request.kv_transfer_params) is None:
-            # Otherwise prefill computes it, and `land` continues it.
+        elif not is_handed_over:  # else `land` continues it
             self._install(request)
         self._core.add_request(request)
 
     def _accepts(self, request: Request, token_ids: list[int]) -> bool:
-        """Advance a request's grammar by these tokens; return whether it allows them."""
-        return bool(self._scheduler.structured_output_manager.accept_tokens(request, token_ids))
+        """Advance a request's grammar by these tokens, one by one as vLLM does; return whether it allows them."""
+        accept = self._scheduler.structured_output_manager.accept_tokens
+        return all(accept(request, [token_id]) for token_id in token_ids)
 
     def _install(self, request: Request) -> None:
-        """Mark a request as preempted if another node has begun it, and give V1's workers what they would have kept.
+        """Mark a request as preempted, and give V1's workers what they would have kept of it.
 
-        Also a new seeded request on a CPU; see `CpuGenerator`.
+        A new request needs this only if it is seeded and runs on a CPU; see `CpuGenerator`.
         """
         params = request.sampling_params
         assert params is not None
@@ -115,6 +144,11 @@ class Entry:
                 "lora_request": request.lora_request,
             }
             self._core.model_executor.collective_rpc(install, args=(kept,))
+
+
+def _is_handed_over(request: Request) -> bool:
+    """Whether prefill computes the prompt and samples the first token."""
+    return source_of(request.kv_transfer_params) is not None
 
 
 def install(worker: Any, kept: dict[str, Any]) -> None:
@@ -167,7 +201,7 @@ class CpuGenerator(torch.Generator):
 
     @override
     def get_offset(self) -> int:
-        """Return a number that vLLM can subtract from."""
+        """Return any number: `set_offset` ignores it."""
         return 4
 
     @override

@@ -30,7 +30,7 @@ from tandem.kvtransfer.agents.receiver import DecodeAgent
 from tandem.kvtransfer.agents.sender import PrefillAgent
 from tandem.kvtransfer.events import ReceiverTimes, SenderTimes
 from tandem.node.config import NodeConfig
-from tandem.vllm.connector import TandemConnector, fingerprint
+from tandem.vllm.connector import IDLE_WAIT_S, TandemConnector, fingerprint
 from tandem.vllm.hand_offs import WorkerReports
 from tandem.vllm.node.adapters import add_argument, digest_of, read_adapters
 from tandem.vllm.node.entry import Entry
@@ -39,8 +39,8 @@ from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
 from tandem.vllm.node.prefixes import CachedBlocks
 from tandem.vllm.node.requests import output_of, sampling_params
 from tandem.vllm.worker import DecodeWorker, PrefillWorker
-from tandem.wire.errors import ConfigInvalid, InvalidRequest
-from tandem.wire.generation import GenerateRequest
+from tandem.wire.errors import ConfigInvalid, InvalidRequest, TandemError
+from tandem.wire.generation import Finish, GenerateRequest
 from tandem.wire.messages import ModelInfo
 
 
@@ -167,7 +167,7 @@ class VllmGenerator:
         return getattr(self._core.model_executor, "is_failed", False)
 
     def check(self, request: GenerateRequest, hand_off: HandOffParams | None) -> Checked:
-        """Convert a request for `add`, or raise `InvalidRequest`."""
+        """Convert a request for `add`, or raise `InvalidRequest` or `NoNodeAvailable`."""
         num_prompt = len(request.prompt_ids) - request.num_prior_tokens
         prompt: dict[str, object] = {
             "type": "token",
@@ -185,11 +185,18 @@ class VllmGenerator:
                 lora_request=self._adapters.get(request.adapter),
                 priority=-request.priority,
             )
+        except TandemError:
+            raise
         except Exception as error:
             # vLLM's limits are narrower than ours: its temperature is at most 2, for example. Its grammar libraries raise
             # exceptions of many types.
             words = " ".join(str(error).split())[:500]
             raise InvalidRequest(f"vLLM rejects the request: {words}") from error
+        num_tokens, limit = len(request.prompt_ids), self.max_tokens
+        if num_tokens >= limit:  # vLLM has checked the prompt alone
+            raise InvalidRequest(
+                f"the prompt and the answer so far have {num_tokens} tokens, and this node serves {limit} in all"
+            )
         return Checked(asked, request.prompt_ids[num_prompt:])
 
     def _load_adapters(self) -> None:
@@ -213,8 +220,8 @@ class VllmGenerator:
         """Abort a request; an unknown id is ignored."""
         self._entry.abort(request_id)
 
-    def land(self, request_id: str, first_id: int) -> bool:
-        """Continue a landed request after its first token; return False if its grammar does not allow the token."""
+    def land(self, request_id: str, first_id: int) -> Finish | None:
+        """Give a landed request its first token; return how it ends the answer, or raise `EngineFailed`."""
         return self._entry.land(request_id, first_id)
 
     def step(self) -> list[StepOutput]:
@@ -228,6 +235,8 @@ class VllmGenerator:
         began_s = time.perf_counter()
         try:
             self._entry.admit()
+            if not (self._scheduler.has_requests() or self._core.batch_queue):
+                time.sleep(IDLE_WAIT_S)  # all requests wait for their grammars
             outputs, is_executed = self._core.step_fn()
             self._core.post_step(is_executed)
         except Exception as error:

@@ -78,7 +78,7 @@ class Generator(Protocol):
         """Whether `step` has something to do."""
 
     def check(self, request: GenerateRequest, hand_off: HandOffParams | None) -> object:
-        """Convert a request for `add`, or raise `InvalidRequest`."""
+        """Convert a request for `add`, or raise `InvalidRequest` or `NoNodeAvailable`."""
 
     def add(self, request_id: str, checked: object) -> None:
         """Queue a checked request under a unique id."""
@@ -86,8 +86,8 @@ class Generator(Protocol):
     def abort(self, request_id: str) -> None:
         """Abort a request; an unknown id is ignored."""
 
-    def land(self, request_id: str, first_id: int) -> bool:
-        """Continue a landed request after its first token; return False if its grammar does not allow the token."""
+    def land(self, request_id: str, first_id: int) -> Finish | None:
+        """Give a landed request its first token; return how it ends the answer, or raise `EngineFailed`."""
 
     def step(self) -> list[StepOutput]:
         """Run one step."""

@@ -8,6 +8,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from tandem.vllm.node.outputs import HandOffParams, StepOutput
+from tandem.wire.errors import NoNodeAvailable
 from tandem.wire.generation import Finish, GenerateRequest, Grammar, TokenLogprobs
 
 
@@ -16,6 +17,9 @@ def sampling_params(request: GenerateRequest, hand_off: HandOffParams | None) ->
 
     Args:
         hand_off: Which half of the request this is; None: a whole request.
+
+    Raises:
+        NoNodeAvailable: An answer has begun, but not all log-probabilities of its prompt were received.
     """
     sampling, logprobs = request.sampling, request.logprobs
     is_decode = hand_off is not None and hand_off.is_decode
@@ -24,6 +28,10 @@ def sampling_params(request: GenerateRequest, hand_off: HandOffParams | None) ->
         max_tokens = request.num_prior_tokens + 1
     prompt_logprobs = None
     if logprobs is not None and logprobs.prompt_start >= 0 and not is_decode:
+        if request.num_prior_tokens:  # vLLM would end with an assertion
+            raise NoNodeAvailable(
+                "the node with this prompt's log-probabilities was lost; send the request again"
+            )
         prompt_logprobs = logprobs.num_top
     return SamplingParams(
         temperature=sampling.temperature,
@@ -63,18 +71,10 @@ def _structured(grammar: Grammar) -> StructuredOutputsParams:
 
 def output_of(output: EngineCoreOutput) -> StepOutput:
     """Convert an output of vLLM."""
-    finish, error = None, ""
-    match output.finish_reason:
-        case None:
-            pass
-        case FinishReason.STOP:
-            last = output.new_token_ids[-1] if output.new_token_ids else None
-            matched = output.stop_reason if isinstance(output.stop_reason, int) else last
-            finish = Finish(reason="stop", matched=matched)
-        case FinishReason.LENGTH:
-            finish = Finish(reason="length")
-        case reason:
-            error = f"vLLM ended the request: {reason}"
+    reason = output.finish_reason
+    last_id = output.new_token_ids[-1] if output.new_token_ids else None
+    finish = finish_of(reason, output.stop_reason, last_id)
+    error = "" if reason is None or finish is not None else f"vLLM ended the request: {reason}"
     rows = output.new_logprobs
     prompt = output.new_prompt_logprobs_tensors
     stats = output.prefill_stats
@@ -87,6 +87,20 @@ def output_of(output: EngineCoreOutput) -> StepOutput:
         error,
         [] if prompt is None else _logprobs(prompt.logprob_token_ids, prompt.logprobs),
     )
+
+
+def finish_of(
+    reason: FinishReason | None, stop_reason: int | str | None, last_id: int | None
+) -> Finish | None:
+    """Convert vLLM's reason of an end; None: the answer goes on, or failed."""
+    match reason:
+        case FinishReason.STOP:
+            matched = stop_reason if isinstance(stop_reason, int) else last_id
+            return Finish(reason="stop", matched=matched)
+        case FinishReason.LENGTH:
+            return Finish(reason="length")
+        case _:
+            return None
 
 
 def _logprobs(token_ids: Any, logprobs: Any) -> list[TokenLogprobs]:

@@ -82,7 +82,6 @@ class VllmRole:
         self._by_id: dict[str, _VllmHalf] = {}
         self._deadlines: Deadlines[_VllmHalf] = Deadlines()
         self._totals, self._logged = _RequestTotals(), _RequestTotals()
-        self._eos_token_ids = frozenset(generator.model.eos_token_ids)
 
     @property
     def has_work(self) -> bool:
@@ -170,24 +169,16 @@ class VllmRole:
         """Send the first token, which prefill sampled. vLLM continues after it, unless it ends the answer."""
         half.num_cached = first.num_cached
         half.timeline.end_parallel("landed", 0.0)
-        finish = self._end_at(half, first.token)
-        if finish is None and not self._generator.land(half.id, first.token):
-            self._end(half, EngineFailed("the grammar does not allow prefill's first token"))
+        try:
+            finish = self._generator.land(half.id, first.token)
+        except EngineFailed as error:
+            self._end(half, error)
             return
         if finish is not None:
             self._generator.abort(half.id)
         self._note_begun(half)
         logprobs = [] if first.logprobs is None else [first.logprobs]
         self._send(half, StepOutput(half.id, [first.token], logprobs, finish=finish))
-
-    def _end_at(self, half: _VllmHalf, first_id: int) -> Finish | None:
-        """Return how the first token ends the answer, as vLLM decides it at prefill; None if the answer goes on."""
-        sampling = half.request.sampling
-        is_eos = first_id in self._eos_token_ids and not sampling.ignore_eos
-        if is_eos or first_id in sampling.stop_token_ids:
-            return Finish(reason="stop", matched=first_id)
-        is_full = half.next_index + 1 >= sampling.max_new_tokens
-        return Finish(reason="length") if is_full else None
 
     def step(self) -> None:
         """Run one step of vLLM and send its results."""
