@@ -370,6 +370,50 @@ def test_layers_may_be_pushed_one_after_another(cluster):
     assert (pages(decode, DECODE_PAGES) == pages(prefill, PROMPT_PAGES)).all()
 
 
+@pytest.mark.parametrize("is_granted", [True, False])
+def test_recalled_room_lands_what_was_pushed_again(cluster, is_granted):
+    prefill = cluster.prefill()
+    decode = cluster.decode()
+    prefill.agent.expect(ROOM)
+    if is_granted:
+        request(decode, prefill)
+        prefill.next(RoomGranted)
+    prefill.agent.push(ROOM, PROMPT_PAGES[:3], 0)
+    prefill.agent.recall(ROOM)
+    others = [9, 10, 11, 12]
+    prefill.agent.push(ROOM, others, 0)
+    prefill.agent.finish(ROOM, first_token=7, seed=0)
+    if not is_granted:
+        request(decode, prefill)
+    assert isinstance(decode.next(), RoomLanded)
+    assert (pages(decode, DECODE_PAGES) == pages(prefill, others)).all()
+
+
+def test_recall_during_a_write_lands_what_was_pushed_again(cluster):
+    prefill, decode = begin(cluster, Fault("hang"))
+    prefill.next(RoomGranted)
+    prefill.agent.push(ROOM, PROMPT_PAGES[:2], 0)
+    assert cluster.transport.hanging.wait(PATIENCE_S)
+    prefill.agent.push(ROOM, PROMPT_PAGES[2:], 2)
+    prefill.agent.recall(ROOM)
+    others = [9, 10, 11, 12]
+    prefill.agent.push(ROOM, others, 0)
+    prefill.agent.finish(ROOM, first_token=7, seed=0)
+    cluster.transport.release()
+    assert isinstance(decode.next(), RoomLanded)
+    assert (pages(decode, DECODE_PAGES) == pages(prefill, others)).all()
+
+
+def test_recall_of_a_room_that_is_over_does_nothing(cluster):
+    prefill, _decode = begin(cluster)
+    push_all(prefill)
+    prefill.next(RoomGranted)
+    prefill.next(PushDone)
+    prefill.agent.recall(ROOM)
+    has_turned(prefill.agent)
+    assert list(prefill.agent.events()) == []
+
+
 def test_only_what_decode_does_not_have_is_pushed_and_both_ends_count_it(cluster):
     prefill, decode = begin(cluster, Fault("duplicate"), page_ids=[5], have_tokens=12)
     assert prefill.next() == RoomGranted(ROOM, 12)

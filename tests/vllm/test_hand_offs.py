@@ -100,18 +100,25 @@ def test_tokens_after_the_prompt_are_not_pushed():
     assert hand_offs.take_orders().pushes == []
 
 
-def test_preempted_prompt_is_cancelled_and_pushes_nothing_more():
+def test_preempted_prompt_is_pushed_again_from_its_first_block():
     hand_offs = begun()
     hand_offs.on_scheduled("a", [[1, 2]], 0, 8)
     assert hand_offs.take_orders().pushes == [Pages(ROOM, [1, 2], 0)]
-    assert hand_offs.on_preempted("a")
-    assert hand_offs.take_orders().cancelled == ["a"]
-    assert not hand_offs.on_preempted("a")
-    hand_offs.on_scheduled("a", [[4, 5, 6]], 0, 10)
-    # Held until the workers report that no transfer reads the blocks.
-    assert hand_offs.on_finished("a", [0] * 11, [[4, 5, 6]])
+    hand_offs.on_preempted("a")
+    hand_offs.on_preempted("unknown")
     orders = hand_offs.take_orders()
-    assert (orders.pushes, orders.computed, orders.cancelled) == ([], {}, [])
+    assert (orders.recalled, orders.pushes, orders.cancelled) == ([ROOM], [], [])
+    hand_offs.on_scheduled("a", [[4, 5, 6]], 0, 10)
+    assert hand_offs.take_orders().pushes == [Pages(ROOM, [4, 5, 6], 0)]
+    assert hand_offs.on_finished("a", [0] * 10 + [5], [[4, 5, 6]])
+    assert hand_offs.take_orders().computed == {"a": (ROOM, FirstToken(5, 0))}
+
+
+def test_preempted_prompt_whose_hand_off_is_over_recalls_nothing():
+    hand_offs = begun()
+    hand_offs.on_reports(WorkerReports(failed={"a": LOST}))
+    hand_offs.on_preempted("a")
+    assert hand_offs.take_orders().recalled == []
 
 
 def test_aborted_prompt_is_cancelled_and_its_blocks_are_held():

@@ -139,3 +139,15 @@ def test_prompts_that_fill_the_pool_to_its_last_block_do_not_block_each_other(mo
     with Cluster(tmp_path, model, flags=own, vllm_flags=(*FLAGS, *tight)) as tight_cluster:
         assert tight_cluster.generate_all(prompts, max_new_tokens=20) == expected
         tight_cluster.wait_free()
+
+
+def test_prompts_that_prefill_preempts_are_handed_off_all_the_same(model, tmp_path):
+    prompts = [ids * 2 for ids in asked(30) if 100 < len(ids) < 200]
+    tight = ("--num-gpu-blocks-override", "20", "--max-model-len", "512")
+    own = ("--dtype", "float32")
+    questions = [(ids, {"max_tokens": 20}) for ids in prompts]
+    expected = alone(model, questions, tmp_path, *own, *FLAGS)
+    with Cluster(tmp_path, model, flags=own, vllm_flags=(*FLAGS, *tight)) as cluster:
+        assert cluster.generate_all(prompts, max_new_tokens=20) == expected
+        assert not cluster.num_replays()
+        cluster.wait_free()

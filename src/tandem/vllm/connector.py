@@ -56,7 +56,7 @@ from tandem.vllm.worker import (
     make_worker,
     read_hand_off_config,
 )
-from tandem.wire.errors import ConfigInvalid, EngineFailed
+from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import TokenLogprobs
 
 # While vLLM only waits for transfers it steps in a busy loop, which would starve the transfer threads.
@@ -169,9 +169,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._is_prefill:
             return StepOrders(self._decode.take_orders())
         for request_id in scheduler_output.preempted_req_ids or ():
-            if self._prefill.on_preempted(request_id):
-                error = EngineFailed("vLLM preempted this prompt for lack of blocks")
-                self._transfers.failed[request_id] = error.info()
+            self._prefill.on_preempted(request_id)
         num_new = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
             self._prefill.on_scheduled(

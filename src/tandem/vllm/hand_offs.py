@@ -118,6 +118,7 @@ class WorkerOrders:
     """What the workers do during a step (`pushes`) and before it (everything else).
 
     Attributes:
+        recalled: Prompts that vLLM has preempted; they are computed and pushed again.
         last_pushes: Remaining pages of finished prompts, computed in earlier steps.
         computed: Prompts whose last pages are in `last_pushes` or were pushed before, by request.
         cancelled: Requests whose hand-off is to be aborted.
@@ -125,6 +126,7 @@ class WorkerOrders:
 
     expected: list[tuple[str, Room]] = field(default_factory=list)
     grants: list[BlockGrant] = field(default_factory=list)
+    recalled: list[Room] = field(default_factory=list)
     pushes: list[Pages] = field(default_factory=list)
     last_pushes: list[Pages] = field(default_factory=list)
     computed: dict[str, tuple[Room, FirstToken]] = field(default_factory=dict)
@@ -244,13 +246,12 @@ class PrefillHandOffs:
             pages = [prompt.page_ids[group][index] for _, group, index in done]
             self._orders.pushes.append(Pages(prompt.room, pages, first))
 
-    def on_preempted(self, request_id: str) -> bool:
-        """Cancel a request's hand-off: vLLM reuses its blocks immediately. Return whether there was one."""
+    def on_preempted(self, request_id: str) -> None:
+        """Recall a prompt's pushes: vLLM reuses its blocks immediately, and will compute the prompt again."""
         prompt = self._prompts.get(request_id)
-        if prompt is None or prompt.is_over:
-            return False
-        self._cancel(request_id, prompt)
-        return True
+        if prompt is not None and not prompt.is_over:
+            prompt.page_ids, prompt.num_pushed = [[] for _ in self._groups], 0
+            self._orders.recalled.append(prompt.room)
 
     def on_finished(self, request_id: str, token_ids: Sequence[int], page_ids: BlockIds) -> bool:
         """Handle the end of a request. Return whether its blocks stay held until a worker reports them free.

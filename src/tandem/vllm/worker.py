@@ -206,6 +206,8 @@ class PrefillWorker(WorkerHalf):
                 continue
             self._ids[room], self._rooms[request_id] = request_id, room
             self.agent.expect(room)
+        for room in orders.recalled:
+            self.agent.recall(room)
         for each in orders.last_pushes:
             self.agent.push(each.room, each.page_ids, each.first_page)
         for room, first in orders.computed.values():

@@ -220,6 +220,13 @@ class PrefillAgent:
         now_s = self._clock()
         self._control.post(lambda: self._finish(room, landed, now_s))
 
+    def recall(self, room: Room) -> None:
+        """Forget what was pushed to a room, because its pages lose their content. The role pushes all of it again.
+
+        The grant stays. A write in flight may still copy other content; a later one overwrites it before Landed.
+        """
+        self._control.post(lambda: self._recall(room))
+
     def abort(self, room: Room, error: TandemError | None = None) -> None:
         """Abort a room; decode receives `error`. `RoomReleased` follows. No-op if the room is over."""
         self._open_rooms.cancel(room, error)
@@ -317,6 +324,20 @@ class PrefillAgent:
         if entry.pushed_s is None:
             entry.pushed_s = now_s
         self._when_granted(entry, lambda part: self._write(part, push))
+
+    def _recall(self, room: Room) -> None:
+        if (entry := self._rooms.get(room)) is None:
+            return
+        for part in entry.parts.values():
+            part.recall()
+            if part.session.state is SenderState.PUSHING:
+                assert part.link is not None
+                worker = part.link.worker
+                worker.stop(room, lambda: None)
+                # After the writes in flight, and before those that follow.
+                worker.submit(
+                    part.forget_writes, lambda _none: None, partial(self._write_failed, part), room
+                )
 
     def _finish(self, room: Room, landed: hand_off.Landed, now_s: float) -> None:
         if (entry := self._rooms.get(room)) is not None:

@@ -230,6 +230,17 @@ class PushPart:
             self.own_pages.update(enumerate(push.page_ids, push.first_page_index))
         return PagedTokens(layout, push.page_ids, first)
 
+    def recall(self) -> None:
+        """Forget the pages that were pushed or wait for the grant."""
+        self.pending.clear()
+        self.own_pages.clear()
+        self.num_layers_computed.clear()
+
+    def forget_writes(self) -> None:
+        """Forget which layers were written. Runs on the worker, when no write is in flight."""
+        self._num_layers_pushed.clear()
+        self._routes.clear()
+
     def plans(self, own: PagedTokens) -> Iterator[CopyPlan]:
         """Yield the copies of own pages, limited to the tokens that decode granted. Runs on the worker.
 
@@ -240,7 +251,8 @@ class PushPart:
             TransferRefused: The own pool has no such pages or layers. Raised before the first plan.
         """
         first = own.first_token
-        layers = range(self._num_layers_pushed.get(first, 0), self.num_layers_computed[first])
+        num_computed = self.num_layers_computed.get(first, 0)  # 0: recalled meanwhile
+        layers = range(self._num_layers_pushed.get(first, 0), num_computed)
         if not layers:
             return
         self._num_layers_pushed[first] = layers.stop
