@@ -121,7 +121,7 @@ def cases_of(model, directory, count, more=None, flags=FLAGS) -> tuple[list, lis
 
 
 @pytest.mark.parametrize(
-    ("count", "kills"), [(2, 1), pytest.param(20, 6, marks=pytest.mark.thorough)]
+    ("count", "kills"), [(2, 1), pytest.param(8, 3, marks=pytest.mark.thorough)]
 )
 def test_answers_go_on_exactly_on_another_node(model, tmp_path, count, kills):
     cases, expected = cases_of(model, tmp_path, count)
