@@ -15,19 +15,10 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.scheduling.step import StepCounts
 from tandem.node.config import NodeConfig
 from tandem.node.life.ending import FIRST_FORWARDS, StepWatch, without_gc
-from tandem.node.life.engine_process import EngineProcess, Ready
-from tandem.wire.messages import ModelInfo
+from tandem.node.life.engine_process import EngineProcess
+from tests.node.test_local_backend import READY
 from tests.patience import PATIENCE_S, Clock
 
-READY = Ready(
-    epoch=1,
-    engine_port=1,
-    bootstrap_port=None,
-    max_prompt_tokens=127,
-    model=ModelInfo(
-        name="m", fingerprint="llama", context_length=128, vocab_size=10, eos_token_ids=[]
-    ),
-)
 HANGS = """
 import ctypes, threading
 from tandem.engine.scheduling.step import StepCounts
