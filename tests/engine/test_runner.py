@@ -7,24 +7,11 @@ import structlog
 import torch
 
 from tandem.engine.execution.runner import LayerEvents
+from tests.device_events import BrokenEvent, FakeEvent, PassedEvent
 from tests.engine.test_core import PAGE, make_engine
 from tests.one_engine import ask
 from tests.patience import PATIENCE_S
 from tests.tiny_models import SIZES
-
-
-class FakeEvent:
-    """An event that completes when the test sets it."""
-
-    def __init__(self) -> None:
-        self.is_recorded, self.passed = False, threading.Event()
-
-    def record(self) -> None:
-        self.is_recorded = True
-
-    def synchronize(self) -> None:
-        assert self.is_recorded
-        assert self.passed.wait(PATIENCE_S)
 
 
 def test_layer_is_reported_once_the_device_reaches_its_event():
@@ -46,20 +33,6 @@ def test_layer_is_reported_once_the_device_reaches_its_event():
     assert told == [0, 1]
     made[2].passed.set()
     assert has_told.acquire(timeout=PATIENCE_S)
-
-
-class PassedEvent(FakeEvent):
-    """An event that has already completed."""
-
-    def synchronize(self) -> None:
-        assert self.is_recorded
-
-
-class BrokenEvent(PassedEvent):
-    """An event that cannot be waited for."""
-
-    def synchronize(self) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def bug(_layer: int) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from tandem.kvtransfer.transports.tcp_stream import TcpListener
 from tandem.vllm.caches import Caches, RankBlocks
+from tandem.vllm.device_queue import DeviceQueue
 from tandem.vllm.hand_offs import BlockGrant, FirstToken, Pages, WorkerOrders, WorkerReports
 from tandem.vllm.worker import (
     DecodeWorker,
@@ -21,9 +22,10 @@ from tandem.vllm.worker import (
 )
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import TokenLogprobs
+from tests.device_events import BrokenEvent, FakeEvent
 from tests.kept_port import kept_port
 from tests.patience import PATIENCE_S, eventually
-from tests.vllm.test_caches import NUM_BLOCKS, NUM_LAYERS, PAGE, SIZE, pieces_of
+from tests.vllm.test_caches import NAMES, NUM_BLOCKS, NUM_LAYERS, PAGE, SIZE, pieces_of
 
 ROOM, ASKED = 7, 0xA
 LOGPROBS = TokenLogprobs(logprob=-0.5, top=[(11, -0.5)])
@@ -34,15 +36,15 @@ ONLY = Rank(0, 1)
 class Pair:
     """The workers of one rank. `first_port`: port of prefill's first rank; 0: any port, if there is one rank."""
 
-    def __init__(self, rank=ONLY, first_port=0, **settings):
+    def __init__(self, rank=ONLY, first_port=0, queue=None, **settings):
         self.reports, self.results, self._first_port = WorkerReports(), Results(), first_port
         common = {"fingerprint": "f", "bootstrap_port": first_port, "backend": "tcp"}
         config = partial(HandOffConfig, **common, **settings)
         num_bytes = NUM_LAYERS * NUM_BLOCKS * SIZE
-        self._memory = [torch.full((num_bytes,), fill, dtype=torch.uint8) for fill in (1, 0)]
+        self.memory = [torch.full((num_bytes,), fill, dtype=torch.uint8) for fill in (1, 0)]
         blocks = RankBlocks(NUM_BLOCKS, PAGE, pieces_of("layers"), are_alike=True)
-        caches = [Caches(memory, blocks) for memory in self._memory]
-        self.prefill = PrefillWorker(config(role="prefill"), caches[0], rank)
+        caches = [Caches(memory, blocks) for memory in self.memory]
+        self.prefill = PrefillWorker(config(role="prefill"), caches[0], rank, queue)
         self.decode = DecodeWorker(config(role="decode"), caches[1], rank)
 
     def grant(self, request_id, page_ids):
@@ -53,6 +55,8 @@ class Pair:
         """Compute and push a one-page prompt at prefill."""
         self.prefill.follow(WorkerOrders(expected=[(request_id, ROOM)]))
         self.prefill.follow(WorkerOrders(pushes=[Pages(ROOM, [1], 0)]))
+        for layer in NAMES:
+            self.prefill.on_layer_written(layer)
         self.prefill.on_forward_finished()
         self.prefill.follow(
             WorkerOrders(computed={request_id: (ROOM, FirstToken(11, 0, prompt, LOGPROBS))})
@@ -100,6 +104,36 @@ def test_blocks_of_a_hand_off_are_free_once_vllm_finishes_its_request(pair):
     pair.compute("a")
     pair.wait(received={"a"}, handed_off=["a"])
     assert pair.prefill.results({"a"}).sent == {"a"}
+
+
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+def test_blocks_on_a_device_are_pushed_once_it_has_computed_them(granularity):
+    made = []
+    queue = DeviceQueue(lambda: made.append(FakeEvent()) or made[-1])
+    with contextlib.closing(Pair(queue=queue, push_granularity=granularity)) as pair:
+        pair.decode.follow(WorkerOrders(grants=[pair.grant("a", [5])]))
+        pair.compute("a")
+        pair.wait_until(lambda: pair.reports.granted["a"])
+        assert not pair.reports.landed
+        pair.memory[0].fill_(9)  # what the device computes only now
+        for event in made:
+            event.passed.set()
+        pair.wait(received={"a"}, handed_off=["a"])
+        assert pair.reports.landed == {"a": LANDED}
+        assert set(pair.memory[1].tolist()) == {0, 9}
+
+
+def test_failure_of_the_device_ends_the_worker():
+    with contextlib.closing(Pair(queue=DeviceQueue(BrokenEvent))) as pair:
+        failed = threading.Event()
+
+        def step():
+            try:
+                pair.compute("a")
+            except RuntimeError:
+                failed.set()
+
+        assert eventually(failed.is_set, step)
 
 
 def test_pipeline_stage_connects_to_the_port_of_the_same_stage():

@@ -4,8 +4,9 @@ A step calls `follow`, then `on_layer_written` for each layer during the forward
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -22,7 +23,8 @@ from tandem.kvtransfer.sharding import Shard
 from tandem.kvtransfer.transports.base import Transport
 from tandem.kvtransfer.transports.registry import names_of, transports
 from tandem.vllm.caches import Caches, RankBlocks
-from tandem.vllm.hand_offs import BlockGrant, FirstToken, WorkerOrders, WorkerReports
+from tandem.vllm.device_queue import DeviceQueue
+from tandem.vllm.hand_offs import BlockGrant, FirstToken, Pages, WorkerOrders, WorkerReports
 from tandem.wire.channel import Heartbeat, Waker, heartbeat_of, tcp_address, wait
 from tandem.wire.errors import Aborted, ConfigInvalid, ErrorInfo, TransferRefused
 from tandem.wire.generation import Room, new_epoch
@@ -159,15 +161,20 @@ class WorkerHalf(ABC):
 class PrefillWorker(WorkerHalf):
     """The prefill worker: pushes the blocks of prompts.
 
+    Args:
+        queue: Runs what must wait for a forward on a device; None: the forwards run on the CPU.
+
     Attributes:
         agent: The rank's agent.
     """
 
-    def __init__(self, config: HandOffConfig, caches: Caches, rank: Rank) -> None:
+    def __init__(
+        self, config: HandOffConfig, caches: Caches, rank: Rank, queue: DeviceQueue | None = None
+    ) -> None:
         super().__init__()
         self._caches = caches
-        layers = config.push_granularity == "layer" and caches.region.device == "cpu"
-        self._pushes_layers = layers and bool(caches.indexes)
+        self._pushes_layers = config.push_granularity == "layer" and bool(caches.indexes)
+        self._queue = queue
         first = config.bootstrap_port and config.bootstrap_port + rank.first_port
         others = tuple(range(first + 1, first + rank.count))
         self.agent = PrefillAgent(
@@ -206,10 +213,27 @@ class PrefillWorker(WorkerHalf):
                 continue
             self._ids[room], self._rooms[request_id] = request_id, room
             self.agent.expect(room)
+        if orders.recalled or orders.last_pushes or orders.computed:
+            self._when_computed(partial(self._end_prompts, orders))
+        for request_id in orders.cancelled:
+            if request_id in self._rooms:
+                self.agent.abort(self._rooms[request_id], Aborted("prefill cancelled the request"))
+        self._num_written = 0
+        if self._pushes_layers and orders.pushes:
+            runs = [PageRun(each.room, each.page_ids, each.first_page) for each in orders.pushes]
+            self._on_layer_written = self.agent.push_by_layer(runs)
+
+    def _when_computed(self, call: Callable[[], None]) -> None:
+        """Run a call once everything that has been queued on the device is done, in the order of these calls."""
+        if self._queue is None:
+            call()
+        else:
+            self._queue.add(call)
+
+    def _end_prompts(self, orders: WorkerOrders) -> None:
         for room in orders.recalled:
             self.agent.recall(room)
-        for each in orders.last_pushes:
-            self.agent.push(each.room, each.page_ids, each.first_page)
+        self._push(orders.last_pushes)
         for room, first in orders.computed.values():
             self.agent.finish(
                 room,
@@ -219,28 +243,23 @@ class PrefillWorker(WorkerHalf):
                 logprobs=first.logprobs,
                 prompt=first.prompt,
             )
-        for request_id in orders.cancelled:
-            if request_id in self._rooms:
-                self.agent.abort(self._rooms[request_id], Aborted("prefill cancelled the request"))
-        self._num_written = 0
-        if self._pushes_layers and orders.pushes:
-            runs = [PageRun(each.room, each.page_ids, each.first_page) for each in orders.pushes]
-            self._on_layer_written = self.agent.push_by_layer(runs)
+
+    def _push(self, pushes: Sequence[Pages]) -> None:
+        for each in pushes:
+            self.agent.push(each.room, each.page_ids, each.first_page)
 
     @override
     def on_layer_written(self, layer_name: str) -> None:
         # Layers that are computed out of memory order are pushed after the forward.
         if self._orders.pushes and self._caches.indexes.get(layer_name) == self._num_written:
-            self._on_layer_written(self._num_written)
+            self._when_computed(partial(self._on_layer_written, self._num_written))
             self._num_written += 1
 
     @override
     def on_forward_finished(self) -> None:
         pushes, self._orders, self._on_layer_written = self._orders.pushes, WorkerOrders(), _ignore
-        if pushes and self._caches.region.device != "cpu":
-            torch.cuda.current_stream().synchronize()
-        for each in pushes:
-            self.agent.push(each.room, each.page_ids, each.first_page)
+        if pushes:
+            self._when_computed(partial(self._push, pushes))
 
     @override
     def results(self, finished: set[str], *, wait_s: float = 0.0) -> Results:
@@ -270,6 +289,8 @@ class PrefillWorker(WorkerHalf):
 
     @override
     def close(self) -> None:
+        if self._queue is not None:
+            self._queue.close()
         self.agent.close()
         self._caches.region.close()
 
@@ -374,8 +395,11 @@ def make_worker(
     # Reject unsupported transports before the worker opens sockets.
     names_of(config.backend, memory.device.type, is_own_pool=False)
     caches = Caches(memory, blocks)
-    make = PrefillWorker if config.role == "prefill" else DecodeWorker
-    return make(config, caches, rank)
+    if config.role == "decode":
+        return DecodeWorker(config, caches, rank)
+    return PrefillWorker(
+        config, caches, rank, None if caches.region.device == "cpu" else DeviceQueue()
+    )
 
 
 def _transports(config: HandOffConfig, caches: Caches, rank: Rank) -> list[Transport]:
