@@ -17,8 +17,6 @@ QUICK := $(TWO) -n 3 -m "not (cluster or thorough) or smoke"
 ALL := $(TWO) -m "" --hypothesis-profile=fresh
 # Tests that depend on the CPU's instructions: kernels, models, the choice of a type, and the tokens of whole clusters.
 BY_PROCESSOR := tests/engine tests/node/test_machine.py tests/node/test_checkpoint.py tests/e2e/test_parity.py tests/e2e/test_tensor_parallel.py
-# Runs alone: its NIXL threads never sleep, so nodes of a test that runs at the same time would miss their timeouts.
-BUSY := tests/with_vllm/test_stale_references.py
 ON_VLLM = "$(VENV)-vllm/bin/python" -m pytest -q --confcutdir tests/with_vllm
 # Status 3: vLLM cannot be installed here.
 WITH_VLLM = $(PYTHON) scripts/vllm-environment "$(VENV)-vllm" || exit $$(( $$? == 3 ? 0 : $$? ));
@@ -85,7 +83,7 @@ test-vllm: ## Run the quick tests with a real vLLM, in a separate environment (n
 	@$(WITH_VLLM) $(ON_VLLM) $(TWO) $(or $(ARGS),tests/with_vllm)
 
 test-vllm-all: ## Run every test with a real vLLM (20 minutes; an hour without AVX-512).
-	@$(WITH_VLLM) $(ON_VLLM) -m "" $(BUSY) && $(ON_VLLM) -m "" $(TWO) --ignore $(BUSY) tests/with_vllm
+	@$(WITH_VLLM) $(ON_VLLM) -m "" $(TWO) tests/with_vllm
 
 test-browser: setup ## Test the router's page in a browser (needs /usr/bin/chromium).
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'

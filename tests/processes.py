@@ -26,6 +26,7 @@ class Process:
         log: File that its output is appended to; None: a temporary one.
         env: In addition to ours.
         is_fresh: Started as a user does; others are forked, see `tests/fork_server.py`.
+        python: Interpreter of a fresh process.
         where: Namespace and shared memory of a forked process.
     """
 
@@ -37,6 +38,7 @@ class Process:
         env: dict[str, str] | None = None,
         cwd: Path = ROOT,
         is_fresh: bool = False,
+        python: str = sys.executable,
         **where: str,
     ) -> None:
         self.argv = argv
@@ -47,7 +49,7 @@ class Process:
         how: dict[str, Any] = {"cwd": cwd, "env": {**os.environ, **(env or {})}}
         how |= dict.fromkeys(("stdout", "stderr"), self.log.fileno())
         self._popen = (
-            subprocess.Popen([sys.executable, "-P", "-m", module, *argv], **how)
+            subprocess.Popen([python, "-P", "-m", module, *argv], **how)
             if is_fresh
             else Forked([module, *argv], **how, **where)
         )

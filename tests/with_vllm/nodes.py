@@ -31,15 +31,18 @@ ENVIRONMENT = {
 }
 
 
-def start(log: Path, module: str, *argv: str, env: Mapping[str, str] = {}) -> Process:
-    """Start a module whose log is appended to a file."""
-    return Process(*argv, module=module, log=log, env={**ENVIRONMENT, **env}, is_fresh=True)
+def start(log: Path, module: str, *argv: str, env: Mapping[str, str] = {}, python=sys.executable):
+    """Start a module whose log is appended to a file; return the process."""
+    return Process(
+        *argv, module=module, log=log, env={**ENVIRONMENT, **env}, is_fresh=True, python=python
+    )
 
 
 class Node:
     """A prefill or decode node."""
 
-    def __init__(self, role: str, ports, directory: Path, model: Path, flags, vllm_flags) -> None:
+    def __init__(self, role: str, ports, directory: Path, model: Path, flags, vllm_flags, python):
+        self.python = python
         self.role, (self.port, self.bootstrap_port) = role, ports
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = directory / f"{role}-{self.port}.log"
@@ -53,7 +56,7 @@ class Node:
     def start(self) -> None:
         if self.process is not None:
             self.process.kill()
-        self.process = start(self.log, *self._command)
+        self.process = start(self.log, *self._command, python=self.python)
 
     def wait_up(self) -> None:
         def is_up() -> bool:
@@ -69,7 +72,11 @@ class Node:
 
 
 class Cluster:
-    """Nodes and a router. All processes are killed at the end of the `with` block."""
+    """Nodes and a router. All processes are killed at the end of the `with` block.
+
+    Args:
+        python: Interpreter of the nodes, which may have another version of vLLM.
+    """
 
     def __init__(
         self,
@@ -81,6 +88,7 @@ class Cluster:
         vllm_flags=(),
         router_flags=(),
         interval_ms=INTERVAL_MS,
+        python=sys.executable,
     ) -> None:
         heartbeat = ("--heartbeat-interval-ms", str(interval_ms))
         roles = ["prefill"] * prefills + ["decode"] * decodes
@@ -88,7 +96,7 @@ class Cluster:
         router_port, *ports = free_ports(1 + 2 * len(roles))
         pairs = zip(ports[::2], ports[1::2], strict=True)
         self.nodes = [
-            Node(role, pair, directory, model, (*heartbeat, *flags), vllm_flags)
+            Node(role, pair, directory, model, (*heartbeat, *flags), vllm_flags, python)
             for role, pair in zip(roles, pairs, strict=True)
         ]
         self.prefills, self.decodes = self.nodes[:prefills], self.nodes[prefills:]

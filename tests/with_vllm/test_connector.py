@@ -17,7 +17,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(model, tmp_path_factory):
-    with Pair(tmp_path_factory.mktemp("servers"), model, wait_s=3) as running:
+    with Pair(tmp_path_factory.mktemp("servers"), model, limit_s=3) as running:
         yield running
 
 
