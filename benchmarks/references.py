@@ -41,9 +41,13 @@ POOL = ("--num-gpu-blocks-override", "72", "--no-enable-prefix-caching")
 NUM_AT_ONCE, NUM_REUSING, NUM_VICTIMS = 5, 20, 8
 # How long prefill is stopped. The victims' answers take longer.
 HOLD_S, MAX_DELAY_S = 0.5, 0.1
-LIMIT_S = 6.0
 KINDS = ("unknown", "out_of_range", "consumed", "stale", "expired", "late_write")
-PAIRS = {"tandem": Pair, "nixl": NixlPair, "mooncake": MooncakePair}
+# With prefill's time limit in seconds. NixlConnector renews its leases in whole seconds, six times in one lease.
+PAIRS: Mapping[str, tuple[type[Pair], float]] = {
+    "tandem": (Pair, 1.0),
+    "nixl": (NixlPair, 6.0),
+    "mooncake": (MooncakePair, 6.0),
+}
 
 Prompt = tuple[int, ...]
 
@@ -184,7 +188,8 @@ def main() -> None:
         for name in args.only:
             directory = Path(scratch) / name
             directory.mkdir()
-            with PAIRS[name](directory, model, LIMIT_S, POOL) as pair:
+            make, limit_s = PAIRS[name]
+            with make(directory, model, limit_s, POOL) as pair:
                 for kind in args.kinds:
                     if kind == "out_of_range" and not pair.names_blocks:
                         print(f"{name:<10} {kind:<13} clients cannot name blocks")

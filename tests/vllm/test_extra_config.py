@@ -78,13 +78,6 @@ def test_links_of_every_engine_have_the_settings_of_the_node(role):
     assert found.heartbeat == node.heartbeat
 
 
-@pytest.mark.parametrize(("role", "granularity"), [("prefill", "layer"), ("decode", "chunk")])
-def test_decode_keeps_whole_forwards_in_cuda_graphs(role, granularity):
-    # For `layer` the connector asks vLLM for piecewise graphs.
-    node = NodeConfig(role=role, engine=EngineConfig(model_dir="/m"))
-    assert extra_config(node, "")["push_granularity"] == granularity
-
-
 def test_heartbeat_interval_out_of_range_is_refused():
     with pytest.raises(ConfigInvalid, match="heartbeat-interval-ms 1 is out of range"):
         read(heartbeat_interval_ms=1.0)

@@ -1,10 +1,11 @@
-"""Grants of vLLM's own scheduler while batches overlap, as on GPUs."""
+"""What vLLM does on GPUs: batches that overlap, with vLLM's own scheduler, and CUDA graphs."""
 
 import pytest
 import torch
 
 from tandem.engine.config import EngineConfig
 from tandem.node.config import NodeConfig
+from tandem.vllm.node.environment import extra_config
 from tests.with_vllm.models import tiny
 
 # vLLM's dependencies raise deprecation warnings on import.
@@ -69,3 +70,11 @@ def test_blocks_that_a_batch_in_flight_writes_are_not_granted(scheduler):
     finish(scheduler, running)
     [grant] = grants(scheduler.schedule())
     assert (grant.request_id, len(grant.page_ids)) == ("new", 6)
+
+
+@pytest.mark.parametrize(("role", "is_piecewise"), [("prefill", True), ("decode", False)])
+def test_decode_keeps_cuda_graphs_of_whole_steps(role, is_piecewise):
+    from tandem.vllm.connector import TandemConnector
+
+    node = NodeConfig(role=role, engine=EngineConfig(model_dir="/m"))
+    assert TandemConnector.requires_piecewise_for_cudagraph(extra_config(node, "")) is is_piecewise
