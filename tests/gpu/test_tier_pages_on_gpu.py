@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tandem.kvtransfer.region import DeviceRegion
-from tandem.node.ranks.pool import pool_pages
+from tandem.node.ranks.pool import Piece, pool_pages
 
 PAGE_BYTES, NUM_PAGES = 1 << 16, 9
 
@@ -13,7 +13,7 @@ PAGE_BYTES, NUM_PAGES = 1 << 16, 9
 def test_pages_go_to_pinned_memory_and_back_beside_a_stream_that_computes():
     memory = torch.arange(NUM_PAGES, device="cuda:0").repeat_interleave(PAGE_BYTES)
     memory = memory.to(torch.uint8)
-    pages = pool_pages(DeviceRegion(memory), PAGE_BYTES)
+    pages = pool_pages(DeviceRegion(memory), [Piece(0, PAGE_BYTES, PAGE_BYTES)])
     staged = pages.host_memory(3 * PAGE_BYTES)
     views = [staged[i * PAGE_BYTES : (i + 1) * PAGE_BYTES] for i in range(3)]
     # A queue of work on the stream of the forwards, which a copy must not wait for.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.kvtransfer.region import DeviceRegion, MemoryRegion
-from tandem.node.ranks.pool import bytes_of, make_region, pinned, pool_pages
+from tandem.node.ranks.pool import Piece, bytes_of, make_region, pinned, pool_pages
 from tests.node.test_flags import read
 
 PAGE_BYTES = 64
@@ -21,7 +21,7 @@ def region(request):
 
 
 def test_pages_are_read_in_the_requested_order(region):
-    pages = pool_pages(region, PAGE_BYTES)
+    pages = pool_pages(region, [Piece(0, PAGE_BYTES, PAGE_BYTES)])
     memory = pages.host_memory(3 * PAGE_BYTES)
     views = [memory[i * PAGE_BYTES : (i + 1) * PAGE_BYTES] for i in range(3)]
     pages.read([4, 0, 2], views)
@@ -29,7 +29,7 @@ def test_pages_are_read_in_the_requested_order(region):
 
 
 def test_pages_are_written_to_their_places_only(region):
-    pages = pool_pages(region, PAGE_BYTES)
+    pages = pool_pages(region, [Piece(0, PAGE_BYTES, PAGE_BYTES)])
     pages.write([3, 1], [memoryview(bytes([30] * PAGE_BYTES)), memoryview(bytearray(PAGE_BYTES))])
     expected = [0, 0, 2, 30, 4]
     assert region.array()[: 5 * PAGE_BYTES].reshape(5, -1)[:, 0].tolist() == expected
@@ -37,7 +37,7 @@ def test_pages_are_written_to_their_places_only(region):
 
 
 def test_page_of_wrong_length_is_not_written(region):
-    pages = pool_pages(region, PAGE_BYTES)
+    pages = pool_pages(region, [Piece(0, PAGE_BYTES, PAGE_BYTES)])
     with pytest.raises(ValueError, match="broadcast"):
         pages.write([1], [memoryview(bytes(PAGE_BYTES - 1))])
 

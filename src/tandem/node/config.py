@@ -347,11 +347,6 @@ def _check_transfer(config: NodeOptions) -> None:
 
 
 def _check_vllm(config: NodeOptions) -> None:
-    if config.tiers.specs:
-        raise ConfigInvalid(
-            "--kv-tier does not work with --engine vllm; remove it",
-            topic="docs/vllm.md",
-        )
     if config.engine.tp_size > 1 and not config.transfer.bootstrap_port:
         raise ConfigInvalid(
             "--bootstrap-port is 0 (any free port), but with --engine vllm each rank r uses the port plus r; set a port"

@@ -53,13 +53,14 @@ class Caches:
 
     Attributes:
         indexes: Position of each layer in memory order, by name; empty unless the blocks are alike.
+        pieces: The parts of every block, in memory order.
 
     Raises:
         ConfigInvalid: The layout is not supported; the message says what to do.
     """
 
     def __init__(self, memory: torch.Tensor, blocks: RankBlocks) -> None:
-        own = _without_overlays(blocks.pieces)
+        self.pieces = own = _without_overlays(blocks.pieces)
         names = [piece.layer for piece in own] if blocks.are_alike else []
         self.indexes = {name: index for index, name in enumerate(names)}
         empty = torch.tensor([], dtype=torch.uint8, device=memory.device)

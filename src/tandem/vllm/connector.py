@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import RequestStatus
 
 from tandem.engine.weight_files import weight_samples
 from tandem.kvtransfer.config import TransferConfig
@@ -48,20 +49,24 @@ from tandem.vllm.hand_offs import (
     source_of,
 )
 from tandem.vllm.kv_config import blocks_of, groups_of, layout_facts
+from tandem.vllm.tiers import PromptTiers
 from tandem.vllm.versions import check_interface, check_version
 from tandem.vllm.worker import (
     HandOffConfig,
     Rank,
+    Results,
     WorkerHalf,
     make_worker,
     read_hand_off_config,
 )
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import TokenLogprobs
+from tandem.wire.prefixes import scope_name
 
 # While vLLM only waits for transfers it steps in a busy loop, which would starve the transfer threads.
 IDLE_WAIT_S = 0.002
 
+_ENDS = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 _ROLES: Mapping[str, Literal["prefill", "decode"]] = {
     "kv_producer": "prefill",
     "kv_consumer": "decode",
@@ -95,6 +100,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         worker: This rank's `WorkerHalf`; None in the scheduler and before the blocks exist.
         keeps_all: Whether vLLM keeps every block of a request: no sliding windows, no recurrent state.
         moved_bytes: Bytes pushed or received by all ranks since the start; scheduler only.
+        tiers: Tiers below vLLM's cache, if the node has them. Scheduler and worker then share a process.
     """
 
     def __init__(
@@ -112,6 +118,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._is_prefill = self._config.role == "prefill"
         self.worker: WorkerHalf | None = None
+        self.tiers: PromptTiers | None = None
         self._is_idle = False
         self._prefill = PrefillHandOffs(groups, self._num_ranks)
         self._decode = DecodeHandOffs(groups)
@@ -139,9 +146,12 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self._is_prefill:
-            return (0 if self._prefill.may_compute(request.request_id) else None), False
+        if self._is_prefill and not self._prefill.may_compute(request.request_id):
+            return None, False
         source = _source_of(request)
+        if self._is_prefill or source is None:
+            num_external = self._num_in_tiers(request, num_computed_tokens)
+            return num_external, bool(num_external)
         num_missing = _num_external(request) - num_computed_tokens
         num_external = self._decode.num_external(request.request_id, source, num_missing)
         return num_external, num_external > 0
@@ -153,11 +163,14 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        source = _source_of(request)
+        source, page_ids = _source_of(request), blocks.get_block_ids()
         if self._is_prefill or source is None:
+            if self.tiers is not None and num_external_tokens:
+                self.tiers.place(request.request_id, page_ids[0])
             return
-        page_ids = blocks.get_block_ids()
         num_tokens = _num_external(request)
+        if self.tiers is not None:
+            self.tiers.skip(request.request_id, num_tokens)
         is_first = draws_first(request.kv_transfer_params)
         source = replace(source, prompt=_prompt_name(request, num_tokens + (not is_first)))
         self._decode.on_allocated(
@@ -199,12 +212,29 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        is_held = False
         if self._is_prefill:
-            return self._prefill.on_finished(
+            is_held = self._prefill.on_finished(
                 request.request_id, request.all_token_ids, block_ids
-            ), None
-        self._decode.on_finished(request.request_id)
-        return False, None
+            )
+        else:
+            self._decode.on_finished(request.request_id)
+        if self.tiers is not None and _has_token_ids(request):
+            # Of a request that ran to its end, all tokens but the last are computed.
+            is_over = request.status in _ENDS
+            computed = request.all_token_ids[:-1] if is_over else ()
+            is_held = self.tiers.finish(
+                *(request.request_id, computed, _scope(request), block_ids[0]), is_held=is_held
+            )
+        return is_held, None
+
+    def _num_in_tiers(self, request: Any, num_computed_tokens: int) -> int | None:
+        """Return how many tokens after the cached ones come from a tier; None: not known yet."""
+        if self.tiers is None or not _has_token_ids(request):
+            return 0
+        return self.tiers.num_external(
+            request.request_id, request.all_token_ids, _scope(request), num_computed_tokens
+        )
 
     def add_first_logprobs(self, request_id: str, logprobs: TokenLogprobs) -> None:
         """Send these log-probabilities to decode with the first token. Call after the step that finished the prompt."""
@@ -259,6 +289,11 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         assert self.worker is not None
         wait_s = IDLE_WAIT_S if self._is_idle else 0.0
         results = self.worker.results(finished_req_ids, wait_s=wait_s)
+        if self.tiers is not None:
+            more = self.tiers.results(results.sent)
+            results = Results(
+                more.sent, results.received | more.received, results.failed | more.failed
+            )
         return KVConnectorTransferResults(results.sent, results.received, results.failed)
 
     @override
@@ -288,6 +323,17 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 def _source_of(request: Any) -> PromptSource | None:
     """Return where a decode request's prompt comes from; None: decode computes it, as every prompt of embeddings."""
     return source_of(request.kv_transfer_params) if request.prompt_embeds is None else None
+
+
+def _has_token_ids(request: Any) -> bool:
+    """Whether the KV of a request depends on token ids, salt and adapter only."""
+    return request.prompt_embeds is None and not request.mm_features
+
+
+def _scope(request: Any) -> str:
+    """Return what the KV of a request depends on besides its tokens."""
+    adapter = request.lora_request.lora_name if request.lora_request else ""
+    return scope_name(request.cache_salt or "", adapter)
 
 
 def _num_external(request: Any) -> int:

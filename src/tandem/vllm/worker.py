@@ -118,10 +118,12 @@ class WorkerHalf(ABC):
     """One rank's agent, as the connector uses it. Only the worker's thread calls it.
 
     Attributes:
+        caches: The rank's blocks.
         waker: Set when `results` has something to return.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, caches: Caches) -> None:
+        self.caches = caches
         self.waker = Waker()
         self._reports = WorkerReports()
 
@@ -171,8 +173,7 @@ class PrefillWorker(WorkerHalf):
     def __init__(
         self, config: HandOffConfig, caches: Caches, rank: Rank, queue: DeviceQueue | None = None
     ) -> None:
-        super().__init__()
-        self._caches = caches
+        super().__init__(caches)
         self._pushes_layers = config.push_granularity == "layer" and bool(caches.indexes)
         self._queue = queue
         first = config.bootstrap_port and config.bootstrap_port + rank.first_port
@@ -251,7 +252,7 @@ class PrefillWorker(WorkerHalf):
     @override
     def on_layer_written(self, layer_name: str) -> None:
         # Layers that are computed out of memory order are pushed after the forward.
-        if self._orders.pushes and self._caches.indexes.get(layer_name) == self._num_written:
+        if self._orders.pushes and self.caches.indexes.get(layer_name) == self._num_written:
             self._when_computed(partial(self._on_layer_written, self._num_written))
             self._num_written += 1
 
@@ -292,7 +293,7 @@ class PrefillWorker(WorkerHalf):
         if self._queue is not None:
             self._queue.close()
         self.agent.close()
-        self._caches.region.close()
+        self.caches.region.close()
 
 
 class DecodeWorker(WorkerHalf):
@@ -303,8 +304,7 @@ class DecodeWorker(WorkerHalf):
     """
 
     def __init__(self, config: HandOffConfig, caches: Caches, rank: Rank) -> None:
-        super().__init__()
-        self._region = caches.region
+        super().__init__(caches)
         self.agent = DecodeAgent(
             epoch=new_epoch(),
             fingerprint=config.fingerprint,
@@ -381,7 +381,7 @@ class DecodeWorker(WorkerHalf):
     @override
     def close(self) -> None:
         self.agent.close()
-        self._region.close()
+        self.caches.region.close()
 
 
 def make_worker(

@@ -6,9 +6,9 @@ engine tracks the owners of pages (`tandem.engine.pages.kv_cache`).
 
 import mmap
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -101,39 +101,71 @@ def _device_region(size_bytes: int, device: str) -> MemoryRegion:
 # ── for tiers ────────────────────────────────────────────────────────────────────────────────────
 
 
-def pool_pages(region: MemoryRegion, page_bytes: int) -> PoolPages:
+class Piece(NamedTuple):
+    """A part of every page: the first byte of page 0's, the distance to the next page's, and its size."""
+
+    base: int
+    stride: int
+    num_bytes: int
+
+
+def pool_pages(region: MemoryRegion, pieces: Sequence[Piece]) -> PoolPages:
     """Return the pool's pages in a region, which worker threads of tiers copy while the engine's loop runs.
 
-    A page is contiguous, so each copy is a single memory copy.
+    Args:
+        pieces: The parts of a page, in the order of its bytes. Each is copied with one memory copy.
     """
     if isinstance(region, DeviceRegion):
-        return _DevicePages(region, page_bytes)
-    return _HostPages(region, page_bytes)
+        return _DevicePages(region, pieces)
+    return _HostPages(region, pieces)
+
+
+def _places(pieces: Sequence[Piece]) -> Iterator[slice]:
+    """Yield the place of each piece in the bytes of a page."""
+    end = 0
+    for piece in pieces:
+        yield slice(end, end + piece.num_bytes)
+        end += piece.num_bytes
 
 
 class _HostPages:
     """Pages in CPU memory."""
 
-    def __init__(self, region: MemoryRegion, page_bytes: int) -> None:
-        self.page_bytes = page_bytes
-        num_pages = region.size_bytes // page_bytes
-        self._pages = region.array()[: num_pages * page_bytes].reshape(num_pages, page_bytes)
+    def __init__(self, region: MemoryRegion, pieces: Sequence[Piece]) -> None:
+        self.page_bytes = sum(piece.num_bytes for piece in pieces)
+        memory = region.array()
+        # By piece: its place in a page, and shape (num_pages, num_bytes).
+        self._pieces = [
+            (place, _rows(memory, piece))
+            for place, piece in zip(_places(pieces), pieces, strict=True)
+        ]
 
     # NumPy releases the GIL during a copy, so that forwards continue; copies between memoryviews would hold it.
 
     def read(self, page_ids: Sequence[int], into: Sequence[memoryview]) -> None:
         """Copy pages out of the pool."""
         for page, view in zip(page_ids, into, strict=True):
-            np.copyto(np.frombuffer(view, np.uint8), self._pages[page])
+            whole = np.frombuffer(view, np.uint8)
+            for place, rows in self._pieces:
+                np.copyto(whole[place], rows[page])
 
     def write(self, page_ids: Sequence[int], pages: Sequence[memoryview]) -> None:
         """Copy pages into the pool."""
         for page, view in zip(page_ids, pages, strict=True):
-            np.copyto(self._pages[page], np.frombuffer(view, np.uint8))
+            whole = np.frombuffer(view, np.uint8)
+            for place, rows in self._pieces:
+                np.copyto(rows[page], whole[place])
 
     def host_memory(self, num_bytes: int) -> memoryview:
         """Return host memory for copies of pages."""
         return np.empty(num_bytes, np.uint8).data
+
+
+def _rows(memory: np.ndarray, piece: Piece) -> np.ndarray:
+    num_pages = (memory.size - piece.base - piece.num_bytes) // piece.stride + 1
+    return np.lib.stride_tricks.as_strided(
+        memory[piece.base :], (num_pages, piece.num_bytes), (piece.stride, 1)
+    )
 
 
 class _DevicePages:
@@ -143,13 +175,27 @@ class _DevicePages:
     collected, and a forward uses a page only after `write` has returned.
     """
 
-    def __init__(self, region: DeviceRegion, page_bytes: int) -> None:
+    def __init__(self, region: DeviceRegion, pieces: Sequence[Piece]) -> None:
         import torch
 
-        assert isinstance(region.tensor, torch.Tensor)
-        self.page_bytes = page_bytes
-        num_pages = region.size_bytes // page_bytes
-        self._pages = region.tensor[: num_pages * page_bytes].view(num_pages, page_bytes)
+        memory = region.tensor
+        assert isinstance(memory, torch.Tensor)
+        self.page_bytes = sum(piece.num_bytes for piece in pieces)
+        # By piece: its place in a page, and shape (num_pages, num_bytes).
+        self._pieces = [
+            (
+                place,
+                memory.as_strided(
+                    (
+                        (memory.numel() - piece.base - piece.num_bytes) // piece.stride + 1,
+                        piece.num_bytes,
+                    ),
+                    (piece.stride, 1),
+                    piece.base,
+                ),
+            )
+            for place, piece in zip(_places(pieces), pieces, strict=True)
+        ]
         self._stream = torch.cuda.Stream(region.device)  # type: ignore[no-untyped-call]
 
     def read(self, page_ids: Sequence[int], into: Sequence[memoryview]) -> None:
@@ -158,7 +204,9 @@ class _DevicePages:
 
         with torch.cuda.stream(self._stream):
             for page, view in zip(page_ids, into, strict=True):
-                _as_tensor(view).copy_(self._pages[page], non_blocking=True)
+                whole = _as_tensor(view)
+                for place, rows in self._pieces:
+                    whole[place].copy_(rows[page], non_blocking=True)
         self._stream.synchronize()
 
     def write(self, page_ids: Sequence[int], pages: Sequence[memoryview]) -> None:
@@ -169,7 +217,8 @@ class _DevicePages:
         sources = [_as_tensor(view) for view in pages]
         with torch.cuda.stream(self._stream):
             for page, source in zip(page_ids, sources, strict=True):
-                self._pages[page].copy_(source, non_blocking=True)
+                for place, rows in self._pieces:
+                    rows[page].copy_(source[place], non_blocking=True)
         self._stream.synchronize()
 
     def host_memory(self, num_bytes: int) -> memoryview:

@@ -18,14 +18,15 @@ from tandem.engine.shape import ModelShape
 from tandem.kvtier.guard import TierCost
 from tandem.kvtier.spec import make_tier, parse_tiers
 from tandem.kvtier.stack import Fetched, Placed, Saved, TierEvent, TierStack
+from tandem.kvtier.tier import PoolPages
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.node.config import NodeConfig
-from tandem.node.ranks.pool import pool_pages
+from tandem.node.config import NodeConfig, TierConfig
+from tandem.node.ranks.pool import Piece, pool_pages
 from tandem.node.ranks.ranks import RankProcess
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import Waker
 from tandem.wire.messages import TierLoad
-from tandem.wire.prefixes import PageKey, PrefixJournal, shard_key
+from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal, shard_key
 
 log = get_logger(__name__)
 
@@ -46,23 +47,31 @@ def open_tiers(
 
     Raise `ConfigInvalid` if a tier cannot be opened.
     """
-    engine, tiers = config.engine, config.tiers
-    if not tiers.specs:
+    engine = config.engine
+    if not config.tiers.specs:
         return None
     assert region is not None, "a node with tiers has allocated its pool's memory itself"
-    pages = pool_pages(region, shape.kv_bytes_per_token * engine.page_size)
+    page_bytes = shape.kv_bytes_per_token * engine.page_size
+    pages = pool_pages(region, [Piece(0, page_bytes, page_bytes)])
     space = shape.page_space(engine.page_size, engine.tp_rank, engine.tp_size)
+    return open_stack(config.tiers, pages, space, report)
+
+
+def open_stack(
+    config: TierConfig, pages: PoolPages, space: PageSpace, report: Callable[[TierEvent], None]
+) -> TierStack:
+    """Open the tiers of one rank's pool. Raise `ConfigInvalid` if one cannot be opened."""
     opened = []
-    for spec in parse_tiers(tiers.specs):
+    for spec in parse_tiers(config.specs):
         opened.append(make_tier(spec, pages, space))
         log.info("kv_tier.opened", tier=spec.name, spec=spec.text)
     return TierStack(
         opened,
         pages,
         report,
-        timeout_s=SEARCH_SHARE * tiers.timeout_s,
-        max_staged_bytes=tiers.staging_bytes // engine.tp_size,
-        page_size=engine.page_size,
+        timeout_s=SEARCH_SHARE * config.timeout_s,
+        max_staged_bytes=config.staging_bytes // space.num_shards,
+        page_size=space.page_size,
     )
 
 

@@ -50,7 +50,7 @@ class VllmProcess:
         key = cluster_key(config.host, is_insecure=config.is_insecure)
         address = tcp_address(config.host, config.engine_port)
         inbox: Inbox[ToEngine] = Inbox(address, ToEngine, key, config.heartbeat)
-        answers = Answers(inbox, epoch, generator.journal)
+        answers = Answers(inbox, epoch, generator.journal, generator.tier_journals)
         role = VllmRole(
             config.role,
             generator,

@@ -4,7 +4,8 @@ import argparse
 import multiprocessing
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
@@ -30,6 +31,8 @@ from tandem.kvtransfer.agents.receiver import DecodeAgent
 from tandem.kvtransfer.agents.sender import PrefillAgent
 from tandem.kvtransfer.events import ReceiverTimes, SenderTimes
 from tandem.node.config import NodeConfig
+from tandem.node.ranks.pool import Piece, pool_pages
+from tandem.node.tiers.tiers import open_stack
 from tandem.vllm.connector import IDLE_WAIT_S, TandemConnector, fingerprint
 from tandem.vllm.hand_offs import WorkerReports
 from tandem.vllm.node.adapters import add_argument, digest_of, read_adapters
@@ -38,10 +41,12 @@ from tandem.vllm.node.environment import extra_config
 from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
 from tandem.vllm.node.prefixes import CachedBlocks
 from tandem.vllm.node.requests import output_of, sampling_params
+from tandem.vllm.tiers import PromptTiers
 from tandem.vllm.worker import DecodeWorker, PrefillWorker
 from tandem.wire.errors import ConfigInvalid, InvalidRequest, TandemError
 from tandem.wire.generation import Finish, GenerateRequest
 from tandem.wire.messages import ModelInfo
+from tandem.wire.prefixes import PageSpace, PrefixJournal
 
 
 class CacheEvents:
@@ -107,6 +112,41 @@ class VllmGenerator:
         self._publisher = CacheEvents(cached, self._scheduler.kv_event_publisher)
         self._scheduler.kv_event_publisher = self._publisher
         self._load_adapters()
+        self._tiers = self._open_tiers()
+
+    def _open_tiers(self) -> PromptTiers | None:
+        """Open the tiers of `--kv-tier`, if there are any."""
+        if not self._config.tiers.specs:
+            return None
+        connector, worker = self._connector, _local_worker()
+        if connector is None or worker is None:
+            raise ConfigInvalid(
+                "--kv-tier with --engine vllm needs a prefill or decode node with one rank; remove it, or set --tp 1",
+                topic="docs/vllm.md",
+            )
+        if not (connector.keeps_all and worker.caches.indexes):
+            raise ConfigInvalid(
+                "--kv-tier: this model's layers keep different blocks, which tiers cannot store; remove it",
+                topic="docs/vllm.md",
+            )
+        space = PageSpace(
+            self.model.fingerprint, "bytes", self._vllm_config.cache_config.block_size
+        )
+        pieces = [Piece(each.base, each.stride, each.num_bytes) for each in worker.caches.pieces]
+        pages = pool_pages(worker.caches.region, pieces)
+        tiers = PromptTiers(
+            partial(open_stack, self._config.tiers, pages, space),
+            space,
+            self._config.tiers.min_tokens,
+            worker.waker,
+        )
+        connector.tiers = get_kv_transfer_group().tiers = tiers
+        return tiers
+
+    @property
+    def tier_journals(self) -> Mapping[str, PrefixJournal]:
+        """Changes of the prefixes in each tier, by its name."""
+        return {} if self._tiers is None else self._tiers.stack.journals()
 
     @property
     def bootstrap_port(self) -> int:
@@ -266,6 +306,7 @@ class VllmGenerator:
             page_size=self._vllm_config.cache_config.block_size,
             moved_bytes=0 if self._connector is None else self._connector.moved_bytes,
             ending_s=0.0 if agent is None else agent.statistics().ending_s,
+            tiers=[] if self._tiers is None else self._tiers.stack.loads(),
         )
 
     def flush_cache(self) -> None:
@@ -278,17 +319,24 @@ class VllmGenerator:
 
     def close(self) -> None:
         """Stop vLLM's workers and close all links."""
+        if self._tiers is not None:
+            self._tiers.close()
         self._core.shutdown()
         # If a worker has died, vLLM waits for the others in a thread, which ends with this process.
         for worker in multiprocessing.active_children():
             worker.kill()
 
 
-def _local_agent() -> PrefillAgent | DecodeAgent | None:
-    """Return the agent of the rank in this process; None if vLLM runs its ranks in other processes."""
+def _local_worker() -> PrefillWorker | DecodeWorker | None:
+    """Return the worker of the rank in this process; None if vLLM runs its ranks in other processes."""
     connector = get_kv_transfer_group() if has_kv_transfer_group() else None
     worker = getattr(connector, "worker", None)
-    return worker.agent if isinstance(worker, PrefillWorker | DecodeWorker) else None
+    return worker if isinstance(worker, PrefillWorker | DecodeWorker) else None
+
+
+def _local_agent() -> PrefillAgent | DecodeAgent | None:
+    worker = _local_worker()
+    return None if worker is None else worker.agent
 
 
 def _arguments(config: NodeConfig) -> argparse.Namespace:

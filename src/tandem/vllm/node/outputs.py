@@ -6,7 +6,7 @@ from typing import Protocol
 
 from tandem.vllm.hand_offs import WorkerReports
 from tandem.wire.generation import Finish, GenerateRequest, TokenLogprobs
-from tandem.wire.messages import ModelInfo
+from tandem.wire.messages import ModelInfo, TierLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class EngineCounts:
     page_size: int = 0
     moved_bytes: int = 0
     ending_s: float = 0.0
+    tiers: Sequence[TierLoad] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def output_of(output: EngineCoreOutput) -> StepOutput:
         output.request_id,
         output.new_token_ids,
         [] if rows is None else _logprobs(rows.logprob_token_ids, rows.logprobs),
-        0 if stats is None else stats.num_local_cached_tokens,
+        0 if stats is None else stats.num_cached_tokens,
         finish,
         error,
         [] if prompt is None else _logprobs(prompt.logprob_token_ids, prompt.logprobs),

@@ -219,6 +219,7 @@ class VllmRole:
             max_running=self._max_running,
             queued_tokens=sum(len(half.request.prompt_ids) for half in waiting),
             ending_s=counts.ending_s,
+            tiers=list(counts.tiers),
         )
 
     def flush_cache(self) -> None:
