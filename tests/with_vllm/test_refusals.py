@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.engine.config import EngineConfig
-from tandem.node.config import NodeConfig
+from tandem.node.config import NodeConfig, TierConfig
 from tandem.wire.errors import ConfigInvalid, InvalidRequest
 from tandem.wire.generation import GenerateRequest, Grammar, RequestId, SamplingParams
 from tests.with_vllm.models import tiny
@@ -33,6 +33,25 @@ def test_sampling_outside_vllm_limits_fails_the_request_not_the_node(sampling):
     generator._inputs, generator._tasks = SimpleNamespace(process_inputs=None), ()
     with pytest.raises(InvalidRequest, match=r"rejects the request: .*(must be in|Expecting)"):
         generator.check(request, None)
+
+
+@pytest.mark.parametrize(
+    ("role", "words"),
+    [
+        ("colocated", []),
+        ("decode", ["--pipeline-parallel-size", "2"]),
+        ("prefill", ["--tensor-parallel-size", "2"]),
+    ],
+)
+def test_tiers_need_a_prefill_or_decode_node_with_one_rank(tmp_path, role, words):
+    from tandem.vllm.node.generator import _arguments, _vllm_config
+
+    engine = EngineConfig(model_dir=str(tiny("experts", tmp_path)))
+    words = ["--skip-tokenizer-init", "--max-model-len", "512", *words]
+    tiers = TierConfig(specs=("host:1MiB",))
+    config = NodeConfig(role=role, engine=engine, vllm_args=words, tiers=tiers)
+    with pytest.raises(ConfigInvalid, match=r"--kv-tier .* one rank"):
+        _vllm_config(config, _arguments(config), "")
 
 
 @pytest.mark.parametrize(

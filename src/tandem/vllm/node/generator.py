@@ -119,15 +119,12 @@ class VllmGenerator:
         if not self._config.tiers.specs:
             return None
         connector, worker = self._connector, _local_worker()
-        if connector is None or worker is None:
-            raise ConfigInvalid(
-                "--kv-tier with --engine vllm needs a prefill or decode node with one rank; remove it, or set --tp 1",
-                topic="docs/vllm.md",
-            )
+        assert connector is not None
+        assert worker is not None
         if not (connector.keeps_all and worker.caches.indexes):
             raise ConfigInvalid(
                 "--kv-tier: this model's layers keep different blocks, which tiers cannot store; remove it",
-                topic="docs/vllm.md",
+                topic="docs/tiers.md#with-vllm",
             )
         space = PageSpace(
             self.model.fingerprint, "bytes", self._vllm_config.cache_config.block_size
@@ -379,6 +376,11 @@ def _vllm_config(config: NodeConfig, args: argparse.Namespace, adapters: str) ->
         raise ConfigInvalid(
             "--nnodes, --distributed-executor-backend ray: the workers of a node run on one host; remove these flags",
             topic="docs/vllm.md",
+        )
+    if config.tiers.specs and (config.role == "colocated" or parallel.world_size > 1):
+        raise ConfigInvalid(
+            "--kv-tier with --engine vllm needs a prefill or decode node with one rank; remove it, or the other flags",
+            topic="docs/tiers.md#with-vllm",
         )
     return vllm_config
 
