@@ -60,6 +60,21 @@ def test_layers_that_differ_are_counted_each_by_its_own_size():
     assert UNEVEN.planes.begin.tolist()[2:] == [12 * 16, 20 * 16, UNEVEN.page_bytes]
 
 
+def test_heads_of_layers_that_differ_divide_each_of_them():
+    layout = replace(UNEVEN, num_kv_heads=3)
+    assert layout.page_bytes == 3 * UNEVEN.page_bytes
+    assert layout.planes.num_heads.tolist() == [3, 0, 6, 6]
+    assert layout.holds_same_heads(UNEVEN)
+    assert not layout.has_same_pages(UNEVEN)
+
+
+@pytest.mark.parametrize("field", ["num_pages", "num_kv_heads", "head_dim"])
+def test_pool_larger_than_an_address_space_is_refused(field):
+    alike = replace(LAYOUT, strips=(Strip(0, 1 << 40, 6),))
+    with pytest.raises(ValueError, match="more than a process can address"):
+        replace(alike, **{field: 1 << 62})
+
+
 def test_layers_that_are_alike_need_no_list_of_them():
     assert not KVLayout.of_layers(10, 4, (LayerKV(2, 8, 8),) * 3, "float32", 4).layers
 
@@ -69,7 +84,6 @@ def test_layers_that_are_alike_need_no_list_of_them():
     [
         {"num_layers": 3},
         {"head_dim": 25},
-        {"num_kv_heads": 2},
         {"layers": (LayerKV(-1, 1, 1),) * 2},
         {"layers": (LayerKV(0, 1 << 80, 0), UNEVEN.layers[1]), "head_dim": 14},
     ],

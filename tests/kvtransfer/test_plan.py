@@ -77,8 +77,8 @@ def test_plan_equals_copying_element_by_element(problem):
 UNEVEN = (LayerKV(1, 9, 0), LayerKV(2, 4, 4), LayerKV(0, 0, 0), LayerKV(4, 2, 2), LayerKV(2, 5, 3))
 
 
-def elements(side: PagedTokens, token: int, layers: range) -> list[int]:
-    """Return where the elements of one token lie in a pool of `UNEVEN` layers, in their order."""
+def elements(side: PagedTokens, token: int, layers: range, heads: range) -> list[int]:
+    """Return where the elements of one token and heads lie in a pool of `UNEVEN` layers, in their order."""
     page, slot = divmod(token - side.first_token, side.layout.page_size)
     strips = side.layout.strips or (Strip(0, side.layout.page_bytes, 2 * len(UNEVEN)),)
     begins = [strip for strip in strips for _ in range(strip.num_planes)]
@@ -88,17 +88,18 @@ def elements(side: PagedTokens, token: int, layers: range) -> list[int]:
             if begins[plane] is not strip:
                 strip = begins[plane]
                 at = (strip.base + side.page_ids[page] * strip.stride) // 2
-            for _ in range(layer.num_kv_heads):
-                if index in layers:
+            for each in range(side.layout.num_kv_heads * layer.num_kv_heads):
+                if index in layers and each // layer.num_kv_heads in heads:
                     found += range(at + slot * dim, at + (slot + 1) * dim)
                 at += side.layout.page_size * dim
     return found
 
 
 @st.composite
-def uneven(draw, page_size):
-    """Return a pool of `UNEVEN` layers, in one piece or in strips with gaps."""
-    packed = KVLayout.of_layers(12, page_size, UNEVEN, "int16", 2)
+def uneven(draw, shape):
+    """Return a pool of `UNEVEN` layers with the heads and pages of `shape`, in one piece or in strips with gaps."""
+    packed = KVLayout.of_layers(12, shape.page_size, UNEVEN, "int16", 2)
+    packed = replace(packed, num_kv_heads=shape.num_kv_heads)
     filled = np.flatnonzero(np.diff(packed.planes.begin)).tolist()
     cuts = sorted(draw(st.sets(st.sampled_from(filled[1:]))))
     strips, end = [], 0
@@ -117,15 +118,19 @@ def layers_hold(layers: range) -> bool:
 
 @given(problems(), st.integers(0, 5), st.integers(0, 5), st.data())
 def test_plan_of_differing_layers_and_strips_equals_copying_by_element(problem, one, other, data):
-    sides = [side._replace(layout=data.draw(uneven(side.layout.page_size))) for side in problem[:2]]
-    tokens, layers = problem[2], range(min(one, other), max(one, other))
+    sides = [side._replace(layout=data.draw(uneven(side.layout))) for side in problem[:2]]
+    tokens, layers, heads = problem[2], range(min(one, other), max(one, other)), problem[3]
+    firsts = heads.source_first, heads.destination_first
     size = max(side.layout.pool_bytes for side in sides) // 2
     src, dst = np.arange(size, dtype=np.int16), np.full(size, -1, np.int16)
     expected = dst.copy()
     for token in tokens:
-        from_, to = (elements(side, token, layers) for side in sides)
+        from_, to = (
+            elements(side, token, layers, range(first, first + heads.num_heads))
+            for side, first in zip(sides, firsts, strict=True)
+        )
         expected[to] = src[from_]
-    plan = plan_copies(*sides, tokens, layers=layers)
+    plan = plan_copies(*sides, tokens, heads, layers)
     assert (plan.size_bytes > 0).all()
     np.testing.assert_array_equal(execute(plan, src, dst), expected)
     pages = sides[1].layout.places.pages(plan.destination_offset, plan.size_bytes)
@@ -137,9 +142,8 @@ def test_plan_of_differing_layers_and_strips_equals_copying_by_element(problem, 
 def test_plans_of_a_few_layers_make_the_same_copies(problem, is_uneven, max_copies, data):
     source, destination, tokens, heads = problem
     if is_uneven:
-        heads = None
         source, destination = (
-            side._replace(layout=data.draw(uneven(side.layout.page_size))) for side in problem[:2]
+            side._replace(layout=data.draw(uneven(side.layout))) for side in problem[:2]
         )
     route = CopyRoute(source, destination, tokens, heads)
     end = data.draw(st.integers(0, source.layout.num_layers))

@@ -109,16 +109,14 @@ class KVLayout(LayoutInfo, frozen=True):
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if self.layers:
             self._check_layers()
+        if (num_bytes := self.num_pages * self.page_bytes) > MAX_POOL_BYTES:
+            raise ValueError(f"the pool has {num_bytes} bytes, more than a process can address")
         if self.strips:
             self._check_strips()
-        if self.pool_bytes > MAX_POOL_BYTES:
-            raise ValueError(
-                f"the pool has {self.pool_bytes} bytes, more than a process can address"
-            )
 
     def _check_layers(self) -> None:
         """Raise ValueError unless number and size of the layers match the totals."""
-        if len(self.layers) != self.num_layers or self.num_kv_heads != 1:
+        if len(self.layers) != self.num_layers:
             raise ValueError(f"{len(self.layers)} layers are described, {self.num_layers} reported")
         if any(min(each.num_kv_heads, each.key_dim, each.value_dim) < 0 for each in self.layers):
             raise ValueError("a layer has a negative size")
@@ -153,8 +151,8 @@ class KVLayout(LayoutInfo, frozen=True):
     @property
     def page_bytes(self) -> int:
         """Bytes of one page: K and V of all layers."""
-        factor = 1 if self.layers else 2 * self.num_layers * self.num_kv_heads
-        return factor * self.page_size * self.head_dim * self.itemsize
+        num_rows = self.num_kv_heads * (1 if self.layers else 2 * self.num_layers)
+        return num_rows * self.page_size * self.head_dim * self.itemsize
 
     @property
     def pool_bytes(self) -> int:
@@ -198,18 +196,17 @@ class KVLayout(LayoutInfo, frozen=True):
 
     @override
     def __str__(self) -> str:
-        heads = (
-            f"{self.head_dim} elements a token"
-            if self.layers
-            else f"{self.num_kv_heads} KV heads x {self.head_dim}"
-        )
+        heads = f"{self.num_kv_heads} KV heads x {self.head_dim}"
+        if self.layers:
+            heads = f"{self.num_kv_heads * self.head_dim} elements a token"
         return f"{self.num_layers} layers x {heads} {self.dtype}, {self.page_size} tokens a page"
 
 
 @lru_cache(maxsize=64)
 def _planes(layout: KVLayout) -> Planes:
     layers = _layers(layout)
-    heads = [each.num_kv_heads if dim else 0 for each in layers for dim in _dims(each)]
+    own = layout.num_kv_heads
+    heads = [own * each.num_kv_heads if dim else 0 for each in layers for dim in _dims(each)]
     token_bytes = np.array([dim * layout.itemsize for each in layers for dim in _dims(each)])
     begin = _begins(layout)
     strips = layout.strips or (Strip(0, layout.page_bytes, len(heads)),)
@@ -233,16 +230,16 @@ def _layer_step(base: Int64s, *alike: Int64s) -> int | None:
 
 
 def _begins(layout: KVLayout) -> Int64s:
+    head_bytes = layout.num_kv_heads * layout.itemsize * layout.page_size
     sizes = [
-        each.num_kv_heads * dim * layout.itemsize * layout.page_size
-        for each in _layers(layout)
-        for dim in _dims(each)
+        each.num_kv_heads * dim * head_bytes for each in _layers(layout) for dim in _dims(each)
     ]
     return np.cumsum([0, *sizes], dtype=np.int64)
 
 
 def _layers(layout: KVLayout) -> Sequence[LayerKV]:
-    alike = LayerKV(layout.num_kv_heads, layout.head_dim, layout.head_dim)
+    """Return the shape of one of the layout's heads in each layer."""
+    alike = LayerKV(1, layout.head_dim, layout.head_dim)
     return layout.layers or (alike,) * layout.num_layers
 
 

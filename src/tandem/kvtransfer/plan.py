@@ -289,8 +289,7 @@ def _slices(
     is_joined = source.page_size == destination.page_size and bool(
         (runs.num_tokens == source.page_size).all()
     )
-    # Layers that differ have their own numbers of heads, and are never sharded.
-    num_heads = None if source.layers else heads.num_heads
+    num_heads = heads.num_heads
     from_, sizes = _rows(source, layers, heads.source_first, num_heads, is_joined=is_joined)
     to, _ = _rows(destination, layers, heads.destination_first, num_heads, is_joined=is_joined)
     token_bytes = source.planes.token_bytes[from_.plane]
@@ -331,20 +330,22 @@ class _Rows(NamedTuple):
 
 
 def _rows(
-    layout: KVLayout, layers: range, first_head: int, num_heads: int | None, *, is_joined: bool
+    layout: KVLayout, layers: range, first_head: int, num_heads: int, *, is_joined: bool
 ) -> tuple[_Rows, Int64s]:
     """Return where the heads of some layers begin in page 0, and their bytes per token.
 
     Args:
-        num_heads: Number of heads in each plane, from `first_head` on; None means all.
+        num_heads: Number of the layout's heads, from `first_head` on. A plane may divide each of them further.
         is_joined: Whether the heads of a plane form one row.
     """
     planes = layout.planes
     chosen = np.arange(layers.start * 2, layers.stop * 2)
-    heads = planes.num_heads[chosen] if num_heads is None else np.full(len(chosen), num_heads)
+    share = planes.num_heads[chosen] // layout.num_kv_heads
+    heads = share * num_heads
     num_rows = np.minimum(1, heads) if is_joined else heads
     plane = np.repeat(chosen, num_rows)
-    head = first_head + np.arange(len(plane)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
+    head = np.arange(len(plane)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
+    head += np.repeat(share * first_head, num_rows)
     token_bytes = planes.token_bytes[plane]
     begin = planes.base[plane] + head * layout.page_size * token_bytes
     heads_per_row = np.repeat(heads, num_rows) if is_joined else np.ones(len(plane), np.int64)

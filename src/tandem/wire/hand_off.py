@@ -37,7 +37,7 @@ MAX_LAYERS = 4096
 
 
 class LayerKV(msgspec.Struct, frozen=True):
-    """Shape of one layer's KV for one token.
+    """Shape of one layer's KV for one token, in each of the layout's heads.
 
     Attributes:
         num_kv_heads: KV heads; 0 if the layer reads the KV of a different layer.
@@ -69,11 +69,11 @@ class LayoutInfo(msgspec.Struct, frozen=True):
 
     Attributes:
         page_size: Tokens per page.
-        num_kv_heads: KV heads per rank.
+        num_kv_heads: KV heads per rank, or parts that ranks divide if `layers` is set.
         dtype: Name of the element type; compared, not interpreted.
         itemsize: Bytes per element.
-        layers: Shape of each layer, if layers differ or K and V do. `num_kv_heads` is then 1 and `head_dim`
-            the number of elements per token. Empty: all layers are alike.
+        layers: Shape of each layer, if layers differ or K and V do. `head_dim` is then the number of elements
+            per token and head in all layers. Empty: all layers are alike.
         strips: Strips that hold the planes of a page, in plane order; memory has the same order. Empty: pages are
             consecutive, each with all of its planes.
     """
