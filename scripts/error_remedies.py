@@ -41,7 +41,7 @@ REMEDIES = {
     "[transport](../transports.md).",
     "kv_corrupted": "The router computes the request again. If `tandem_corrupted_total` keeps rising, test the link and the memory of "
     "both hosts: [checksums](../architecture.md#how-bytes-are-checked).",
-    "layout_mismatch": "Start both nodes with the same model files, `--dtype` and `--kv-cache-dtype`. `--tp` and `--page-size` may differ. "
+    "layout_mismatch": "Start both nodes with the same model files, `--dtype` and `--kv-cache-dtype`. `--tp` and `--page-size` may differ, except [with some models of vLLM](../vllm.md#unequal-tensor-parallel-sizes). "
     "`GET /server_info` of a node shows its `fingerprint`.",
     "protocol_mismatch": "Run the same release on both nodes; see [versions](../protocol.md#versions).",
     "engine_failed": "Read the traceback in the node's log. The node continues to serve. If a request always fails, report a bug.",

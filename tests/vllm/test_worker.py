@@ -138,7 +138,7 @@ def test_failure_of_the_device_ends_the_worker():
 
 def test_pipeline_stage_connects_to_the_port_of_the_same_stage():
     with kept_port() as port:
-        first_port = port - Rank(0, 1, stage=2).first_port
+        first_port = port - Rank(0, 1, stage=2).ports.start
         assert first_port == port - 2
         with contextlib.closing(Pair(Rank(0, 1, stage=2), first_port)) as pair:
             pair.decode.follow(WorkerOrders(grants=[pair.grant("a", [5])]))

@@ -76,6 +76,7 @@ class Cluster:
 
     Args:
         python: Interpreter of the nodes, which may have another version of vLLM.
+        sizes: Tensor-parallel sizes of prefill and decode nodes.
     """
 
     def __init__(
@@ -89,14 +90,19 @@ class Cluster:
         router_flags=(),
         interval_ms=INTERVAL_MS,
         python=sys.executable,
+        sizes=(1, 1),
     ) -> None:
         heartbeat = ("--heartbeat-interval-ms", str(interval_ms))
         roles = ["prefill"] * prefills + ["decode"] * decodes
         # Nodes bind these ports minutes later; until then no outgoing connection may take one.
         router_port, *ports = free_ports(1 + 2 * len(roles))
         pairs = zip(ports[::2], ports[1::2], strict=True)
+        of_role = {
+            role: ("--tp", str(size), *heartbeat, *flags)
+            for role, size in zip(("prefill", "decode"), sizes, strict=True)
+        }
         self.nodes = [
-            Node(role, pair, directory, model, (*heartbeat, *flags), vllm_flags, python)
+            Node(role, pair, directory, model, of_role[role], vllm_flags, python)
             for role, pair in zip(roles, pairs, strict=True)
         ]
         self.prefills, self.decodes = self.nodes[:prefills], self.nodes[prefills:]

@@ -29,11 +29,13 @@ def copy(model, tmp_path):
 def fingerprint_of(monkeypatch):
     """Return a function from a checkpoint and flags of vLLM to the node's fingerprint."""
     from tandem.vllm import connector
+    from tandem.vllm.caches import Heads
     from tandem.vllm.node.generator import _arguments, _vllm_config
 
-    monkeypatch.setattr(connector, "layout_facts", lambda _config: {})
+    monkeypatch.setattr(connector, "layout_facts", lambda *_: {})
 
-    def fingerprint(path, *flags):
+    def fingerprint(path, *flags, heads=None):
+        monkeypatch.setattr(connector, "heads_of", lambda *_: heads or Heads())
         words = ["--skip-tokenizer-init", "--max-model-len", "512", *flags]
         engine = EngineConfig(model_dir=str(path))
         config = NodeConfig(role="decode", engine=engine, vllm_args=words)
@@ -80,3 +82,13 @@ def test_another_config_does_not_pair(fingerprint_of, model, copy):
 )
 def test_flags_that_change_the_kv_do_not_pair(fingerprint_of, model, flags):
     assert fingerprint_of(model) != fingerprint_of(model, *flags)
+
+
+def test_sizes_that_must_be_equal_end_the_name(fingerprint_of, model):
+    from tandem.vllm.caches import Heads
+
+    tensor, pipeline = ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")
+    assert fingerprint_of(model, *tensor) == fingerprint_of(model)
+    undivided = Heads(1, 2, "blocks of layout LBNHC cannot be divided", "LBNHC")
+    assert fingerprint_of(model, *tensor, heads=undivided).endswith("-LBNHC-tp2")
+    assert fingerprint_of(model, *pipeline).endswith("-pp2")

@@ -1,4 +1,4 @@
-"""The layout of vLLM's blocks: strips of one allocation. The bytes within a block are opaque here."""
+"""The layout of vLLM's blocks: strips of one allocation. The bytes of one head in a block are opaque here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +31,24 @@ class LayerCache:
 
 
 @dataclass(frozen=True, slots=True)
+class Heads:
+    """How the ranks of a node divide every block.
+
+    Attributes:
+        num_own: Heads of this rank: as many consecutive, equal parts of each layer's part of a block.
+        num_all: Heads of all ranks. If there are more ranks, several hold the same head.
+        obstacle: Why a block has no such parts, and what to set. Each rank then counts as one head, so that only
+            nodes with the same number of ranks pair. Empty: they may differ.
+        cause: The obstacle in a word; empty: none.
+    """
+
+    num_own: int = 1
+    num_all: int = 1
+    obstacle: str = ""
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RankBlocks:
     """The blocks of a rank.
 
@@ -43,6 +61,7 @@ class RankBlocks:
     page_size: int
     pieces: Sequence[LayerCache]
     are_alike: bool
+    heads: Heads = Heads()
 
 
 class Caches:
@@ -54,6 +73,7 @@ class Caches:
     Attributes:
         indexes: Position of each layer in memory order, by name; empty unless the blocks are alike.
         pieces: The parts of every block, in memory order.
+        heads: How the ranks divide the blocks.
 
     Raises:
         ConfigInvalid: The layout is not supported; the message says what to do.
@@ -69,6 +89,7 @@ class Caches:
             self.region = MemoryRegion(whole.numpy().data)
         else:
             self.region = DeviceRegion.of_bytes(whole)
+        self.heads = blocks.heads
         self.layout = _layout(blocks, own)
 
 
@@ -103,18 +124,20 @@ def _layout(blocks: RankBlocks, own: Sequence[LayerCache]) -> KVLayout:
         else:
             strips.append(Strip(piece.base, piece.stride, 2))
         end = piece.base + piece.num_bytes
-    if any(piece.num_bytes % blocks.page_size for piece in own):
+    num_parts = blocks.page_size * blocks.heads.num_own
+    if any(piece.num_bytes % num_parts for piece in own):
         raise ConfigInvalid(
-            f"{_ABOUT}: the size of a block is not a multiple of its {blocks.page_size} tokens"
+            f"{_ABOUT}: the size of a block is not a multiple of its {blocks.page_size} tokens x "
+            f"{blocks.heads.num_own} heads"
         )
-    kept = tuple(LayerKV(1, piece.num_bytes // blocks.page_size, 0) for piece in own)
+    kept = tuple(LayerKV(1, piece.num_bytes // num_parts, 0) for piece in own)
     num_bytes = sum(each.key_dim for each in kept)
     try:
         return KVLayout(
             blocks.num_blocks,
             blocks.page_size,
             len(own),
-            1,
+            blocks.heads.num_own,
             num_bytes,
             "bytes",
             1,

@@ -13,7 +13,7 @@ import hashlib
 import json
 import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +36,7 @@ from vllm.v1.request import RequestStatus
 
 from tandem.engine.weight_files import weight_samples
 from tandem.kvtransfer.config import TransferConfig
+from tandem.vllm.caches import Heads
 from tandem.vllm.hand_offs import (
     BlockIds,
     DecodeHandOffs,
@@ -48,7 +49,7 @@ from tandem.vllm.hand_offs import (
     room_of,
     source_of,
 )
-from tandem.vllm.kv_config import blocks_of, groups_of, layout_facts
+from tandem.vllm.kv_config import blocks_of, groups_of, heads_of, layout_facts
 from tandem.vllm.tiers import PromptTiers
 from tandem.vllm.versions import check_interface, check_version
 from tandem.vllm.worker import (
@@ -251,9 +252,12 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         memory = next(iter(kv_caches.values()))
         memory = memory[0] if isinstance(memory, list) else memory
-        blocks = blocks_of(self._kv_cache_config)
-        tensor = get_tp_group()
-        rank = Rank(tensor.rank_in_group, tensor.world_size, get_pp_group().rank_in_group)
+        tensor, pipeline = get_tp_group(), get_pp_group()
+        heads = _heads_of(self._vllm_config, self._kv_cache_config, kv_caches.values())
+        blocks = blocks_of(self._kv_cache_config, heads)
+        rank = Rank(
+            tensor.rank_in_group, tensor.world_size, pipeline.rank_in_group, pipeline.world_size
+        )
         self.worker = make_worker(self._config, memory, blocks, rank)
 
     @override
@@ -400,15 +404,16 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config
     checkpoint = _checkpoint_of(model, vllm_config.load_config.download_dir)
+    heads = _heads_of(vllm_config, kv_cache_config)
     facts = {
         "model": _model_facts(checkpoint, model),
         "dtype": str(model.dtype),
         "kv": cache.cache_dtype,
         "quantization": str(model.quantization),
         "adapters": extra.get("adapters", ""),
-        "blocks": layout_facts(kv_cache_config),
-        # Each rank connects to the peer's rank of the same number.
-        "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
+        "blocks": layout_facts(kv_cache_config, heads),
+        # Each rank connects to ranks of the same stage.
+        "stages": parallel.pipeline_parallel_size,
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
     if checkpoint is not None:
@@ -416,7 +421,21 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
             digest.update(sample)
     kind = type(model.hf_text_config).__name__.removesuffix("Config")
     dtype = str(model.dtype).removeprefix("torch.")
-    return f"vllm-{kind}-{dtype}-{digest.hexdigest()[:16]}"
+    name = f"vllm-{kind}-{dtype}-{digest.hexdigest()[:16]}"
+    # Sizes that must be equal are part of the name, so that the operator sees which one differs.
+    if heads.obstacle:
+        name += f"-{heads.cause}-tp{parallel.tensor_parallel_size}"
+    if parallel.pipeline_parallel_size > 1:
+        name += f"-pp{parallel.pipeline_parallel_size}"
+    return name
+
+
+def _heads_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, views: Iterable[Any] = ()
+) -> Heads:
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    num_heads = vllm_config.model_config.get_total_num_kv_heads()
+    return heads_of(kv_cache_config, num_ranks, num_heads, views)
 
 
 def _checkpoint_of(model: ModelConfig, download_dir: str | None) -> Path | None:

@@ -22,7 +22,7 @@ from tandem.kvtransfer.events import PushDone, RoomFailed, RoomGranted, RoomLand
 from tandem.kvtransfer.sharding import Shard
 from tandem.kvtransfer.transports.base import Transport
 from tandem.kvtransfer.transports.registry import names_of, transports
-from tandem.vllm.caches import Caches, RankBlocks
+from tandem.vllm.caches import Caches, Heads, RankBlocks
 from tandem.vllm.device_queue import DeviceQueue
 from tandem.vllm.hand_offs import BlockGrant, FirstToken, Pages, WorkerOrders, WorkerReports
 from tandem.wire.channel import Heartbeat, Waker, heartbeat_of, tcp_address, wait
@@ -40,7 +40,8 @@ class HandOffConfig(TransferConfig, frozen=True, kw_only=True):
         adapters: Digest of the LoRA adapters; part of the fingerprint.
         host: Address to listen on.
         heartbeat_interval_ms: Interval of heartbeats on the links between prefill and decode.
-        bootstrap_port: Port of prefill's first rank; the other ranks use the ports after it, stage by stage.
+        bootstrap_port: Port of prefill's first rank; the other ranks use the ports after it: the stages of one rank,
+            then those of the next.
     """
 
     role: Literal["prefill", "decode"]
@@ -87,22 +88,22 @@ class Rank:
 
     Attributes:
         number, count: Index and number of ranks in its stage, which divide the heads.
-        stage: Pipeline stage; stages divide the layers.
+        stage, num_stages: Index and number of pipeline stages, which divide the layers.
     """
 
     number: int
     count: int
     stage: int = 0
+    num_stages: int = 1
 
     @property
-    def first_port(self) -> int:
-        """Offset of the stage's first port: the earlier stages use the ports below."""
-        return self.stage * self.count
+    def ports(self) -> range:
+        """Offsets of the ports of the stage's ranks. The first does not depend on their number, which peers do not know."""
+        return range(self.stage, self.stage + self.count * self.num_stages, self.num_stages)
 
-    @property
-    def shard(self) -> Shard:
-        """The part of each block that the worker holds."""
-        return Shard(self.number, self.count, self.count)
+    def shard(self, heads: Heads) -> Shard:
+        """Return the part of each block that the worker holds."""
+        return Shard(self.number, self.count, heads.num_all)
 
 
 @dataclass(slots=True)
@@ -176,18 +177,19 @@ class PrefillWorker(WorkerHalf):
         super().__init__(caches)
         self._pushes_layers = config.push_granularity == "layer" and bool(caches.indexes)
         self._queue = queue
-        first = config.bootstrap_port and config.bootstrap_port + rank.first_port
-        others = tuple(range(first + 1, first + rank.count))
+        first = config.bootstrap_port
+        ports = [first and first + offset for offset in rank.ports]
         self.agent = PrefillAgent(
-            tcp_address(config.host, first and first + rank.number),
+            tcp_address(config.host, ports[rank.number]),
             SenderEnd(
                 new_epoch(),
                 config.fingerprint,
                 caches.layout,
                 caches.region,
                 _transports(config, caches, rank),
-                rank_ports=others if rank.number == 0 else (),
-                shard=rank.shard,
+                rank_ports=ports[1:] if rank.number == 0 else (),
+                shard=rank.shard(caches.heads),
+                obstacle=caches.heads.obstacle,
             ),
             waker=self.waker,
             key=cluster_key(config.host, is_insecure=config.is_insecure),
@@ -315,9 +317,9 @@ class DecodeWorker(WorkerHalf):
             key=cluster_key(config.host, is_insecure=config.is_insecure),
             timeouts=config.of_receiver(config.heartbeat),
             verify=config.verify,
-            shard=rank.shard,
+            shard=rank.shard(caches.heads),
         )
-        self._first_port = rank.first_port
+        self._first_port = rank.ports.start
         self._page_bytes, self._page_size = caches.layout.page_bytes, caches.layout.page_size
         self._grants: dict[Room, BlockGrant] = {}  # of open rooms
         self._rooms: dict[str, Room] = {}

@@ -177,15 +177,21 @@ class KVCorrupted(TandemError, code="kv_corrupted", is_retryable=True):
 
 
 class LayoutMismatch(TandemError, code="layout_mismatch", status=503):
-    """The prefill and the decode node have different models or KV layouts."""
+    """The prefill and the decode node have different models or KV layouts.
+
+    Args:
+        prefill, decode: What they serve.
+        why: Why they must have the same number of ranks, and what to set; empty: their numbers are equal or may differ.
+    """
 
     topic = "docs/reference/errors.md#layout_mismatch"
 
-    def __init__(self, prefill: str, decode: str) -> None:
-        super().__init__(
-            f"prefill serves {prefill} and decode serves {decode}; "
-            "start both with the same model, --dtype and --kv-cache-dtype; --tp may differ"
+    def __init__(self, prefill: str, decode: str, why: str = "") -> None:
+        remedy = (
+            "start both with the same model, --dtype and --kv-cache-dtype, and with the same sizes where a name ends in "
+            "-tpN or -ppN; --tp may differ otherwise"
         )
+        super().__init__(f"prefill serves {prefill} and decode serves {decode}; {why or remedy}")
 
 
 class ProtocolMismatch(TandemError, code="protocol_mismatch", status=503):

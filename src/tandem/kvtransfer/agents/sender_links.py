@@ -78,6 +78,7 @@ class SenderEnd:
         fingerprint: Equal at both ends exactly when their KV is interchangeable.
         layout: Layout of the pool in `region`.
         rank_ports: At rank 0, the bootstrap ports of ranks 1 and up, which decode nodes learn from rank 0.
+        obstacle: Why decode must have as many ranks, and what to set; empty: it need not.
     """
 
     epoch: Epoch
@@ -87,6 +88,7 @@ class SenderEnd:
     transports: Sequence[Transport]
     rank_ports: Sequence[int] = ()
     shard: Shard = field(default_factory=Shard)
+    obstacle: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -326,7 +328,8 @@ class BootstrapPort:
                 end.shard.model_kv_heads or end.layout.num_kv_heads
             )
             if not is_same_model or not layout.holds_same_heads(end.layout):
-                raise LayoutMismatch(ours, _describe(hello.fingerprint, layout, theirs))
+                why = end.obstacle if hello.tp_size != end.shard.tp_size else ""
+                raise LayoutMismatch(ours, _describe(hello.fingerprint, layout, theirs), why)
             return layout, pair_ranks(sources, held_heads(theirs, layout.num_kv_heads))
         except ValueError as error:
             raise LayoutMismatch(ours, _describe(hello.fingerprint, error)) from error
