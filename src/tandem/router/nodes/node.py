@@ -343,6 +343,8 @@ class Node:
         _warn_of_heartbeat(self.url, info.heartbeat_interval_ms, 1000 * heartbeat.interval_s)
         if not is_same_life or self.prefixes is None:
             self.failures = FailureCount()
+            # Not before its adapters are loaded, and the canary has passed.
+            self.is_admitted = False
             # Our own engine reads and writes KV in the one layout that the fingerprint names.
             self.is_proven = info.engine == OWN_ENGINE
             if self.prefixes is not None:
