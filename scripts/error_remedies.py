@@ -12,6 +12,9 @@ REMEDIES = {
     "host_not_allowed": "Use `localhost`, or start the server with `--allowed-host` or API keys: [web pages](../http.md#web-pages).",
     "origin_not_allowed": "Start the server with `--cors-allow-origin` or API keys: [web pages](../http.md#web-pages).",
     "model_not_found": "Use a model that `GET /v1/models` lists, or set its name with `--served-model-name`.",
+    "adapter_loaded": "Set `load_inplace` to replace the adapter, or use a different name.",
+    "adapter_not_found": "Use a name that `GET /v1/models` lists, or a path that exists on every node: [adapters](../vllm.md#adapters).",
+    "adapter_gone": "Send the request again: [adapters](../vllm.md#adapters).",
     "node_unknown": "Use an id or URL that `GET /nodes` lists.",
     "body_too_large": "Send less, or raise `--max-body-bytes`.",
     "overloaded": "Wait for `Retry-After`. If it persists, the cluster is too small for its load: see [tuning](../tuning.md) and "

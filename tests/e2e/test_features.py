@@ -209,6 +209,15 @@ def test_a_salt_keeps_prefixes_apart_and_a_flush_forgets_them(cluster):
     assert cached(cache_salt="tenant a") == 0
 
 
+def test_own_engine_refuses_adapters_in_one_sentence(cluster):
+    body = {"lora_name": "sql", "lora_path": "/sql"}
+    status, answer = ask(f"{cluster.url}/v1/load_lora_adapter", body)
+    assert status == 400
+    assert answer["error"]["message"].endswith(
+        ": this engine does not support adapters: use a node with --engine vllm"
+    )
+
+
 def test_a_decode_node_out_of_pages_retracts_and_no_token_differs(tiny_model):
     prompts = [[3 + (i * 7 + j) % 300 for j in range(10 + 2 * i)] for i in range(8)]
     num_new = 90

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tandem.frontend.backend import Bootstrap, Health, ServedModel
 from tandem.frontend.text.tokenizer import Tokenizer
-from tandem.wire.errors import TandemError
+from tandem.wire.errors import AdapterNotFound, TandemError
 from tandem.wire.generation import Finish, GenerateRequest, SamplingDefaults, TokenLogprobs
 from tandem.wire.messages import NodeLoad, TokenDelta
 from tandem.wire.token_stream import Tap
@@ -73,7 +73,7 @@ class FakeBackend:
         self.num_yielded = 0
         self.cancelled: list[str] = []
         self._changed = asyncio.Event()
-        self.num_flushes = 0
+        self.num_flushes, self.adapter_changes = 0, []
         self.told = {"life of an engine": 1000}
         self.is_serving = True
         self.node_loads: list[NodeLoad] = []
@@ -155,6 +155,14 @@ class FakeBackend:
 
     async def flush_cache(self) -> None:
         self.num_flushes += 1
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
+        self.adapter_changes.append((name, path, in_place))
+
+    async def unload_adapter(self, name: str) -> None:
+        if name not in self.served.adapters:
+            raise AdapterNotFound(name)
+        self.adapter_changes.append((name,))
 
     def health(self) -> Health:
         return Health(self.is_serving, "serving" if self.is_serving else "no node")

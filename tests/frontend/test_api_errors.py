@@ -49,6 +49,14 @@ KNOWN = {
         (openai.NotFoundError, 404, _INVALID, "model_not_found"),
         (anthropic.NotFoundError, 404, "not_found_error"),
     ),
+    "adapter_loaded": (
+        (openai.BadRequestError, 400, _INVALID, "adapter_loaded"),
+        (anthropic.BadRequestError, 400, _INVALID),
+    ),
+    "adapter_not_found": (
+        (openai.NotFoundError, 404, _INVALID, "adapter_not_found"),
+        (anthropic.NotFoundError, 404, "not_found_error"),
+    ),
     "body_timeout": (
         (openai.APIStatusError, 408, _INVALID, "body_timeout"),
         (anthropic.RequestTimeoutError, 408, "timeout_error"),
@@ -87,7 +95,7 @@ KNOWN = {
             "api_error",
         ),
         (
-            "no_node_available node_draining peer_draining attempts_used_up peer_lost peer_behind layout_mismatch "
+            "no_node_available adapter_gone node_draining peer_draining attempts_used_up peer_lost peer_behind layout_mismatch "
             "protocol_mismatch",
             503,
             anthropic.ServiceUnavailableError,

@@ -118,7 +118,7 @@ async def test_model_info_describes_the_model(client):
 
 
 async def test_models_lists_adapters_after_their_base_model(client, backend):
-    backend.served = dataclasses.replace(backend.served, adapters=("sql", "law"))
+    backend.served = dataclasses.replace(backend.served, adapters={"sql": "sql@1", "law": "law@2"})
     _, listed = await get(client, "/v1/models")
     assert [(card["id"], card.get("parent")) for card in listed["data"]] == [
         ("smol", None),
@@ -176,12 +176,11 @@ async def test_unknown_route_404_names_the_docs_page(client):
         ("/v1/audio/transcriptions", "text only"),
         ("/v1/images/generations", "text only"),
         ("/v1/batches", "tandem batch"),
-        ("/v1/load_lora_adapter", "merge the adapter into the model"),
-        ("/load_lora_adapter", "merge the adapter into the model"),
         ("/load", "/get_load"),
         ("/sleep", "POST /drain"),
         ("/v1/responses/resp_1", "responses are not stored"),
         ("/update_weights_from_disk", "to each node"),
+        ("/load_lora_adapter", "use /v1/load_lora_adapter"),
         ("/reset_prefix_cache", "/flush_cache"),
         ("/inference/v1/abort_requests", "/abort_request"),
     ],

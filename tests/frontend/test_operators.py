@@ -41,7 +41,7 @@ async def test_operator_routes_require_the_operator_key(api_keys):
 
 async def test_api_key_does_not_open_operator_routes():
     options = FrontendOptions(http=HttpOptions(api_keys=("client",)))
-    for path in ("/change", "/flush_cache"):
+    for path in ("/change", "/flush_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
         assert await status(options, "client", path) == 403
         assert await status(options, "", path) == 401
 

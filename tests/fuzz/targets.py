@@ -51,6 +51,8 @@ SEEDS = {
         ),
         messages.Cancel(request_id="a"),
         messages.FlushCache(),
+        messages.LoadAdapter(name="a", path="/a"),
+        messages.UnloadAdapter(adapter="a@1"),
     ],
     "bootstrap": [
         hand_off.Grant(epoch=Epoch(2), room=Room(1), page_ids=[1, 2], have_tokens=4),

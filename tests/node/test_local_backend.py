@@ -15,10 +15,11 @@ from tandem.node.local_backend import LOOP_SILENCE_S, LocalBackend
 from tandem.node.metrics import Measures
 from tandem.wire.channel import Inbox
 from tandem.wire.engine_client import EngineClient
-from tandem.wire.errors import NoNodeAvailable
+from tandem.wire.errors import AdapterNotFound, NoNodeAvailable
 from tandem.wire.generation import Epoch, GenerateRequest, RequestId, SamplingParams
 from tandem.wire.messages import ModelInfo, NodeLoad, Pong, ToEngine
 from tests.patience import until_async
+from tests.router.fake_node import FakeEngine
 
 CONFIG = NodeConfig(role="decode", served_model_name="m", engine=EngineConfig(model_dir="m"))
 READY = Ready(
@@ -58,6 +59,26 @@ def test_node_reports_that_it_loads_until_its_engine_answers():
         backend.server_info()
     linked.answered.set()
     assert backend.is_linked
+
+
+async def test_node_loads_replaces_and_unloads_adapters_by_itself(backend):
+    engine = FakeEngine()
+    engine.disk = {"/old": "1", "/new": "2"}
+    linked = EngineClient(engine.address)
+    backend.link(linked)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(linked.run())
+        await until_async(lambda: linked.is_up)
+        await backend.load_adapter("sql", "/old", in_place=False)
+        assert backend.model().adapters == {"sql": "sql@1"}
+        await backend.load_adapter("sql", "/new", in_place=True)
+        assert [each.id for each in engine.load.adapters] == ["sql@2"]
+        await backend.unload_adapter("sql")
+        assert backend.model().adapters == {}
+        with pytest.raises(AdapterNotFound):
+            await backend.unload_adapter("sql")
+        linked.stop()
+    engine.close()
 
 
 def test_lost_link_does_not_reset_counters(backend):

@@ -20,10 +20,13 @@ from tandem.wire.generation import (
     TokenLogprobs,
 )
 from tandem.wire.messages import (
+    AdapterChanged,
     CacheReport,
     Cancel,
     FlushCache,
     FromEngine,
+    LoadAdapter,
+    LoadedAdapter,
     Measured,
     NodeLoad,
     Ping,
@@ -54,6 +57,7 @@ class RecordingRole:
         self.is_talking = True
 
     has_work = True
+    adapters = ()
 
     def tickets(self):
         return list(self.started)
@@ -88,8 +92,14 @@ class RecordingRole:
     def flush_cache(self):
         pass
 
+    def change_adapter(self, change, answer):
+        if change.path == "/bad":
+            raise InvalidRequest("no adapter")
+        self.adapters = [LoadedAdapter(id=f"{change.name}@1", path=change.path)]
+        answer(f"{change.name}@1")
+
     def load(self):
-        return NodeLoad(num_running=len(self.started))
+        return NodeLoad(num_running=len(self.started), adapters=self.adapters)
 
     def log_line(self, elapsed_s):
         return None
@@ -249,6 +259,26 @@ def test_plain_tokens_are_columns_and_tokens_after_a_delta_are_deltas():
     assert (first.streams, first.indexes, first.token_ids) == ([1, 2], [3, 3], [30, 30])
     assert [(d.request_id, d.index) for d in first.deltas] == [("a", 4), ("a", 5), ("b", 4)]
     assert (second.streams, second.indexes, second.token_ids, second.deltas) == ([1], [6], [60], [])
+
+
+def test_all_edge_workers_have_the_load_with_an_adapter_before_its_sender_has_the_answer(rig):
+    own, rig.link = rig.link, Link(rig.inbox.address, FromEngine)
+    rig.send(Ping())
+    rig.answers(1)
+    other, rig.link = rig.link, own
+    rig.send(LoadAdapter(name="sql", path="/sql", number=7))
+    load, answer = rig.answers(2)
+    assert [each.id for each in load.load.adapters] == ["sql@1"]
+    assert answer == AdapterChanged(epoch=EPOCH, number=7, adapter="sql@1")
+    rig.link = other
+    assert rig.answers(1)[0].load.adapters == load.load.adapters
+    own.close()
+
+
+def test_adapter_that_the_role_rejects_is_answered_with_the_error(rig):
+    rig.send(LoadAdapter(name="sql", path="/bad", number=8))
+    _load, answer = rig.answers(2)
+    assert (answer.number, answer.adapter, answer.error.message) == (8, "", "no adapter")
 
 
 def test_ping_is_answered_with_load_and_cache_changes(rig):

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from tandem.wire.channel import Inbox, Peer, Waker, wait
-from tandem.wire.errors import PeerLost, TandemError
+from tandem.wire.errors import AdapterNotFound, PeerLost, TandemError
 from tandem.wire.generation import (
     Finish,
     GenerateRequest,
@@ -21,9 +21,12 @@ from tandem.wire.generation import (
     new_epoch,
 )
 from tandem.wire.messages import (
+    AdapterChanged,
     CacheReport,
     Cancel,
     FlushCache,
+    LoadAdapter,
+    LoadedAdapter,
     ModelInfo,
     NodeInfo,
     NodeLoad,
@@ -33,6 +36,7 @@ from tandem.wire.messages import (
     ToEngine,
     TokenBatch,
     TokenDelta,
+    UnloadAdapter,
 )
 from tandem.wire.prefixes import pack_names
 from tests.patience import PATIENCE_S
@@ -67,11 +71,18 @@ def logprobs(first: int, end: int) -> list[TokenLogprobs]:
 
 
 class FakeEngine:
-    """An engine's inbox. Pings are answered; everything else is handed to the test in order."""
+    """An engine's inbox. Pings are answered; everything else is handed to the test in order.
+
+    Attributes:
+        disk: Digest of the adapter at each path.
+        is_loading: Whether changes of adapters are handed to the test too, which answers them with `change`.
+    """
 
     def __init__(self, load=None) -> None:
         self.epoch = new_epoch()
         self.load = load or NodeLoad()
+        self.disk: dict[str, str] = {}
+        self.is_loading = False
         self._loop = asyncio.get_running_loop()
         self._inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
         self.address, self.port = self._inbox.address, self._inbox.port
@@ -94,7 +105,11 @@ class FakeEngine:
                     self._outgoing.append((self._peer, Pong(epoch=self.epoch, load=self.load)))
                     self._tell_changes(message)
                     continue
-                if not isinstance(message, Cancel | FlushCache):
+                if isinstance(message, LoadAdapter | UnloadAdapter):
+                    if not self.is_loading:
+                        self.change(message)
+                        continue
+                elif not isinstance(message, Cancel | FlushCache):
                     self._peers[message.request.request_id, message.attempt] = self._peer
                 self._loop.call_soon_threadsafe(self._received.put_nowait, message)
             while self._outgoing:
@@ -108,6 +123,25 @@ class FakeEngine:
             cached = self._cached.get(tier)
             if cached is not None and position not in (-1, cached.position):
                 self._outgoing.append((self._peer, cached))
+
+    def change(self, change) -> None:
+        """Load or unload an adapter, as a node does."""
+        adapters, answer = (
+            self.load.adapters,
+            AdapterChanged(epoch=self.epoch, number=change.number),
+        )
+        if isinstance(change, UnloadAdapter):
+            adapters = [each for each in adapters if each.id != change.adapter]
+        elif change.digest in {"", self.disk.get(change.path)} and change.path in self.disk:
+            loaded = LoadedAdapter(id=f"{change.name}@{self.disk[change.path]}", path=change.path)
+            adapters = [each for each in adapters if each != loaded] + [loaded]
+            answer = msgspec.structs.replace(answer, adapter=loaded.id)
+        else:
+            error = AdapterNotFound(change.name, change.path).info()
+            answer = msgspec.structs.replace(answer, error=error)
+        self.load = msgspec.structs.replace(self.load, adapters=adapters)
+        self.send(Pong(epoch=self.epoch, load=self.load))
+        self.send(answer)
 
     async def next(self, kind):
         """Return the next message, which is of this kind."""
@@ -203,7 +237,8 @@ class FakeNode:
 
     def restart_engine(self) -> None:
         self.engine.close()
-        self.engine = FakeEngine()
+        disk, self.engine = self.engine.disk, FakeEngine()
+        self.engine.disk = disk
 
     async def _server_info(self, request) -> web.Response:
         self.num_polls += 1

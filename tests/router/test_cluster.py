@@ -25,7 +25,7 @@ from tandem.router.nodes.watch import (
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import SamplingDefaults
 from tandem.wire.keys import operator_key, reader_key
-from tandem.wire.messages import ModelInfo
+from tandem.wire.messages import LoadedAdapter, ModelInfo, NodeLoad
 from tests.certificates import make_certificates
 from tests.patience import until_async
 from tests.router.fake_node import FakeNode, request
@@ -334,9 +334,11 @@ async def test_chat_template_of_the_router_overrides_that_of_the_nodes():
 
 
 async def test_served_model_lists_the_adapters_of_the_nodes():
-    nodes = [FakeNode(role, model=model_info(adapters=["sql"])) for role in ("prefill", "decode")]
+    nodes = [FakeNode(role) for role in ("prefill", "decode")]
+    for node in nodes:
+        node.engine.load = NodeLoad(adapters=[LoadedAdapter(id="sql@1", path="/sql")])
     async with cluster(prefills=nodes[:1], decodes=nodes[1:]) as setup:
-        assert setup.backend.model().adapters == ("sql",)
+        assert setup.backend.model().adapters == {"sql": "sql@1"}
 
 
 @pytest.mark.parametrize("taken", ["auto", "none"])

@@ -71,7 +71,7 @@ def test_links_of_every_engine_have_the_settings_of_the_node(role):
         is_insecure=True,
         heartbeat_interval_ms=250.0,
     )
-    found = read_hand_off_config(extra_config(node, "a"), role=role, fingerprint="f")
+    found = read_hand_off_config(extra_config(node), role=role, fingerprint="f")
     shared = (names(HandOffConfig) - names(TransferConfig)) & names(NodeConfig)
     assert shared == {"role", "host", "is_insecure", "heartbeat_interval_ms"}
     assert all(getattr(found, name) == getattr(node, name) for name in shared)

@@ -17,10 +17,36 @@ from tandem.wire.generation import (
     SamplingParams,
     TokenLogprobs,
 )
-from tandem.wire.messages import ModelInfo, StartColocated, StartDecode, StartPrefill
+from tandem.wire.messages import (
+    LoadAdapter,
+    LoadedAdapter,
+    ModelInfo,
+    StartColocated,
+    StartDecode,
+    StartPrefill,
+)
 from tests.hand_off_rig import CollectedAnswers
 
 EOS, ROOM = 2, 7
+
+
+class FakeAdapters:
+    """Applies a change when the role polls."""
+
+    def __init__(self):
+        self.changes, self.applied = [], []
+
+    def loaded(self):
+        return [LoadedAdapter(id=each, path="") for each in self.applied]
+
+    def change(self, change, answer):
+        self.changes.append((change, answer))
+
+    def poll(self):
+        for change, answer in self.changes:
+            self.applied.append(f"{change.name}@1")
+            answer(f"{change.name}@1")
+        self.changes.clear()
 
 
 class FakeGenerator:
@@ -30,7 +56,7 @@ class FakeGenerator:
         self.requests, self.aborted, self.landed, self.hand_offs = [], [], [], {}
         self.end = None
         self.outputs, self.reports = [], WorkerReports()
-        self.num_waiting = 0
+        self.num_waiting, self.adapters = 0, FakeAdapters()
         self.model = ModelInfo(
             name="m", fingerprint="f", context_length=99, vocab_size=50, eos_token_ids=[EOS]
         )
@@ -282,3 +308,14 @@ def test_load_counts_blocks_requests_and_tokens():
     assert (load.prompt_tokens, load.cached_tokens, load.generated_tokens) == (3, 2, 1)
     assert "input throughput (token/s): 3.00" in (rig.role.log_line(1.0) or "")
     assert rig.role.log_line(1.0) is None
+
+
+def test_load_reports_an_adapter_before_its_sender_gets_the_answer():
+    rig, seen = Rig("prefill"), []
+    rig.role.change_adapter(
+        LoadAdapter(name="sql", path="/sql"),
+        lambda adapter: seen.append((adapter, rig.role.load().adapters[0].id)),
+    )
+    assert (seen, rig.role.load().adapters) == ([], [])
+    rig.role.poll()
+    assert seen == [("sql@1", "sql@1")]

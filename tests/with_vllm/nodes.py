@@ -201,13 +201,18 @@ def get(url: str):
 
 
 def post(url: str, body, timeout_s: float = 240):
+    status, text = post_text(url, body, timeout_s)
+    return status, json.loads(text)
+
+
+def post_text(url: str, body, timeout_s: float = 240):
     data = json.dumps(body).encode()
     wanted = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(wanted, timeout=timeout_s) as answer:
-            return answer.status, json.loads(answer.read())
+            return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+        return error.code, error.read().decode()
 
 
 def alone(model: Path, asked: list, directory: Path, *vllm_flags: str) -> list:

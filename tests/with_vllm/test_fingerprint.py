@@ -39,7 +39,7 @@ def fingerprint_of(monkeypatch):
         words = ["--skip-tokenizer-init", "--max-model-len", "512", *flags]
         engine = EngineConfig(model_dir=str(path))
         config = NodeConfig(role="decode", engine=engine, vllm_args=words)
-        return connector.fingerprint(_vllm_config(config, _arguments(config), ""), None)
+        return connector.fingerprint(_vllm_config(config, _arguments(config)), None)
 
     return fingerprint
 

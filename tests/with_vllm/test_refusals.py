@@ -51,7 +51,7 @@ def test_tiers_need_a_prefill_or_decode_node_with_one_rank(tmp_path, role, words
     tiers = TierConfig(specs=("host:1MiB",))
     config = NodeConfig(role=role, engine=engine, vllm_args=words, tiers=tiers)
     with pytest.raises(ConfigInvalid, match=r"--kv-tier .* one rank"):
-        _vllm_config(config, _arguments(config), "")
+        _vllm_config(config, _arguments(config))
 
 
 @pytest.mark.parametrize(
@@ -69,4 +69,4 @@ def test_flags_for_several_engines_or_hosts_are_rejected(tmp_path, words, flag):
     words = ["--skip-tokenizer-init", "--max-model-len", "512", *words]
     config = NodeConfig(role="decode", engine=engine, vllm_args=words)
     with pytest.raises(ConfigInvalid, match=flag):
-        _vllm_config(config, _arguments(config), "")
+        _vllm_config(config, _arguments(config))

@@ -29,7 +29,7 @@ def scheduler(tmp_path):
     words += ["--no-enable-prefix-caching"]
     engine = EngineConfig(model_dir=str(tiny("experts", tmp_path)))
     node = NodeConfig(role="decode", engine=engine, vllm_args=words)
-    config = _vllm_config(node, _arguments(node), "")
+    config = _vllm_config(node, _arguments(node))
     config.scheduler_config.async_scheduling = True  # vLLM switches it off on CPUs
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
@@ -77,4 +77,4 @@ def test_decode_keeps_cuda_graphs_of_whole_steps(role, is_piecewise):
     from tandem.vllm.connector import TandemConnector
 
     node = NodeConfig(role=role, engine=EngineConfig(model_dir="/m"))
-    assert TandemConnector.requires_piecewise_for_cudagraph(extra_config(node, "")) is is_piecewise
+    assert TandemConnector.requires_piecewise_for_cudagraph(extra_config(node)) is is_piecewise

@@ -166,6 +166,20 @@ def route_table(options: FrontendOptions) -> list[Route]:
         Route("get", "/openapi.json", show_document),
         Route("get", "/docs", show_page, media="text/html"),
         Route("post", "/flush_cache", routes.flush_cache),
+        Route(
+            "post",
+            "/v1/load_lora_adapter",
+            routes.load_adapter,
+            bodies=(routes.LoadAdapterBody,),
+            media="text/plain",
+        ),
+        Route(
+            "post",
+            "/v1/unload_lora_adapter",
+            routes.unload_adapter,
+            bodies=(routes.UnloadAdapterBody,),
+            media="text/plain",
+        ),
         Route("post", "/abort_request", routes.abort_request, bodies=(routes.AbortBody,)),
     ]
     if options.tokenizer_files is not None:

@@ -4,7 +4,7 @@ The frontend has no notion of nodes, and a backend has no notion of text.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandem.frontend.text.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ class ServedModel:
         tokenizer: None if the model has none. Requests and answers then contain token ids only.
         default_sampling: Sampling parameters of requests that set none.
         weight_version: As in `ModelInfo`.
-        adapters: The LoRA adapters that requests may name.
+        adapters: Ids of the LoRA adapters, by the names that requests may use.
     """
 
     name: str
@@ -57,15 +57,19 @@ class ServedModel:
     tokenizer: Tokenizer | None
     default_sampling: SamplingDefaults
     weight_version: str = "default"
-    adapters: tuple[str, ...] = ()
+    adapters: Mapping[str, str] = field(default_factory=dict)
+
+    def is_base(self, name: str) -> bool:
+        """Return whether a body's `model` names the base model."""
+        return name in {_ANY_MODEL, self.name}
 
     def resolve_adapter(self, name: str | None) -> str:
-        """Return the adapter that a body's `model` names. Empty: the base model.
+        """Return the name of the adapter in a body's `model`. Empty: the base model.
 
         Raises:
             ModelNotFound: `name` is neither the model nor one of its adapters.
         """
-        if name is None or name in {_ANY_MODEL, self.name}:
+        if name is None or self.is_base(name):
             return ""
         if name not in self.adapters:
             raise ModelNotFound(name, self.name, *self.adapters)
@@ -115,6 +119,23 @@ class Backend(Protocol):
 
     async def flush_cache(self) -> None:
         """Drop every cached page that no request is using."""
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
+        """Load a LoRA adapter on every node; requests may then name it.
+
+        Args:
+            in_place: Whether it may replace an adapter of this name.
+
+        Raises:
+            TandemError: A node cannot load it. No node has it then.
+        """
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter on every node. Running requests with it end normally.
+
+        Raises:
+            AdapterNotFound: No node has it.
+        """
 
     def health(self) -> Health:
         """Return whether a request sent now can be served."""

@@ -17,7 +17,9 @@ from tandem.wire.errors import (
 )
 from tandem.wire.generation import Epoch, Finish, Phase, RequestId, TokenLogprobs
 from tandem.wire.messages import (
+    AdapterChanged,
     CacheReport,
+    FromEngine,
     Measured,
     NodeLoad,
     Pong,
@@ -158,6 +160,13 @@ class Answers:
         """Send the node's load."""
         self._send(peer, Pong(epoch=self._epoch, load=load))
 
+    def adapter_changed(self, peer: Peer, number: int, result: str | TandemError) -> None:
+        """Answer `LoadAdapter` or `UnloadAdapter` with the adapter's id, or an error."""
+        adapter, error = (result, None) if isinstance(result, str) else ("", result.info())
+        self._send(
+            peer, AdapterChanged(epoch=self._epoch, number=number, adapter=adapter, error=error)
+        )
+
     def prefixes(self, peer: Peer, position: int) -> None:
         """Send the changes of the prefix cache since the edge worker's position; none if it is negative."""
         if self._journal and position >= 0:
@@ -253,9 +262,7 @@ class Answers:
         unreachable, self._unreachable = self._unreachable, set()
         return unreachable
 
-    def _send(
-        self, peer: Peer, message: TokenBatch | RequestFailed | Pong | CacheReport | Measured
-    ) -> None:
+    def _send(self, peer: Peer, message: FromEngine) -> None:
         if not isinstance(message, Pong | CacheReport | Measured):
             self._pings_left[peer] = PINGS_AFTER
         try:

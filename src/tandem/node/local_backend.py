@@ -4,7 +4,7 @@ On prefill and decode nodes a request is one half and carries the address of the
 routers for SGLang's disaggregation work with these nodes. On a colocated node it is a whole request.
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -16,16 +16,18 @@ from tandem.node.life.engine_process import Ready
 from tandem.node.life.life import Life, NodeState, num_left, refusal
 from tandem.node.metrics import NodeScrape, render
 from tandem.wire.engine_client import EngineClient
-from tandem.wire.errors import InvalidRequest, NoNodeAvailable
+from tandem.wire.errors import AdapterNotFound, InvalidRequest, NoNodeAvailable
 from tandem.wire.generation import GenerateRequest, Room
 from tandem.wire.messages import (
     OWN_ENGINE,
+    LoadAdapter,
     NodeInfo,
     NodeLoad,
     StartColocated,
     StartDecode,
     StartPrefill,
     TokenDelta,
+    UnloadAdapter,
 )
 from tandem.wire.token_stream import Tap
 
@@ -85,7 +87,7 @@ class LocalBackend:
             tokenizer=self._tokenizer,
             default_sampling=ready.model.default_sampling,
             weight_version=ready.model.weight_version,
-            adapters=tuple(ready.model.adapters),
+            adapters={each.name: each.id for each in self._load().adapters},
         )
 
     async def generate(
@@ -132,6 +134,28 @@ class LocalBackend:
         if self._client is None:
             raise NoNodeAvailable(self.life.describe())
         self._client.flush_cache()
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
+        """Load a LoRA adapter, then unload the others of its name."""
+        if self._client is None:
+            raise NoNodeAvailable(self.life.describe())
+        load = LoadAdapter(name=name, path=path, in_place=in_place)
+        adapter = await self._client.change_adapter(load)
+        await self._unload(
+            {each.id for each in self._load().adapters if each.name == name} - {adapter}
+        )
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter."""
+        adapters = {each.id for each in self._load().adapters if each.name == name}
+        if not adapters:
+            raise AdapterNotFound(name)
+        await self._unload(adapters)
+
+    async def _unload(self, adapters: Collection[str]) -> None:
+        for adapter in adapters:
+            if self._client is not None:
+                await self._client.change_adapter(UnloadAdapter(adapter=adapter))
 
     def health(self) -> Health:
         """Return whether the node serves, and a description of its state."""

@@ -20,13 +20,16 @@ from tandem.wire.channel import DEFAULT_HEARTBEAT, Heartbeat, Inbox, Peer, Waker
 from tandem.wire.errors import EngineFailed, PeerLost, TandemError
 from tandem.wire.messages import (
     Cancel,
+    ChangeAdapter,
     FlushCache,
+    LoadAdapter,
     NodeLoad,
     Ping,
     StartColocated,
     StartDecode,
     StartPrefill,
     ToEngine,
+    UnloadAdapter,
 )
 
 log = get_logger(__name__)
@@ -187,11 +190,23 @@ class EngineLoop:
         elif isinstance(message, FlushCache):
             self._role.flush_cache()
             self._send_load([peer])
+        elif isinstance(message, LoadAdapter | UnloadAdapter):
+            self._change_adapter(peer, message)
         elif isinstance(message, Cancel):
             self._role.cancel(Ticket(peer, message.request_id, message.attempt))
         else:
             ticket = Ticket(peer, message.request.request_id, message.attempt, message.stream)
             self._start(ticket, message)
+
+    def _change_adapter(self, peer: Peer, change: ChangeAdapter) -> None:
+        def answer(result: str | TandemError) -> None:
+            self._send_load(self._received_s, is_repeated=False)
+            self._answers.adapter_changed(peer, change.number, result)
+
+        try:
+            self._role.change_adapter(change, answer)
+        except TandemError as error:
+            answer(error)
 
     def _start(self, ticket: Ticket, message: Start) -> None:
         # An edge worker reuses an id only after dropping the earlier request.

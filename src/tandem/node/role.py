@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, cast
 
 from tandem.engine.scheduling.core import Engine
-from tandem.engine.scheduling.request import ActiveRequest
+from tandem.engine.scheduling.request import NO_ADAPTERS, ActiveRequest
 from tandem.engine.scheduling.step import PromptLogprobs, Token
 from tandem.node.answers import Answers, Ticket
 from tandem.node.tiers.tiering import Tiering
-from tandem.wire.errors import DeadlinePassed, TandemError
+from tandem.wire.errors import DeadlinePassed, InvalidRequest, TandemError
 from tandem.wire.generation import Phase
-from tandem.wire.messages import NodeLoad, StartColocated, StartDecode, StartPrefill
+from tandem.wire.messages import ChangeAdapter, NodeLoad, StartColocated, StartDecode, StartPrefill
 
 T = TypeVar("T")
 Start = StartPrefill | StartDecode | StartColocated
@@ -163,6 +163,15 @@ class RequestRunner(Protocol):
     def flush_cache(self) -> None:
         """Drop the cached pages that no request reads."""
 
+    def change_adapter(
+        self, change: ChangeAdapter, answer: Callable[[str | TandemError], None]
+    ) -> None:
+        """Load or unload a LoRA adapter, or raise a `TandemError`.
+
+        Args:
+            answer: Called once, here or in `poll`, with the adapter's id, or with an error.
+        """
+
     def log_line(self, elapsed_s: float) -> str | None:
         """Return a log line about the work since the last call; None if there was none."""
 
@@ -245,6 +254,12 @@ class Role(ABC, Generic[H]):
     def flush_cache(self) -> None:
         """Drop the cached pages that no request reads."""
         self._engine.cache.flush()
+
+    def change_adapter(
+        self, _change: ChangeAdapter, _answer: Callable[[str | TandemError], None]
+    ) -> None:
+        """Raise `InvalidRequest`: this engine has no adapters."""
+        raise InvalidRequest(NO_ADAPTERS)
 
     def log_line(self, elapsed_s: float) -> str | None:
         """Return a log line about the work since the last call; None if there was none."""

@@ -25,8 +25,10 @@ from tandem.wire.errors import InvalidRequest, PeerLost, TandemError, error_from
 from tandem.wire.generation import Epoch, RequestId
 from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import (
+    AdapterChanged,
     CacheReport,
     Cancel,
+    ChangeAdapter,
     FlushCache,
     FromEngine,
     Measured,
@@ -116,6 +118,7 @@ class EngineClient:
         self._streams: dict[StreamKey, TokenStream] = {}
         self._by_number: dict[int, TokenStream] = {}
         self._numbers = itertools.count(1)
+        self._changes: dict[int, asyncio.Future[AdapterChanged]] = {}
         self._key = key
         self._prefixes = prefixes
         self._link: AsyncLink[FromEngine] | None = None
@@ -233,6 +236,27 @@ class EngineClient:
         """
         self._send(FlushCache())
 
+    async def change_adapter(self, change: ChangeAdapter) -> str:
+        """Load or unload an adapter; return its id. `load` shows the change then.
+
+        Raises:
+            PeerLost: The engine is not connected, or was lost.
+            TandemError: The engine rejects the change.
+        """
+        if self.lost.is_set():
+            raise self._peer_lost("its link is closed")
+        number = next(self._numbers)
+        self._send(msgspec.structs.replace(change, number=number))
+        answer: asyncio.Future[AdapterChanged] = asyncio.get_running_loop().create_future()
+        self._changes[number] = answer
+        try:
+            changed = await answer
+        finally:
+            del self._changes[number]
+        if changed.error is not None:
+            raise error_from_info(changed.error)
+        return changed.adapter
+
     def cancel(self, request_id: RequestId, attempt: int) -> None:
         """Cancel an attempt on the engine. If the engine is lost, nothing is left to cancel."""
         try:
@@ -279,8 +303,15 @@ class EngineClient:
                         self._prefixes.take(message)
                 case Measured():
                     self.measured = message
+                case AdapterChanged():
+                    self._end_change(message)
         for stream, (index, token_ids) in (runs or {}).items():
             deliver(stream, index, token_ids)
+
+    def _end_change(self, changed: AdapterChanged) -> None:
+        answer = self._changes.get(changed.number)
+        if answer is not None and not answer.done():
+            answer.set_result(changed)
 
     def _distribute(self, batch: TokenBatch, runs: "StreamRuns | None") -> None:
         find = self._by_number.get
@@ -348,6 +379,9 @@ class EngineClient:
         self._on_change()
         for stream in list(self._streams.values()):
             stream.fail(failure() if failure else self._peer_lost(reason))
+        for answer in self._changes.values():
+            if not answer.done():
+                answer.set_exception(self._peer_lost(reason))
 
     def _peer_lost(self, reason: str) -> PeerLost:
         return PeerLost(f"the engine at {self.address} was lost: {reason}")

@@ -91,6 +91,36 @@ class ModelNotFound(TandemError, code="model_not_found", status=404):
         super().__init__(f"model {model!r} is not served here; this cluster serves {names}")
 
 
+class AdapterNotFound(TandemError, code="adapter_not_found", status=404):
+    """There is no LoRA adapter of this name, or no files to load it from."""
+
+    def __init__(self, name: str, path: str = "") -> None:
+        # vLLM's words
+        super().__init__(
+            f"Loading lora {name} failed: No adapter found for {path}"
+            if path
+            else f"The lora adapter '{name}' cannot be found."
+        )
+
+
+class AdapterLoaded(InvalidRequest, code="adapter_loaded"):
+    """The name of the LoRA adapter to load is in use."""
+
+    def __init__(self, name: str) -> None:
+        # vLLM's words
+        super().__init__(
+            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+            "'load_inplace' to True."
+        )
+
+
+class AdapterGone(TandemError, code="adapter_gone", status=503, is_retryable=True):
+    """The request's LoRA adapter was unloaded or replaced, and the request can neither start nor continue."""
+
+    def __init__(self, adapter: str) -> None:
+        super().__init__(f"adapter {adapter!r} was unloaded or replaced; send the request again")
+
+
 class BodyTooLarge(TandemError, code="body_too_large", status=413):
     """The HTTP body exceeds the limit."""
 

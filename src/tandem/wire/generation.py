@@ -136,7 +136,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         num_prior_tokens: Number of tokens at the end of `prompt_ids` that an earlier attempt generated.
             The next token has this index.
         cache_salt: Requests share cached prefixes only with requests of the same salt.
-        adapter: Name of the LoRA adapter, as nodes report it; empty: the base model.
+        adapter: Id of the LoRA adapter, as nodes report it; empty: the base model.
         priority: Waiting requests of higher priority start first; the running request of lowest priority is
             retracted first.
         group: Name shared by requests with the same prompt. They go to the same pair, which computes the

@@ -7,7 +7,8 @@ Nodes of two consecutive releases therefore understand each other.
 
 ```
  edge worker ──▶ engine inbox     StartPrefill StartDecode StartColocated Cancel FlushCache Ping
- engine      ──▶ edge worker      TokenBatch RequestFailed Pong CacheReport Measured
+                                  LoadAdapter UnloadAdapter
+ engine      ──▶ edge worker      TokenBatch RequestFailed Pong CacheReport Measured AdapterChanged
 ```
 """
 
@@ -80,6 +81,30 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 class FlushCache(Message, frozen=True, kw_only=True):
     """Evict every cached page that no request uses. Answered by `Pong`."""
+
+
+class LoadAdapter(Message, frozen=True, kw_only=True):
+    """Load a LoRA adapter. Answered by `AdapterChanged`, also if it is loaded already.
+
+    Attributes:
+        number: Number of this message on the link, which the answer repeats.
+        path: Directory on the node, or a repository on the Hub.
+        digest: Digest that the files must have; empty: any.
+        in_place: Whether the name may have an adapter with other content, which stays loaded.
+    """
+
+    name: str
+    path: str
+    number: int = 0
+    digest: str = ""
+    in_place: bool = False
+
+
+class UnloadAdapter(Message, frozen=True, kw_only=True):
+    """Report an adapter no more, and remove it once no request needs it. Answered by `AdapterChanged`."""
+
+    adapter: str
+    number: int = 0
 
 
 class Ping(Message, frozen=True, kw_only=True):
@@ -195,6 +220,28 @@ class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
     token_cost: float = -1.0
 
 
+class LoadedAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that a node serves.
+
+    Attributes:
+        id: `NAME@DIGEST`, with a hash of its files: equal ids have equal weights.
+        path: Where the node has loaded it from.
+    """
+
+    id: str
+    path: str
+
+    @property
+    def name(self) -> str:
+        """The name for clients."""
+        return self.id.rpartition("@")[0]
+
+    @property
+    def digest(self) -> str:
+        """The hash of its files."""
+        return self.id.rpartition("@")[2]
+
+
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Load of a node. The page states `pages_*` sum to `num_pages`.
 
@@ -209,6 +256,7 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
         tiers: Tiers behind the prefix cache, fastest first.
         is_draining: Whether the node is draining and accepts no new requests.
         ending_s: Age of the oldest failed hand-off whose pages may still be read or written; 0: none.
+        adapters: LoRA adapters that requests may name, in the order of loading.
     """
 
     num_running: int = 0
@@ -241,6 +289,11 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[TierLoad] = []
     is_draining: bool = False
     ending_s: float = 0.0
+    adapters: list[LoadedAdapter] = []
+
+    def has_adapter(self, adapter: str) -> bool:
+        """Return whether an adapter's id is reported, or is empty: every node serves the base model."""
+        return not adapter or any(each.id == adapter for each in self.adapters)
 
 
 class Pong(Message, frozen=True, kw_only=True):
@@ -269,6 +322,19 @@ class Measured(Message, frozen=True, kw_only=True):
     tier_seconds: dict[str, Spread] = {}
 
 
+class AdapterChanged(Message, frozen=True, kw_only=True):
+    """Answer to `LoadAdapter` and `UnloadAdapter`. Every edge worker is sent the new load before.
+
+    Attributes:
+        adapter: The adapter's id, unless there is an error.
+    """
+
+    epoch: Epoch
+    number: int
+    adapter: str = ""
+    error: ErrorInfo | None = None
+
+
 # Block names, packed by `tandem.wire.prefixes.pack_names`.
 BlockNames = Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCKS * NAME_BYTES)]
 
@@ -292,8 +358,9 @@ class CacheReport(Message, frozen=True, kw_only=True):
     removed: BlockNames = b""
 
 
-ToEngine = StartPrefill | StartDecode | StartColocated | Cancel | FlushCache | Ping
-FromEngine = TokenBatch | RequestFailed | Pong | CacheReport | Measured
+ChangeAdapter = LoadAdapter | UnloadAdapter
+ToEngine = StartPrefill | StartDecode | StartColocated | Cancel | FlushCache | Ping | ChangeAdapter
+FromEngine = TokenBatch | RequestFailed | Pong | CacheReport | Measured | AdapterChanged
 
 
 # ── a node, at `GET /server_info` ────────────────────────────────────────────────────────────────
@@ -313,7 +380,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer_hash: Hash of the files at `GET /tokenizer`; empty if the model has no tokenizer.
         default_sampling: Sampling defaults of its generation_config.json.
         weight_version: Version set by the last weight update; "default" before the first.
-        adapters: Names of the LoRA adapters. The fingerprint covers their contents.
     """
 
     name: str
@@ -324,7 +390,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_hash: str = ""
     default_sampling: SamplingDefaults = SamplingDefaults()
     weight_version: str = "default"
-    adapters: list[str] = []
 
 
 # Default of `NodeInfo.engine`.

@@ -177,6 +177,9 @@ class ActiveRequest:
 # ── the check ────────────────────────────────────────────────────────────────────────────────────
 
 
+NO_ADAPTERS = "this engine does not support adapters: use a node with --engine vllm"
+
+
 def check_request(request: GenerateRequest, shape: ModelShape) -> TokenArray:
     """Check that a model of this shape can serve the request, and return its prompt.
 
@@ -188,7 +191,7 @@ def check_request(request: GenerateRequest, shape: ModelShape) -> TokenArray:
     if not prompt:
         raise InvalidRequest("the prompt is empty")
     if request.adapter:
-        raise InvalidRequest("this engine does not support adapters: use a node with --engine vllm")
+        raise InvalidRequest(NO_ADAPTERS)
     if fault := _out_of_bounds(request):
         raise InvalidRequest(fault)
     token_ids = _known_tokens(prompt, shape.vocab_size)

@@ -6,13 +6,13 @@
 import asyncio
 import time
 from contextlib import aclosing
-from typing import Annotated
+from typing import Annotated, Literal
 
 from aiohttp import web
 from pydantic import Field
 
 from tandem.frontend.backend import NO_PEER, Backend, Health, ServedModel
-from tandem.frontend.chat.body import Body, validate
+from tandem.frontend.chat.body import Body, read_json, validate
 from tandem.frontend.http.edge import EDGE, SHUTTING_DOWN
 from tandem.frontend.http.keys import operators_only, owner_of, require_operator
 from tandem.frontend.http.middleware import json_response
@@ -34,6 +34,25 @@ class AbortBody(Body):
 
     rid: Annotated[str, Field(max_length=512)] = ""
     abort_all: bool = False
+
+
+# A name is part of names of prefixes, which end it with a zero byte.
+_AdapterName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f]+$")]
+
+
+class LoadAdapterBody(Body):
+    """`/v1/load_lora_adapter`."""
+
+    lora_name: _AdapterName
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    load_inplace: bool = False
+    is_3d_lora_weight: Literal[False] = False
+
+
+class UnloadAdapterBody(Body):
+    """`/v1/unload_lora_adapter`."""
+
+    lora_name: _AdapterName
 
 
 # The checked body of an `/abort_request`, for middlewares.
@@ -165,6 +184,27 @@ async def flush_cache(request: web.Request) -> web.Response:
     """Drop every cached page that no request is using."""
     await request.app[EDGE].backend.flush_cache()
     return json_response({"success": True, "message": "the cache was flushed"})
+
+
+@operators_only
+async def load_adapter(request: web.Request) -> web.Response:
+    """Load a LoRA adapter on every node, as vLLM does."""
+    body = validate(LoadAdapterBody, read_json(await request.read()))
+    backend = request.app[EDGE].backend
+    if backend.model().is_base(body.lora_name):
+        raise InvalidRequest(
+            f"The lora adapter '{body.lora_name}' conflicts with a served base model."
+        )
+    await backend.load_adapter(body.lora_name, body.lora_path, in_place=body.load_inplace)
+    return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@operators_only
+async def unload_adapter(request: web.Request) -> web.Response:
+    """Unload a LoRA adapter on every node, as vLLM does."""
+    body = validate(UnloadAdapterBody, read_json(await request.read()))
+    await request.app[EDGE].backend.unload_adapter(body.lora_name)
+    return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 async def abort_request(request: web.Request) -> web.Response:

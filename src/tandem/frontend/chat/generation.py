@@ -225,7 +225,7 @@ def create_generations(
                 cache_salt=body.cache_salt,
                 logprobs=each.logprobs,
                 group=group,
-                adapter=name,
+                adapter=model.adapters[name] if name else "",
             )
             generations.append(Generation(request, rules, model.tokenizer, bootstrap))
     return generations

@@ -5,7 +5,6 @@ _NO_SCORES = (
     "this server does not support embeddings, classification or scores; run a separate server for them. "
     "/v1/completions with echo and logprobs scores a prompt"
 )
-_NO_ADAPTERS = "adapters cannot be loaded at run time; merge the adapter into the model and start the nodes with it"
 _NO_SLEEP = "a node keeps its memory until it stops; POST /drain to the node, then stop it"
 _NO_UPDATES = "POST /update_weights_from_disk to each node: docs/operations.md#updating-the-weights"
 NOT_STORED = "responses are not stored; send the whole conversation as input each time"
@@ -18,11 +17,10 @@ _REPLACEMENTS: dict[tuple[str, ...], str] = {
         *("/rerank", "/v1/rerank", "/v2/rerank", "/v1/decisions", "/v1/moderations"),
     ): _NO_SCORES,
     ("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"): _TEXT_ONLY,
+    ("/load_lora_adapter", "/unload_lora_adapter"): (
+        "use /v1/load_lora_adapter and /v1/unload_lora_adapter"
+    ),
     ("/v1/batches", "/v1/files"): "use `tandem batch` to run a file of requests",
-    (
-        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-        *("/load_lora_adapter", "/unload_lora_adapter"),
-    ): _NO_ADAPTERS,
     (
         *("/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused"),
         *("/continue_generation", "/release_memory_occupation", "/release_kv_cache_memory"),

@@ -14,7 +14,8 @@ hundreds of nodes, a new snapshot rereads only the nodes that have changed since
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -33,6 +34,7 @@ from tandem.router.nodes.snapshot import (
 )
 from tandem.router.nodes.watch import Watcher
 from tandem.telemetry.log import get_logger
+from tandem.wire.engine_client import EngineClient
 from tandem.wire.errors import LayoutMismatch, NoNodeAvailable
 from tandem.wire.generation import SamplingDefaults
 from tandem.wire.keys import operator_key, reader_key
@@ -59,7 +61,7 @@ class Roster:
         self._changed: dict[str, None] = {}
         self._outlines: dict[str, tuple[object, ...]] = {}
         self._snapshots: dict[str, dict[str, NodeSnapshot]] = {role: {} for role in sorted(ROLES)}
-        self._candidates: dict[tuple[str, str], Candidates] = {}
+        self._candidates: dict[tuple[str, str, str], Candidates] = {}
         self._snapshot, self._is_stale = ClusterSnapshot(prefills=(), decodes=()), False
 
     def __iter__(self) -> Iterator[Node]:
@@ -123,7 +125,8 @@ class Roster:
         for role, snapshots in self._snapshots.items():
             if node is not None and node.role == role:
                 snapshots[url] = snapshot = node.snapshot()
-                for candidates in self._candidates.values():
+                # Adapters that all nodes have share their candidates.
+                for candidates in set(self._candidates.values()):
                     candidates.put(snapshot)
             else:
                 snapshots.pop(url, None)
@@ -134,7 +137,8 @@ def _outline(node: Node | None) -> tuple[object, ...]:
     if node is None:
         return ()
     model, limit = (node.info.model, node.info.max_prompt_tokens) if node.info else (None, 0)
-    return (node.role, node.is_up, node.is_aside, node.shown_reason, model, limit)
+    state = node.role, node.is_up, node.is_aside, node.shown_reason
+    return (*state, model, limit, node.load.adapters)
 
 
 def explain(snapshot: ClusterSnapshot, fingerprint: str | None) -> Health:
@@ -186,6 +190,29 @@ def _missing(snapshot: ClusterSnapshot) -> list[str]:
 
 def _models(nodes: Sequence[NodeSnapshot]) -> str:
     return ", ".join(sorted({node.fingerprint for node in nodes if node.is_up}))
+
+
+def servable_adapters(snapshot: ClusterSnapshot, fingerprint: str) -> Mapping[str, str]:
+    """Return the ids of the adapters that a pair can serve, by name.
+
+    Of several contents of a name it is the one that most nodes have and, while all nodes have both, the newer one. So
+    when a name is loaded again, requests get the new content as soon as the last node has it.
+    """
+    prefill, decode = (
+        Counter(
+            (each.name, each.id)
+            for node in nodes
+            if _is_used(node, fingerprint)
+            for each in node.load.adapters
+        )
+        for nodes in (snapshot.prefills, snapshot.decodes)
+    )
+    counts, chosen = prefill + decode, dict[str, str]()
+    for name, adapter in counts:  # in the order of loading
+        num_known = counts[name, chosen.get(name, adapter)]
+        if prefill[name, adapter] and decode[name, adapter] and counts[name, adapter] >= num_known:
+            chosen[name] = adapter
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +336,16 @@ class Cluster:
         assert self.last_model is not None
         return self.last_model
 
+    def clients(self) -> Mapping[str, EngineClient]:
+        """Return the clients of the nodes with the model served now, by role and URL. Raises `NoNodeAvailable`."""
+        fingerprint = self.fingerprint()
+        return {
+            f"{node.role} {node.url}": node.client
+            for node in self.roster
+            if node.client is not None and node.info is not None
+            if node.info.model.fingerprint == fingerprint
+        }
+
     def tier_blocks(self) -> dict[str, int]:
         """Return the number of known blocks by tier name; a shared store counts once."""
         blocks: dict[str, int] = {}
@@ -376,5 +413,5 @@ class Cluster:
             tokenizer=self._watcher.tokenizer(model.tokenizer_hash),
             default_sampling=model.default_sampling if self._has_defaults else SamplingDefaults(),
             weight_version=model.weight_version,
-            adapters=tuple(model.adapters),
+            adapters=servable_adapters(self.servable(), fingerprint),
         )

@@ -147,18 +147,23 @@ class ClusterSnapshot:
 
     prefills: tuple[NodeSnapshot, ...]
     decodes: tuple[NodeSnapshot, ...]
-    candidates: dict[tuple[str, str], Candidates] = field(
+    candidates: dict[tuple[str, str, str], Candidates] = field(
         default_factory=dict, compare=False, repr=False
     )
 
-    def in_use(self, role: str, fingerprint: str) -> Candidates:
-        """Return the nodes that serve a model; nodes put aside only if no other node is up."""
-        if (role, fingerprint) not in self.candidates:
+    def in_use(self, role: str, fingerprint: str, adapter: str = "") -> Candidates:
+        """Return the nodes that serve a model or an adapter of it; nodes put aside only if no other node is up."""
+        key = role, fingerprint, adapter
+        if key not in self.candidates:
             nodes = self.prefills if role == "prefill" else self.decodes
             up = [node for node in nodes if node.is_up and node.fingerprint == fingerprint]
-            chosen = [node for node in up if not node.is_aside] or up
-            self.candidates[role, fingerprint] = Candidates(chosen)
-        return self.candidates[role, fingerprint]
+            able = [node for node in up if node.load.has_adapter(adapter)]
+            if adapter and len(able) == len(up):
+                self.candidates[key] = self.in_use(role, fingerprint)
+            else:
+                chosen = [node for node in able if not node.is_aside] or able
+                self.candidates[key] = Candidates(chosen)
+        return self.candidates[key]
 
 
 def usable_fingerprint(snapshot: ClusterSnapshot, preferred: str = "") -> str | None:

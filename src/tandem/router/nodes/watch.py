@@ -20,11 +20,12 @@ import msgspec
 
 from tandem.frontend.text.tokenizer import Tokenizer, tokenizer_hash, with_chat_template
 from tandem.router.config import RouterConfig
+from tandem.router.nodes.adapters import load_missing
 from tandem.router.nodes.canary import Canary
 from tandem.router.nodes.node import DRAINING, Node, NodeUnusable
 from tandem.telemetry.log import get_logger
 from tandem.wire.engine_client import EngineClient
-from tandem.wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid, TandemError
 from tandem.wire.hosts import reason_of
 from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import NodeInfo
@@ -157,7 +158,24 @@ class Watcher:
         except NodeUnusable:
             node.note(is_admitted=False)
             raise
+        await self._load_adapters(node, node.client)
         node.note(is_admitted=True, reason="")
+
+    async def _load_adapters(self, node: Node, client: EngineClient) -> None:
+        """Load the adapters on a node that all nodes in use have. Without them it serves the base model."""
+        assert node.info is not None
+        same = node.info.model.fingerprint
+        others = [
+            each.client
+            for each in self._nodes
+            if each is not node and each.is_up and each.client is not None
+            if each.info is not None and each.info.model.fingerprint == same
+        ]
+        try:
+            if others:
+                await load_missing(f"{node.role} {node.url}", client, others)
+        except TandemError as error:
+            log.warning("node.adapter_missing", reason=error.message)
 
     async def _until_trouble(self, node: Node) -> None:
         """Wait until the node must be polled over HTTP again."""

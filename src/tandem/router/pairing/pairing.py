@@ -30,7 +30,7 @@ from tandem.router.pairing.policy import (
     RoutingRequest,
     tokens_to_compute,
 )
-from tandem.wire.errors import NoNodeAvailable, TandemError
+from tandem.wire.errors import AdapterGone, NoNodeAvailable, TandemError
 from tandem.wire.generation import GenerateRequest
 
 # Hundreds of nodes form tens of thousands of pairs. The console shows those in use.
@@ -133,17 +133,22 @@ class Pairing:
 
         Raises:
             NoNodeAvailable: A role has no node. The message includes `after`.
+            AdapterGone: No pair of the nodes has the request's adapter.
         """
         pair = group.pair
-        if pair is None or pair in failed or not self._serves(pair, fingerprint):
+        if pair is None or pair in failed or not self._serves(pair, fingerprint, request.adapter):
             with self._metrics.pairing.time():
                 group.pair = pair = self._choose(request, fingerprint, failed, after)
         return pair
 
-    def _serves(self, pair: Pair, fingerprint: str) -> bool:
+    def _serves(self, pair: Pair, fingerprint: str, adapter: str) -> bool:
         nodes = [self._cluster.view(url) for url in pair.urls]
         return all(
-            node.is_up and not node.is_aside and node.fingerprint == fingerprint for node in nodes
+            node.is_up
+            and not node.is_aside
+            and node.fingerprint == fingerprint
+            and node.load.has_adapter(adapter)
+            for node in nodes
         )
 
     def _choose(
@@ -162,6 +167,7 @@ class Pairing:
                 next(self._turns),
                 self._rng,
                 routing=routing,
+                adapter=request.adapter,
                 avoid={url for pair in failed for url in pair.urls},
             )
         except NoNodeAvailable as error:
@@ -219,6 +225,7 @@ def choose(
     rng: random.Random,
     *,
     routing: RoutingRequest = ANYTHING,
+    adapter: str = "",
     avoid: Set[str] = frozenset(),
 ) -> Pair:
     """Return the pair for one attempt at a request on the model with this fingerprint.
@@ -226,14 +233,20 @@ def choose(
     Both nodes are chosen together, as the pair with the lowest total cost, which includes moving KV between zones.
 
     Args:
+        adapter: Id of the adapter that both nodes must have; empty: none.
         avoid: URLs of nodes that failed this request; used only if there is no other node.
 
     Raises:
         NoNodeAvailable: A role has no usable node with this model.
+        AdapterGone: A role has nodes with this model, and none has the adapter.
     """
     draw = Draw(turn, rng)
-    prefills = _usable(snapshot.in_use("prefill", fingerprint), avoid)
-    decodes = _usable(snapshot.in_use("decode", fingerprint), avoid)
+    able = [snapshot.in_use(role, fingerprint, adapter) for role in ("prefill", "decode")]
+    if adapter and not all(map(len, able)):
+        for role in ("prefill", "decode"):
+            _usable(snapshot.in_use(role, fingerprint), avoid)
+        raise AdapterGone(adapter)
+    prefills, decodes = (_usable(nodes, avoid) for nodes in able)
     prefill_costs = policy.prefill.costs(prefills, routing, draw)
     decode_costs = policy.decode.costs(decodes, routing, draw)
     crossing = max(policy.prefill.crossing(routing), policy.decode.crossing(routing))

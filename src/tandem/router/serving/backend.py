@@ -11,6 +11,7 @@ from tandem.router.admission import Admission
 from tandem.router.config import AdmissionConfig
 from tandem.router.key_limits import KeyUsage
 from tandem.router.metrics import RouterMetrics, WorkerCounts
+from tandem.router.nodes.adapters import AdapterChanges
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.pairing.pairing import PairGroups, Pairing
 from tandem.router.pairing.policy import Policy
@@ -59,6 +60,7 @@ class ClusterBackend:
         self._node_wait = NodeWait(node_wait_s, admission.limits.max_requests)
         self.pairing = Pairing(cluster, policy, rng, self._metrics)
         self.suspects = Suspects()
+        self._adapters = AdapterChanges(cluster.clients)
         self._shared = RequestContext(
             cluster, self.pairing, self._node_wait, max_attempts, self._metrics, self.suspects
         )
@@ -152,6 +154,14 @@ class ClusterBackend:
                     node.client.flush_cache()
                 except PeerLost as error:  # the cache is lost with the node
                     log.debug("node.flush_unsent", url=node.url, reason=error.message)
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
+        """Load a LoRA adapter on every node that is connected and has the model served now."""
+        await self._adapters.load(name, path, in_place=in_place)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter on these nodes."""
+        await self._adapters.unload(name)
 
     def health(self) -> Health:
         """Return whether a pair can serve now, and what is missing."""

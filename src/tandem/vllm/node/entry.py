@@ -7,7 +7,7 @@ draws then continue as if the request had always run here.
  - Model runner V1 (CPUs, and what V2 does not support) keeps that state itself: `install` gives it to the workers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,10 @@ class Entry:
     def __len__(self) -> int:
         """Return how many requests wait for their grammars."""
         return len(self._waiting)
+
+    def waiting(self) -> Collection[Request]:
+        """Return the requests that wait for their grammars."""
+        return self._waiting.values()
 
     def add(self, asked: EngineCoreRequest, prior_ids: Sequence[int]) -> None:
         """Add a request. `prior_ids`: the tokens of its answer so far."""

@@ -29,17 +29,15 @@ def prepare_environment(config: NodeConfig) -> None:
         os.environ.setdefault(name, value)
 
 
-def extra_config(config: NodeConfig, adapters: str) -> dict[str, object]:
-    """Return the node's `kv_connector_extra_config`; `adapters` is the digest of its LoRA adapters."""
+def extra_config(config: NodeConfig) -> dict[str, object]:
+    """Return the node's `kv_connector_extra_config`."""
     transfer = config.transfer
-    if (
-        config.role == "decode"
-    ):  # pushes no layers, so vLLM may replay whole forwards as CUDA graphs
+    # Decode pushes no layers, so vLLM may replay whole forwards as CUDA graphs.
+    if config.role == "decode":
         transfer = msgspec.structs.replace(transfer, push_granularity="chunk")
     return {
         **msgspec.to_builtins(transfer),
         "host": config.host,
         "is_insecure": config.is_insecure,
         "heartbeat_interval_ms": config.heartbeat_interval_ms,
-        "adapters": adapters,
     }

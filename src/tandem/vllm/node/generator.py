@@ -4,7 +4,7 @@ import argparse
 import multiprocessing
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from tandem.node.ranks.pool import Piece, pool_pages
 from tandem.node.tiers.tiers import open_stack
 from tandem.vllm.connector import IDLE_WAIT_S, TandemConnector, fingerprint
 from tandem.vllm.hand_offs import WorkerReports
-from tandem.vllm.node.adapters import add_argument, digest_of, read_adapters
+from tandem.vllm.node.adapters import Adapters, add_argument, names_and_paths
 from tandem.vllm.node.entry import Entry
 from tandem.vllm.node.environment import extra_config
 from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
@@ -43,10 +43,13 @@ from tandem.vllm.node.prefixes import CachedBlocks
 from tandem.vllm.node.requests import output_of, sampling_params
 from tandem.vllm.tiers import PromptTiers
 from tandem.vllm.worker import DecodeWorker, PrefillWorker
-from tandem.wire.errors import ConfigInvalid, InvalidRequest, TandemError
+from tandem.wire.errors import AdapterGone, ConfigInvalid, InvalidRequest, TandemError
 from tandem.wire.generation import Finish, GenerateRequest
 from tandem.wire.messages import ModelInfo
 from tandem.wire.prefixes import PageSpace, PrefixJournal
+
+# Default of --max-cpu-loras: adapters that a node keeps in memory.
+MAX_ADAPTERS = 1024
 
 
 class CacheEvents:
@@ -91,6 +94,7 @@ class VllmGenerator:
     Attributes:
         steps: Number and duration of the steps that computed something.
         journal: Changes of the cached prefixes, for routers.
+        adapters: The LoRA adapters.
 
     Raises:
         ConfigInvalid: vLLM rejects the settings; the message says what to do.
@@ -99,8 +103,7 @@ class VllmGenerator:
     def __init__(self, config: NodeConfig) -> None:
         self._config, self.steps = config, StepCounts()
         args = _arguments(config)
-        self._adapters = read_adapters(args.lora_modules, config.served_model_name)
-        self._vllm_config = vllm_config = _vllm_config(config, args, digest_of(self._adapters))
+        self._vllm_config = vllm_config = _vllm_config(config, args)
         self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
         self._inputs = InputProcessor(vllm_config, renderer_from_config(vllm_config))
         self._tasks = self._core.get_supported_tasks()
@@ -111,7 +114,10 @@ class VllmGenerator:
         self.journal = cached.journal
         self._publisher = CacheEvents(cached, self._scheduler.kv_event_publisher)
         self._scheduler.kv_event_publisher = self._publisher
-        self._load_adapters()
+        lora = vllm_config.lora_config
+        limit = 0 if lora is None else lora.max_cpu_loras or lora.max_loras
+        self.adapters = Adapters(self._core, limit, self._used_adapters)
+        self._load_adapters(args)
         self._tiers = self._open_tiers()
 
     def _open_tiers(self) -> PromptTiers | None:
@@ -187,7 +193,6 @@ class VllmGenerator:
             eos_token_ids=sorted(ids),
             default_sampling=config.default_sampling,
             weight_version=config.weight_version,
-            adapters=list(self._adapters),
         )
 
     @property
@@ -211,15 +216,16 @@ class VllmGenerator:
             "prompt_token_ids": request.prompt_ids[:num_prompt],
             "cache_salt": request.cache_salt or None,
         }
-        if request.adapter and request.adapter not in self._adapters:
-            raise InvalidRequest(f"this node has no adapter {request.adapter!r}")
+        adapter = self.adapters.find(request.adapter) if request.adapter else None
+        if request.adapter and adapter is None:
+            raise AdapterGone(request.adapter)
         try:
             asked = self._inputs.process_inputs(
                 str(request.request_id),
                 prompt,
                 sampling_params(request, hand_off),
                 supported_tasks=self._tasks,
-                lora_request=self._adapters.get(request.adapter),
+                lora_request=adapter,
                 priority=-request.priority,
             )
         except TandemError:
@@ -236,16 +242,17 @@ class VllmGenerator:
             )
         return Checked(asked, request.prompt_ids[num_prompt:])
 
-    def _load_adapters(self) -> None:
-        """Load each adapter once, so that a faulty one fails at start-up."""
-        for name, adapter in self._adapters.items():
+    def _load_adapters(self, args: argparse.Namespace) -> None:
+        for name, path in names_and_paths(args.lora_modules, self._config.served_model_name):
             try:
-                self._core.add_lora(adapter)
-            except Exception as error:
-                words = " ".join(str(error).split())[:500]
-                raise ConfigInvalid(
-                    f"vLLM cannot load adapter {name!r}: {words}", topic="docs/vllm.md"
-                ) from error
+                self.adapters.load(name, path)
+            except (TandemError, OSError) as error:
+                raise ConfigInvalid(f"--lora-modules: {error}", topic="docs/vllm.md") from error
+
+    def _used_adapters(self) -> Set[int]:
+        """Return the numbers of the adapters that queued and running requests need."""
+        requests = (*self._scheduler.requests.values(), *self._entry.waiting())
+        return {each.lora_request.lora_int_id for each in requests if each.lora_request}
 
     def add(self, request_id: str, checked: object) -> None:
         """Queue a checked request under a unique id."""
@@ -348,14 +355,17 @@ def _arguments(config: NodeConfig) -> argparse.Namespace:
         ) from error
     if args.lora_modules and not args.enable_lora:
         raise ConfigInvalid("--lora-modules needs --enable-lora", topic="docs/vllm.md")
+    if args.enable_lora and args.max_cpu_loras is None:
+        # vLLM's default is --max-loras, with which no adapter could be loaded while as many are in use.
+        args.max_cpu_loras = max(args.max_loras, MAX_ADAPTERS)
     return args
 
 
-def _vllm_config(config: NodeConfig, args: argparse.Namespace, adapters: str) -> VllmConfig:
+def _vllm_config(config: NodeConfig, args: argparse.Namespace) -> VllmConfig:
     try:
         engine_args = EngineArgs.from_cli_args(args)
         if config.role != "colocated":
-            engine_args.kv_transfer_config = _transfer(config, adapters)
+            engine_args.kv_transfer_config = _transfer(config)
         if engine_args.kv_events_config is None:
             engine_args.kv_events_config = KVEventsConfig(
                 enable_kv_cache_events=True, publisher="null"
@@ -399,10 +409,10 @@ def _own_flags(config: NodeConfig) -> Sequence[str]:
     return words + ([] if engine.is_prefix_cache_enabled else ["--no-enable-prefix-caching"])
 
 
-def _transfer(config: NodeConfig, adapters: str) -> KVTransferConfig:
+def _transfer(config: NodeConfig) -> KVTransferConfig:
     return KVTransferConfig(
         kv_connector="TandemConnector",
         kv_role="kv_producer" if config.role == "prefill" else "kv_consumer",
         kv_load_failure_policy="fail",
-        kv_connector_extra_config=extra_config(config, adapters),
+        kv_connector_extra_config=extra_config(config),
     )

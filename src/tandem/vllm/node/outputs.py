@@ -1,12 +1,13 @@
 """The interface between the role and vLLM's engine, so that the role does not import vLLM."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandem.vllm.hand_offs import WorkerReports
+from tandem.wire.errors import TandemError
 from tandem.wire.generation import Finish, GenerateRequest, TokenLogprobs
-from tandem.wire.messages import ModelInfo, TierLoad
+from tandem.wire.messages import ChangeAdapter, LoadedAdapter, ModelInfo, TierLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,25 @@ class HandOffParams:
         return params
 
 
+class AdapterStore(Protocol):
+    """The LoRA adapters of a node."""
+
+    def loaded(self) -> list[LoadedAdapter]:
+        """Return the adapters that requests may name, in the order of loading."""
+
+    def change(self, change: ChangeAdapter, answer: Callable[[str | TandemError], None]) -> None:
+        """Load or unload an adapter; see `RequestRunner.change_adapter`."""
+
+    def poll(self) -> None:
+        """Continue the changes."""
+
+
 class Generator(Protocol):
     """The part of vLLM's engine that the role uses."""
+
+    @property
+    def adapters(self) -> AdapterStore:
+        """The LoRA adapters."""
 
     @property
     def has_work(self) -> bool:

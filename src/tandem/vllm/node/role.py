@@ -24,7 +24,7 @@ from tandem.wire.errors import (
     error_of_other_half,
 )
 from tandem.wire.generation import Finish, GenerateRequest, TokenLogprobs
-from tandem.wire.messages import NodeLoad, StartColocated, StartDecode, StartPrefill
+from tandem.wire.messages import ChangeAdapter, NodeLoad, StartColocated, StartDecode, StartPrefill
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -144,8 +144,9 @@ class VllmRole:
             self._forget(half)
 
     def poll(self) -> None:
-        """Process ended transfers and expired deadlines."""
+        """Process ended transfers, expired deadlines and changes of adapters."""
         self._poll_transfers()
+        self._generator.adapters.poll()
         for half in self._deadlines.passed():
             if half.id in self._by_id and not half.is_begun:
                 self._end(half, not_started())
@@ -220,11 +221,18 @@ class VllmRole:
             queued_tokens=sum(len(half.request.prompt_ids) for half in waiting),
             ending_s=counts.ending_s,
             tiers=list(counts.tiers),
+            adapters=self._generator.adapters.loaded(),
         )
 
     def flush_cache(self) -> None:
         """Drop the cached blocks that no request reads."""
         self._generator.flush_cache()
+
+    def change_adapter(
+        self, change: ChangeAdapter, answer: Callable[[str | TandemError], None]
+    ) -> None:
+        """Load or unload a LoRA adapter; see `RequestRunner`."""
+        self._generator.adapters.change(change, answer)
 
     def log_line(self, elapsed_s: float) -> str | None:
         """Return a log line about the work since the last call; None if there was none."""
