@@ -16,7 +16,7 @@ from tandem.wire.channel import Waker
 from tandem.wire.prefixes import PageSpace
 from tests.patience import eventually
 
-SIZE, NUM_BLOCKS, LAYER_BYTES = 4, 16, 8
+SIZE, NUM_BLOCKS, LAYER_BYTES = 4, 16, 4096
 PROMPT = list(range(100, 100 + 5 * SIZE))
 # Two layers, one after the other, as vLLM lays out its blocks.
 PIECES = [Piece(layer * NUM_BLOCKS * LAYER_BYTES, LAYER_BYTES, LAYER_BYTES) for layer in range(2)]
@@ -31,7 +31,7 @@ class Node:
         self.waker, self.results = Waker(), Results()
         space = PageSpace("model", "bytes", SIZE)
         pages = pool_pages(self.region, PIECES)
-        config = TierConfig(specs=specs or ("host:4KiB",), timeout_s=30)
+        config = TierConfig(specs=specs or ("host:1MiB",), timeout_s=30)
         self.tiers = PromptTiers(
             partial(open_stack, config, pages, space), space, min_tokens, self.waker
         )
