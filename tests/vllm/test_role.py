@@ -63,6 +63,9 @@ class FakeGenerator:
 
     has_work = True
 
+    def meet(self):
+        pass
+
     def check(self, request, hand_off):
         if not request.prompt_ids:
             raise InvalidRequest("the prompt is empty")

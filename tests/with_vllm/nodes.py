@@ -53,6 +53,9 @@ class Node:
         ]
         self.process: Process | None = None
 
+    def add_vllm_flags(self, *flags: str) -> None:
+        self._command += flags
+
     def start(self) -> None:
         if self.process is not None:
             self.process.kill()

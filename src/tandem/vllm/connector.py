@@ -121,6 +121,8 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker: WorkerHalf | None = None
         self.tiers: PromptTiers | None = None
         self._is_idle = False
+        # With data parallelism the other ranks wait for the dummy batch that follows.
+        self._idle_wait_s = IDLE_WAIT_S if parallel.data_parallel_size == 1 else 0.0
         self._prefill = PrefillHandOffs(groups, self._num_ranks)
         self._decode = DecodeHandOffs(groups)
         self._transfers = WorkerReports()
@@ -291,7 +293,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self.worker is not None
-        wait_s = IDLE_WAIT_S if self._is_idle else 0.0
+        wait_s = self._idle_wait_s if self._is_idle else 0.0
         results = self.worker.results(finished_req_ids, wait_s=wait_s)
         if self.tiers is not None:
             more = self.tiers.results(results.sent)

@@ -67,6 +67,7 @@ class VllmProcess:
             heartbeat=config.heartbeat,
             measures=Measures(generator.steps, generator.transfer_times),
             on_drained=self._parent.report_drained,
+            wait_s=generator.wait_s,
             on_pass=watch.on_pass,
         )
         self._parent.follow(loop)
@@ -80,10 +81,13 @@ class VllmProcess:
             )
         )
         try:
-            return int(not run_until_lost(loop))
+            is_lost = not run_until_lost(loop)
         finally:
             watch.stop()
             inbox.close()
+        if not is_lost:
+            generator.leave()
+        return int(is_lost)
 
     def close(self) -> None:
         """Stop vLLM's workers and close all links."""

@@ -1,6 +1,7 @@
 """Runs vLLM's EngineCore in this process; the node's loop calls each step."""
 
 import argparse
+import contextlib
 import multiprocessing
 import shlex
 import time
@@ -36,6 +37,7 @@ from tandem.node.tiers.tiers import open_stack
 from tandem.vllm.connector import IDLE_WAIT_S, TandemConnector, fingerprint
 from tandem.vllm.hand_offs import WorkerReports
 from tandem.vllm.node.adapters import Adapters, add_argument, names_and_paths
+from tandem.vllm.node.data_parallel import DataParallelGroup
 from tandem.vllm.node.entry import Entry
 from tandem.vllm.node.environment import extra_config
 from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
@@ -50,6 +52,11 @@ from tandem.wire.prefixes import PageSpace, PrefixJournal
 
 # Default of --max-cpu-loras: adapters that a node keeps in memory.
 MAX_ADAPTERS = 1024
+
+# Maximum time that an idle rank of a data-parallel group lets the others wait, so that they can start to step.
+IDLE_MEET_S = 0.01
+# Maximum time that a rank that stops waits for the others to stop. Shorter than the time that its parent allows.
+LEAVE_S = 2.0
 
 
 class CacheEvents:
@@ -104,6 +111,10 @@ class VllmGenerator:
         self._config, self.steps = config, StepCounts()
         args = _arguments(config)
         self._vllm_config = vllm_config = _vllm_config(config, args)
+        self._group = self._lockstep = None
+        if vllm_config.parallel_config.data_parallel_size > 1:
+            self._group = DataParallelGroup(vllm_config, config.role, config.step_timeout_s)
+            self._lockstep = self._group.lockstep
         self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
         self._inputs = InputProcessor(vllm_config, renderer_from_config(vllm_config))
         self._tasks = self._core.get_supported_tasks()
@@ -119,6 +130,8 @@ class VllmGenerator:
         self.adapters = Adapters(self._core, limit, self._used_adapters)
         self._load_adapters(args)
         self._tiers = self._open_tiers()
+        if self._group is not None:
+            self._group.wait_ready(self.model.fingerprint)
 
     def _open_tiers(self) -> PromptTiers | None:
         """Open the tiers of `--kv-tier`, if there are any."""
@@ -198,10 +211,38 @@ class VllmGenerator:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
+        lockstep = self._lockstep
+        is_running = self._has_requests if lockstep is None else lockstep.is_running
+        return self._has_failed or is_running
+
+    @property
+    def _has_requests(self) -> bool:
         # A batch in flight can outlive its requests and still carries reports of the workers.
-        return self._has_failed or bool(
-            self._entry or self._scheduler.has_requests() or self._core.batch_queue
-        )
+        return bool(self._entry or self._scheduler.has_requests() or self._core.batch_queue)
+
+    def wait_s(self, at_most_s: float) -> float:
+        """Return how long the loop may wait while there is no work, in seconds."""
+        return at_most_s if self._lockstep is None else min(at_most_s, IDLE_MEET_S)
+
+    def meet(self) -> None:
+        """Agree with the other data-parallel ranks whether the next step runs.
+
+        Raises:
+            DeviceLost: A rank has ended or hangs.
+        """
+        if self._lockstep is not None:
+            self._lockstep.meet(has_requests=self._has_requests)
+
+    def leave(self) -> None:
+        """Stay in step until all data-parallel ranks leave, at most `LEAVE_S`. The first to end takes the others along."""
+        if self._lockstep is None:
+            return
+        self._lockstep.is_leaving, end_s = True, time.monotonic() + LEAVE_S
+        with contextlib.suppress(DeviceLost):
+            while not self._lockstep.can_leave and time.monotonic() < end_s:
+                self.meet()
+                if self.has_work:
+                    self.step()
 
     @property
     def _has_failed(self) -> bool:
@@ -279,12 +320,17 @@ class VllmGenerator:
         began_s = time.perf_counter()
         try:
             self._entry.admit()
-            if not (self._scheduler.has_requests() or self._core.batch_queue):
+            if not (self._lockstep or self._scheduler.has_requests() or self._core.batch_queue):
                 time.sleep(IDLE_WAIT_S)  # all requests wait for their grammars
             outputs, is_executed = self._core.step_fn()
             self._core.post_step(is_executed)
+            if self._lockstep is not None:
+                if not is_executed:
+                    self._core.execute_dummy_batch()
+                self._lockstep.on_step(has_requests=self._has_requests)
         except Exception as error:
-            raise DeviceLost(f"vLLM failed: {error!r}") from error
+            also = "" if self._lockstep is None else ", or a different data-parallel rank has ended"
+            raise DeviceLost(f"vLLM failed{also}: {error!r}") from error
         if is_executed:
             self.steps.num_collected += 1
             self.steps.device_seconds.observe(time.perf_counter() - began_s)
@@ -377,9 +423,10 @@ def _vllm_config(config: NodeConfig, args: argparse.Namespace) -> VllmConfig:
             f"vLLM rejects these settings: {words}", topic="docs/vllm.md"
         ) from error
     parallel = vllm_config.parallel_config
-    if parallel.data_parallel_size > 1:
+    if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
         raise ConfigInvalid(
-            "--data-parallel-size: a node is one engine; remove the flag and start more nodes",
+            "--data-parallel-size: a node is one rank of a group; start a node for each rank with --data-parallel-rank, or, "
+            "if the model has no experts, remove the flag and start more nodes",
             topic="docs/vllm.md",
         )
     if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":

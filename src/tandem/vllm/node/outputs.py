@@ -96,6 +96,9 @@ class Generator(Protocol):
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
 
+    def meet(self) -> None:
+        """Agree with the other ranks of a data-parallel group whether the next step runs."""
+
     def check(self, request: GenerateRequest, hand_off: HandOffParams | None) -> object:
         """Convert a request for `add`, or raise `InvalidRequest` or `NoNodeAvailable`."""
 

@@ -144,12 +144,16 @@ class VllmRole:
             self._forget(half)
 
     def poll(self) -> None:
-        """Process ended transfers, expired deadlines and changes of adapters."""
+        """Process ended transfers, expired deadlines and changes of adapters.
+
+        Afterwards `has_work` holds for all data-parallel ranks.
+        """
         self._poll_transfers()
         self._generator.adapters.poll()
         for half in self._deadlines.passed():
             if half.id in self._by_id and not half.is_begun:
                 self._end(half, not_started())
+        self._generator.meet()
 
     def _poll_transfers(self) -> None:
         transfers = self._generator.take_transfers()
