@@ -147,6 +147,10 @@ class Pair:
         """Return a reference to a request that prefill never had, else like this one."""
         return params | {"bootstrap_room": random.getrandbits(62)}
 
+    def out_of_range(self, params: dict) -> dict:
+        """Return a reference to blocks that prefill does not have. Only if `names_blocks`."""
+        raise NotImplementedError
+
 
 class NixlPair(Pair):
     """Prefill and decode with NixlConnector. A reference names blocks of prefill."""
@@ -177,7 +181,6 @@ class NixlPair(Pair):
         return params | {"remote_request_id": f"cmpl-{uuid.uuid4()}"}
 
     def out_of_range(self, params: dict) -> dict:
-        """Return a reference to blocks that prefill does not have."""
         groups = [[1_000_000 + block for block in group] for group in params["remote_block_ids"]]
         return params | {"remote_block_ids": groups}
 

@@ -8,7 +8,7 @@ from os import environ
 from typing import Any
 
 import torch
-from torch.distributed import Store, all_reduce
+from torch.distributed import all_reduce
 from vllm.config import VllmConfig
 from vllm.distributed.utils import create_tcp_store
 
@@ -64,7 +64,7 @@ class DataParallelGroup:
             raise EngineFailed(f"the data-parallel ranks did not connect: {error}") from error
         self.lockstep = Lockstep(self._sum, parallel.data_parallel_size, parallel.dp_sync_interval)
 
-    def _connect(self) -> Store:
+    def _connect(self) -> Any:
         parallel = self._parallel
         host, port = parallel.data_parallel_master_ip, parallel.data_parallel_rpc_port
         rank = parallel.data_parallel_rank
