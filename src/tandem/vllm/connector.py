@@ -377,24 +377,31 @@ def hand_off_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     Raises:
         ConfigInvalid: A setting is unknown or of the wrong type, or the hand-off does not support it.
     """
-    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    transfer = vllm_config.kv_transfer_config
     assert transfer is not None
+    check_blocks_are_whole(vllm_config)
+    role = _ROLES.get(transfer.kv_role or "")
+    if role is None:
+        raise ConfigInvalid(
+            f"kv_role is {transfer.kv_role!r}; set kv_producer for prefill, kv_consumer for decode"
+        )
+    config = read_hand_off_config(
+        transfer.kv_connector_extra_config,
+        role=role,
+        fingerprint=fingerprint(vllm_config, kv_cache_config),
+    )
+    return config
+
+
+def check_blocks_are_whole(vllm_config: VllmConfig) -> None:
+    """Raise ConfigInvalid if a block is split over ranks. Nodes call it too: vLLM hides what a rank of several raises."""
+    parallel = vllm_config.parallel_config
     if parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size > 1:
         raise ConfigInvalid(
             "--prefill-context-parallel-size, --decode-context-parallel-size: a block that is split over ranks cannot be "
             "handed off; remove the flag",
             topic="docs/vllm.md",
         )
-    role = _ROLES.get(transfer.kv_role or "")
-    if role is None:
-        raise ConfigInvalid(
-            f"kv_role is {transfer.kv_role!r}; set kv_producer for prefill, kv_consumer for decode"
-        )
-    return read_hand_off_config(
-        transfer.kv_connector_extra_config,
-        role=role,
-        fingerprint=fingerprint(vllm_config, kv_cache_config),
-    )
 
 
 def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:

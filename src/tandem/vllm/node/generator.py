@@ -34,7 +34,12 @@ from tandem.kvtransfer.events import ReceiverTimes, SenderTimes
 from tandem.node.config import NodeConfig
 from tandem.node.ranks.pool import Piece, pool_pages
 from tandem.node.tiers.tiers import open_stack
-from tandem.vllm.connector import IDLE_WAIT_S, TandemConnector, fingerprint
+from tandem.vllm.connector import (
+    IDLE_WAIT_S,
+    TandemConnector,
+    check_blocks_are_whole,
+    fingerprint,
+)
 from tandem.vllm.hand_offs import WorkerReports
 from tandem.vllm.node.adapters import Adapters, add_argument, names_and_paths
 from tandem.vllm.node.data_parallel import DataParallelGroup
@@ -439,6 +444,8 @@ def _vllm_config(config: NodeConfig, args: argparse.Namespace) -> VllmConfig:
             "--kv-tier with --engine vllm needs a prefill or decode node with one rank; remove it, or the other flags",
             topic="docs/tiers.md#with-vllm",
         )
+    if vllm_config.kv_transfer_config is not None:
+        check_blocks_are_whole(vllm_config)
     return vllm_config
 
 
