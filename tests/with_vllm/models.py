@@ -13,6 +13,10 @@ from transformers import (
     DeepseekV2Config,
     FalconH1Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
     MistralConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -33,9 +37,12 @@ SIZES = {
     "eos_token_id": 2,
     "initializer_range": 0.3,  # the default makes logits nearly equal: argmax would be noise
 }
+NOISE = 0.005
 RANK = 8
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 TINY = {
+    "full attention": lambda: LlamaConfig(**SIZES),
+    "one layer": lambda: LlamaConfig(**SIZES | {"num_hidden_layers": 1}),
     "experts": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4),
     "sliding window": lambda: MistralConfig(**SIZES, sliding_window=48),
     "windows in some layers": lambda: Gemma3TextConfig(
@@ -43,6 +50,20 @@ TINY = {
         sliding_window=48,
         layer_types=["sliding_attention", "full_attention"] * 2,
         query_pre_attn_scalar=32,
+    ),
+    "windows and sinks": lambda: GptOssConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        sliding_window=48,
+        num_experts_per_tok=2,
+        num_local_experts=4,
+    ),
+    "chunks in some layers": lambda: Llama4TextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        intermediate_size_mlp=96,
+        num_local_experts=4,
+        interleave_moe_layer_step=2,
+        no_rope_layer_interval=2,
+        attention_chunk_size=64,
     ),
     "latent attention": lambda: DeepseekV2Config(
         **SIZES | {"num_key_value_heads": 4},
@@ -79,6 +100,13 @@ TINY = {
         num_experts=4,
         shared_expert_intermediate_size=64,
     ),
+    "one layer and a draft": lambda: Glm4MoeConfig(
+        **SIZES | {"num_hidden_layers": 1},
+        **EXPERTS,
+        n_routed_experts=4,
+        first_k_dense_replace=0,
+        num_nextn_predict_layers=1,
+    ),
 }
 
 
@@ -87,6 +115,58 @@ def tiny(kind: str, directory: Path) -> Path:
     model = AutoModelForCausalLM.from_config(TINY[kind](), dtype=torch.float32)
     model.save_pretrained(directory)
     return directory
+
+
+def with_eagle_draft(directory: Path) -> Path:
+    """Write a tiny Llama model, and an EAGLE draft of it in `draft`."""
+    model, tensors = _with_unit_embeddings("one layer", directory)
+    # Unlike the model, vLLM's drafts have no norm before their first layer, which unit embeddings do not need.
+    layers = {
+        name.removeprefix("model."): each for name, each in tensors.items() if "layers" in name
+    }
+    del layers["layers.0.input_layernorm.weight"]
+    model.config.save_pretrained(directory / "draft")
+    save_file(layers | {"fc.weight": _mostly_embeddings()}, directory / "draft/model.safetensors")
+    return directory
+
+
+def with_mtp_draft(directory: Path) -> Path:
+    """Write a tiny GLM 4.5 of one layer, and a second layer for multi-token prediction."""
+    _, tensors = _with_unit_embeddings("one layer and a draft", directory)
+    own = {
+        name.replace("layers.0", "layers.1"): each
+        for name, each in tensors.items()
+        if "layers.0" in name
+    }
+    norms = ("enorm", "hnorm", "shared_head.norm")
+    own |= {f"model.layers.1.{name}.weight": torch.ones(SIZES["hidden_size"]) for name in norms}
+    own["model.layers.1.eh_proj.weight"] = _mostly_embeddings()
+    save_file(
+        tensors | {name: each.clone() for name, each in own.items()},
+        directory / "model.safetensors",
+        {"format": "pt"},
+    )
+    return directory
+
+
+def _with_unit_embeddings(kind: str, directory: Path):
+    """Write a tiny model whose embeddings have an RMS of 1; return it and its tensors.
+
+    A draft with the same layers, which reads the embedding of the next token, then often predicts what the model does:
+    only the first tokens of the prompt are missing in its KV.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(TINY[kind](), dtype=torch.float32)
+    weight = model.get_input_embeddings().weight.data
+    weight /= weight.square().mean(-1, keepdim=True).sqrt()
+    model.save_pretrained(directory)
+    return model, load_file(directory / "model.safetensors")
+
+
+def _mostly_embeddings() -> torch.Tensor:
+    """Return the projection of a draft's input, the next token's embedding and the model's last hidden state."""
+    size = SIZES["hidden_size"]
+    return torch.cat([torch.eye(size), NOISE * torch.randn(size, size)], dim=1)
 
 
 def tiny_with_tokenizer(cache: Path, directory: Path) -> Path:

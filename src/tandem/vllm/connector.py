@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from typing_extensions import override
@@ -390,7 +391,10 @@ def hand_off_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         role=role,
         fingerprint=fingerprint(vllm_config, kv_cache_config),
     )
-    return config
+    if vllm_config.speculative_config is None:
+        return config
+    # A drafter runs its layers once for each token that it drafts, and writes the prompt's last block each time.
+    return msgspec.structs.replace(config, push_granularity="chunk")
 
 
 def check_blocks_are_whole(vllm_config: VllmConfig) -> None:

@@ -1,0 +1,30 @@
+"""Settings of the hand-off that depend on vLLM's own."""
+
+import pytest
+
+from tandem.engine.config import EngineConfig
+from tandem.node.config import NodeConfig
+from tests.with_vllm.models import tiny
+
+# vLLM's dependencies raise deprecation warnings on import.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 2}'
+
+
+@pytest.mark.parametrize(
+    ("flags", "granularity"), [((), "layer"), (("--speculative-config", NGRAM), "chunk")]
+)
+def test_layers_are_not_pushed_while_a_drafter_may_write_them(
+    tmp_path, monkeypatch, flags, granularity
+):
+    from tandem.vllm import connector
+    from tandem.vllm.node.generator import _arguments, _vllm_config
+
+    monkeypatch.setattr(connector, "layout_facts", lambda _config: {})
+    words = ["--skip-tokenizer-init", "--max-model-len", "512", *flags]
+    engine = EngineConfig(model_dir=str(tiny("full attention", tmp_path)))
+    config = NodeConfig(role="prefill", engine=engine, vllm_args=words)
+    vllm_config = _vllm_config(config, _arguments(config), "")
+    found = connector.hand_off_config(vllm_config, None)
+    assert found.push_granularity == granularity
