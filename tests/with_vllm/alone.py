@@ -21,7 +21,20 @@ model, requests_path, answers_path, *flags = sys.argv[1:]
 parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
 args = parser.parse_args(["--model", model, "--max-num-seqs", "256", "--enforce-eager", *flags])
 llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
+core = llm.llm_engine.engine_core.engine_core
+run_step, steps = core.step_fn, []
 
+
+def step():
+    """Run a step, and record it if it generated tokens."""
+    outputs, is_executed = run_step()
+    found = [each for batch in (outputs or {}).values() for each in batch.outputs]
+    if any(each.new_token_ids for each in found):
+        steps.append(len(found))
+    return outputs, is_executed
+
+
+core.step_fn = step
 
 adapters = {}
 
@@ -39,6 +52,11 @@ def answer(prompt_ids, sampling):
         sampling = sampling | {"logit_bias": bias}
     defaults = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     params = SamplingParams(**defaults | sampling)
+    if isinstance(prompt_ids[0], list):
+        results = llm.generate(
+            [{"prompt_token_ids": each} for each in prompt_ids], params, use_tqdm=False
+        )
+        return [list(each.outputs[0].token_ids) for each in results]
     [result] = llm.generate(
         [{"prompt_token_ids": prompt_ids}], params, use_tqdm=False, lora_request=lora
     )
@@ -51,4 +69,4 @@ def answer(prompt_ids, sampling):
 with open(requests_path) as file:
     answers = [answer(*each) for each in json.load(file)]
 with open(answers_path, "w") as file:
-    json.dump(answers, file)
+    json.dump((answers, len(steps)), file)

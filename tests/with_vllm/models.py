@@ -44,6 +44,9 @@ TINY = {
     "full attention": lambda: LlamaConfig(**SIZES),
     "one layer": lambda: LlamaConfig(**SIZES | {"num_hidden_layers": 1}),
     "experts": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4),
+    "with four KV heads": lambda: Qwen3MoeConfig(
+        **SIZES | {"num_attention_heads": 8, "num_key_value_heads": 4}, **EXPERTS, num_experts=4
+    ),
     "sliding window": lambda: MistralConfig(**SIZES, sliding_window=48),
     "windows in some layers": lambda: Gemma3TextConfig(
         **SIZES | {"num_hidden_layers": 4},

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import urllib.error
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tandem.cli.up import free_ports
-from tests.patience import eventually
+from tests.patience import eventually, until
 from tests.processes import Process
 
 HERE = Path(__file__).parent
@@ -72,6 +73,23 @@ class Node:
     @property
     def load(self) -> dict:
         return get(f"{self.url}/server_info")[1]["load"]
+
+    def num_steps(self) -> int:
+        """Return how many steps the node has run, by its metrics."""
+        num_before = self._metric("refused_requests_total")
+        # Metrics are late. Those that count this refusal include all steps before it.
+        refused = {"input_ids": [5], "sampling_params": {"temperature": 3.0}}
+        refused |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1}
+        assert post(f"{self.url}/generate", refused)[0] == 400
+        until(lambda: self._metric("refused_requests_total") > num_before)
+        return self._metric("step_device_seconds_count")
+
+    def _metric(self, name: str) -> int:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            values = re.findall(
+                rf"^tandem_{name}{{.*}} (.*)$", answer.read().decode(), re.MULTILINE
+            )
+        return sum(int(float(value)) for value in values)
 
 
 class Cluster:
@@ -183,6 +201,13 @@ class Cluster:
         """Return how many attempts the router has repeated, by its log."""
         return (self._directory / "router.log").read_text().count('"request.replay"')
 
+    def flush(self) -> None:
+        """Empty the prefix caches of all nodes."""
+        self.wait_free()
+        for node in self.nodes:
+            status, body = post(f"{node.url}/flush_cache", {})
+            assert status == 200, body
+
     def wait_free(self) -> None:
         """Wait until every block of every node is free."""
 
@@ -226,9 +251,17 @@ def alone(model: Path, asked: list, directory: Path, *vllm_flags: str) -> list:
     Args:
         asked: Prompt ids and sampling parameters of vLLM for each request; `adapter` is an adapter's path.
     """
+    return alone_with_steps(model, asked, directory, vllm_flags)[0]
+
+
+def alone_with_steps(model: Path, asked: list, directory: Path, flags) -> tuple[list, int]:
+    """Return the answers of `alone`, and the number of steps that generated tokens.
+
+    A list of prompts, in place of one, runs at once; its answer is the list of answers.
+    """
     question, answer = directory / "asked.json", directory / "answered.json"
     question.write_text(json.dumps([(ids, {"max_tokens": NUM_NEW} | how) for ids, how in asked]))
-    words = [str(HERE / "alone.py"), str(model), str(question), str(answer), *vllm_flags]
+    words = [str(HERE / "alone.py"), str(model), str(question), str(answer), *flags]
     done = subprocess.run(
         [sys.executable, *words],
         check=False,

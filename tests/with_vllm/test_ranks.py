@@ -4,12 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from tests.patience import eventually
-from tests.with_vllm.models import TINY, prompts, tiny
-from tests.with_vllm.nodes import Cluster, again, alone, check_answers, get
+from tests.with_vllm.models import prompts, tiny
+from tests.with_vllm.nodes import Cluster, alone, get
 
 NUM_TOKENS = 60
 FLAGS = ("--skip-tokenizer-init", "--max-num-seqs", "64", "--block-size", "32")
@@ -19,42 +17,6 @@ FLAGS += ("--max-num-batched-tokens", "128", "--max-model-len", "512")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny("experts", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def model_of_4_heads(tmp_path_factory):
-    config = TINY["experts"]()
-    config.num_attention_heads, config.num_key_value_heads = 8, 4
-    torch.manual_seed(4)
-    directory = tmp_path_factory.mktemp("model")
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    return directory
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("flags", [(), ("--push-granularity", "chunk", "--verify-kv", "off")])
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_nodes_of_unequal_sizes_match_one_process(tmp_path, model_of_4_heads, sizes, flags):
-    asked = prompts(320, block=32, longest=450, count=40)
-    questions = [(ids, {}) for ids in [*asked, *again(asked)]]
-    expected = alone(model_of_4_heads, questions, tmp_path, "--dtype", "float32", *FLAGS)
-    own = ("--dtype", "float32", *flags)
-    cluster = Cluster(tmp_path, model_of_4_heads, flags=own, vllm_flags=FLAGS, sizes=sizes)
-    with cluster:
-        check_answers(cluster, asked, expected, is_exact_at_once=True)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
-def test_windows_are_handed_off_between_unequal_sizes(tmp_path, sizes):
-    # Latents are not: alone, vLLM's CPU build answers differently with each size, so the router rejects the pair.
-    model = tiny("windows in some layers", tmp_path / "model")
-    asked = prompts(320, block=32, longest=450)
-    questions = [(ids, {}) for ids in asked * 2]
-    expected = alone(model, questions, tmp_path, "--dtype", "float32", *FLAGS)
-    own = ("--dtype", "float32")
-    with Cluster(tmp_path, model, flags=own, vllm_flags=FLAGS, sizes=sizes) as cluster:
-        check_answers(cluster, asked, expected, is_exact_at_once=True)
 
 
 @pytest.mark.thorough
@@ -67,19 +29,6 @@ def test_nodes_that_need_equal_sizes_do_not_pair_and_their_names_show_why(tmp_pa
         assert status == 503, body
         for words in (b"-state-tp1", b"-state-tp2", b"with the same sizes where a name ends in"):
             assert words in body
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 2)])
-def test_pipeline_stages_hand_off_their_own_layers(tmp_path, model, sizes):
-    asked = prompts(320, block=32, longest=400)
-    # The CPU build allocates the buffers between stages only when it compiles.
-    pipeline = (*FLAGS, "--pipeline-parallel-size", "2", "--no-enforce-eager")
-    questions = [(ids, {}) for ids in asked * 2]
-    expected = alone(model, questions, tmp_path, "--dtype", "float32", *FLAGS)
-    own = ("--dtype", "float32")
-    with Cluster(tmp_path, model, flags=own, vllm_flags=pipeline, sizes=sizes) as cluster:
-        check_answers(cluster, asked, expected, is_exact_at_once=True)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 2), marks=pytest.mark.thorough)])

@@ -6,7 +6,7 @@ import pytest
 
 from tests.patience import eventually
 from tests.with_vllm.models import tiny
-from tests.with_vllm.nodes import START_S, Cluster, alone
+from tests.with_vllm.nodes import Cluster, alone
 
 NUM_PROMPTS, PROMPT_TOKENS, BLOCK = 8, 200, 32
 FLAGS = ("--skip-tokenizer-init", "--max-model-len", "512", "--block-size", str(BLOCK))
@@ -31,10 +31,10 @@ def expected(model, asked, tmp_path_factory):
     return alone(model, [(ids, {}) for ids in asked], directory, "--dtype", "float32", *FLAGS)
 
 
-def cluster_of(directory, model, spec, vllm_flags=SMALL):
+def cluster_of(directory, model, spec):
     flags = ("--dtype", "float32", "--kv-tier", spec, "--kv-tier-min-tokens", str(BLOCK))
     flags += ("--kv-tier-timeout-ms", "20000")  # on busy cores
-    return Cluster(directory, model, flags=flags, vllm_flags=vllm_flags)
+    return Cluster(directory, model, flags=flags, vllm_flags=SMALL)
 
 
 def tier_of(node):
@@ -88,12 +88,3 @@ def test_next_turn_finds_the_answer_that_decode_has_saved(tmp_path, model, asked
         assert eventually(lambda: tier_of(decode)["put_bytes"]), decode.load
         *_, last = cluster.events([*asked[0], *answer], max_new_tokens=1)
         assert last["meta_info"]["cached_tokens"] > PROMPT_TOKENS
-
-
-def test_model_with_windows_in_some_layers_is_refused(tmp_path):
-    model = tiny("windows in some layers", tmp_path / "model")
-    cluster = cluster_of(tmp_path, model, "host:64MiB", FLAGS)
-    [prefill] = cluster.prefills
-    prefill.start()
-    assert prefill.process.wait(START_S) != 0
-    assert "layers keep different blocks" in prefill.log.read_text()
