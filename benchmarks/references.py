@@ -22,7 +22,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
@@ -64,17 +64,17 @@ class Uses:
 
     def unknown(self, rng: random.Random) -> list[str]:
         """Ask for a request that prefill never had."""
-        prompt = self._prompt(rng)
-        with self._pair.reference(prompt) as params:
-            uses = [self._use(prompt, self._pair.unknown(params))]
-            self._use(prompt, params)
-        return uses
+        return self._with_other(rng, self._pair.unknown)
 
     def out_of_range(self, rng: random.Random) -> list[str]:
         """Ask for blocks that prefill does not have."""
+        return self._with_other(rng, self._pair.out_of_range)
+
+    def _with_other(self, rng: random.Random, change: Callable[[Any], Any]) -> list[str]:
+        """Ask with a changed reference, then with the right one, which frees prefill's blocks."""
         prompt = self._prompt(rng)
         with self._pair.reference(prompt) as params:
-            uses = [self._use(prompt, self._pair.out_of_range(params))]
+            uses = [self._use(prompt, change(params))]
             self._use(prompt, params)
         return uses
 
