@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import RequestStatus
 
@@ -116,7 +117,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         groups = groups_of(kv_cache_config)
         self._num_groups = len(groups)
         self.keeps_all = all(group.keeps_all for group in groups)
-        self._hash_tokens = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
+        _, self._hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._is_prefill = self._config.role == "prefill"
         self.worker: WorkerHalf | None = None
