@@ -107,7 +107,7 @@ class DataParallelGroup:
             all_reduce(tensor, group=self._group, async_op=True).wait(self._timeout)
         except RuntimeError as error:
             raise DeviceLost(
-                f"a different rank of the data-parallel group has ended or hangs: {error}"
+                f"a different data-parallel rank has ended or hangs: {error}"
             ) from error
         return [int(value) for value in tensor]
 
