@@ -7,7 +7,7 @@ import pytest
 
 from tests.patience import eventually
 from tests.with_vllm.models import prompts, tiny
-from tests.with_vllm.nodes import Cluster, alone, get
+from tests.with_vllm.nodes import Cluster, alone, check_answers, get
 
 NUM_TOKENS = 60
 FLAGS = ("--skip-tokenizer-init", "--max-num-seqs", "64", "--block-size", "32")
@@ -29,6 +29,18 @@ def test_nodes_that_need_equal_sizes_do_not_pair_and_their_names_show_why(tmp_pa
         assert status == 503, body
         for words in (b"-state-tp1", b"-state-tp2", b"with the same sizes where a name ends in"):
             assert words in body
+
+
+@pytest.mark.thorough
+def test_pipeline_stages_of_unequal_sizes_match_one_process(tmp_path, model):
+    asked = prompts(320, block=32, longest=400)
+    # The CPU build allocates the buffers between stages only when it compiles.
+    pipeline = (*FLAGS, "--pipeline-parallel-size", "2", "--no-enforce-eager")
+    questions = [(ids, {}) for ids in asked * 2]
+    expected = alone(model, questions, tmp_path, "--dtype", "float32", *FLAGS)
+    own = ("--dtype", "float32")
+    with Cluster(tmp_path, model, flags=own, vllm_flags=pipeline, sizes=(1, 2)) as cluster:
+        check_answers(cluster, asked, expected, is_exact_at_once=True)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 2), marks=pytest.mark.thorough)])
