@@ -43,7 +43,7 @@ class DataParallelGroup:
         self._timeout = timedelta(seconds=timeout_s)
         parallel = self._parallel
         _check_interface(parallel.data_parallel_master_ip)
-        self._store = self._connect()
+        self._store: Any = self._connect()
         self._check_equal("flags", f"{kind} {parallel.compute_hash()}")
         rank = parallel.data_parallel_rank
         if self._store.add(f"rank {rank}", 1) > 1:
@@ -65,11 +65,12 @@ class DataParallelGroup:
         self.lockstep = Lockstep(self._sum, parallel.data_parallel_size, parallel.dp_sync_interval)
 
     def _connect(self) -> Any:
+        """Return the `TCPStore` of the group."""
         parallel = self._parallel
         host, port = parallel.data_parallel_master_ip, parallel.data_parallel_rpc_port
         rank = parallel.data_parallel_rank
         try:
-            store = create_tcp_store(host, port, is_master=rank == 0, wait_for_workers=False)
+            return create_tcp_store(host, port, is_master=rank == 0, wait_for_workers=False)
         except RuntimeError as error:
             problem = "rank 0 does not answer" if rank else "rank 0 cannot listen"
             raise ConfigInvalid(
@@ -77,7 +78,6 @@ class DataParallelGroup:
                 f"--data-parallel-rpc-port on all ranks of a group, and a different port for each group: {error}",
                 topic="docs/vllm.md",
             ) from error
-        return store
 
     def wait_ready(self, fingerprint: str) -> None:
         """Wait until every rank has loaded its model; raise `ConfigInvalid` if rank 0 has a different one."""
