@@ -4,6 +4,7 @@ import pytest
 
 from tandem.engine.config import EngineConfig
 from tandem.node.config import NodeConfig
+from tandem.vllm.caches import Heads
 from tests.with_vllm.models import tiny
 
 # vLLM's dependencies raise deprecation warnings on import.
@@ -21,10 +22,11 @@ def test_layers_are_not_pushed_while_a_drafter_may_write_them(
     from tandem.vllm import connector
     from tandem.vllm.node.generator import _arguments, _vllm_config
 
-    monkeypatch.setattr(connector, "layout_facts", lambda _config: {})
+    monkeypatch.setattr(connector, "layout_facts", lambda *_: {})
+    monkeypatch.setattr(connector, "heads_of", lambda *_: Heads())
     words = ["--skip-tokenizer-init", "--max-model-len", "512", *flags]
     engine = EngineConfig(model_dir=str(tiny("full attention", tmp_path)))
     config = NodeConfig(role="prefill", engine=engine, vllm_args=words)
-    vllm_config = _vllm_config(config, _arguments(config), "")
+    vllm_config = _vllm_config(config, _arguments(config))
     found = connector.hand_off_config(vllm_config, None)
     assert found.push_granularity == granularity
