@@ -430,8 +430,8 @@ def _vllm_config(config: NodeConfig, args: argparse.Namespace) -> VllmConfig:
     parallel = vllm_config.parallel_config
     if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
         raise ConfigInvalid(
-            "--data-parallel-size: a node is one rank of a group; start a node for each rank with --data-parallel-rank, or, "
-            "if the model has no experts, remove the flag and start more nodes",
+            "--data-parallel-size: a node is one rank; start a node for each with --data-parallel-rank, or, without experts, "
+            "remove the flag",
             topic="docs/vllm.md",
         )
     if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
