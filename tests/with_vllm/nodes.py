@@ -154,6 +154,13 @@ class Cluster:
             if process is not None:
                 process.kill()
 
+    def restore(self) -> None:
+        """Start the nodes that have ended, and wait until all are up."""
+        for node in self.nodes:
+            if node.process is None or not node.process.is_running():
+                node.start()
+        self.wait_up()
+
     def wait_up(self) -> None:
         """Wait until every node serves and is up at the router."""
         for node in self.nodes:

@@ -47,10 +47,7 @@ def cluster(model, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _restored(cluster):
     """Restore every node."""
-    for node in cluster.nodes:
-        if not node.process.is_running():
-            node.start()
-    cluster.wait_up()
+    cluster.restore()
 
 
 @pytest.fixture(scope="module")

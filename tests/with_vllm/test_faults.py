@@ -43,11 +43,8 @@ def cluster(model, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _restored(cluster):
-    """Restore every node and wait until all blocks are free."""
-    for node in cluster.nodes:
-        if not node.process.is_running():
-            node.start()
-    cluster.wait_up()
+    """Restore every node."""
+    cluster.restore()
 
 
 def answers(cluster, prompts, then) -> list:
