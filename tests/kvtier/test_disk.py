@@ -14,6 +14,7 @@ import pytest
 from tandem.kvtier import disk, disk_files
 from tandem.kvtier.disk import DiskTier
 from tandem.kvtier.disk import open_tier as open_of_spec
+from tandem.kvtier.disk_files import PageDirectory
 from tandem.kvtier.entry import HEADER_BYTES, Checksum, page_header
 from tandem.kvtier.spec import parse_tier
 from tandem.kvtier.tier import TierFailed
@@ -280,6 +281,23 @@ def test_ranks_share_the_limit_of_their_node(tmp_path):
     assert loads[0].store == loads[2].store != loads[1].store
     assert loads[2].num_bytes == loads[2].limit_bytes == 8 * FILE_BYTES
     assert len(files(tmp_path)) == 8
+
+
+def test_nodes_that_scan_at_once_evict_the_excess_once(open_tier, tmp_path, monkeypatch):
+    put_aged(open_tier(num_pages=8), tmp_path, keys(8))
+    forget_limits(tmp_path)
+    first, second = open_tier(num_pages=5), open_tier(num_pages=5)
+    listed = PageDirectory.scan
+
+    def scan_of_first(directory):
+        yield from listed(directory)
+        monkeypatch.setattr(PageDirectory, "scan", listed)
+        second.scan()
+
+    monkeypatch.setattr(PageDirectory, "scan", scan_of_first)
+    first.scan()
+    assert len(files(tmp_path)) == 5
+    assert (first.load().num_pages, second.load().num_pages) == (5, 5)
 
 
 def test_ranks_that_know_the_same_old_pages_stay_within_the_limit(tmp_path):

@@ -93,6 +93,7 @@ class DiskTier:
         self._memory = PageMemory(pages.host_memory, pages.page_bytes)
         self._clock = clock
         self._index = DiskIndex(self._known)
+        self._scan_lock = threading.Lock()
         self._full_until_s = 0.0
         self._stopping = threading.Event()
         self._scanner = threading.Thread(target=self._run, name=f"kv-{name}-scan", daemon=True)
@@ -159,8 +160,8 @@ class DiskTier:
     def scan(self) -> None:
         """Read the directory's list of files, and evict down to the limit."""
         begin_s = self._clock()
-        self._index.begin_scan()
-        with self._answering():
+        with self._scan_lock, self._answering():
+            self._index.begin_scan()
             self._limit_bytes = self._directory.largest_limit(self._own_limit_bytes)
             for found in self._directory.scan():
                 if self._stopping.is_set():
@@ -168,7 +169,8 @@ class DiskTier:
                 self._index.record(found)
             self._index.end_scan()
             num_pages, num_bytes = len(self._index), self._index.num_bytes
-            self._evict(num_bytes - self._limit_bytes)
+            # A file that is missing by now was evicted by another node's scan, for the same excess.
+            self._evict(num_bytes - self._limit_bytes, is_shared=True)
         duration_s = round(self._clock() - begin_s, 3)
         log.info("kv_tier.scanned", num_pages=num_pages, num_bytes=num_bytes, duration_s=duration_s)
 
@@ -255,20 +257,24 @@ class DiskTier:
         log.warning("kv_tier.full", tier=self.name, pause_s=FULL_S)
         return False
 
-    def _evict(self, num_bytes: int) -> bool:
+    def _evict(self, num_bytes: int, *, is_shared: bool = False) -> bool:
         """Remove the least recently used files; return whether that many bytes were freed.
 
         If a file cannot be removed, the `OSError` is raised and the file stays in the index.
+
+        Args:
+            is_shared: Other nodes free the same bytes: files that they removed count as freed. Otherwise other nodes
+                presumably wrote files of about the same size in place of those that they removed.
         """
         for _ in range(2 * len(self._index)):
             if num_bytes <= 0:
                 break
             if (known := self._index.take_oldest()) is not None:
-                num_bytes -= self._evict_one(known)
+                num_bytes -= self._evict_one(known, is_shared=is_shared)
         return num_bytes <= 0
 
-    def _evict_one(self, known: PageFile) -> int:
-        """Remove a file. Return the bytes freed: 0 if a different node has used the file since, or removed it."""
+    def _evict_one(self, known: PageFile, *, is_shared: bool) -> int:
+        """Remove a file. Return the bytes freed: 0 if a different node has used the file since."""
         try:
             file = self._directory.find(known.digest)
             if file is not None and file.used_s > known.used_s:
@@ -276,8 +282,8 @@ class DiskTier:
                 return 0
             self._directory.remove(known.digest)
         except FileNotFoundError:
-            self._index.forget(known.digest, is_replaced=True)
-            return 0
+            self._index.forget(known.digest, is_replaced=not is_shared)
+            return known.size_bytes if is_shared else 0
         self._index.count(evicted=1)
         self._index.forget(known.digest)
         return known.size_bytes
