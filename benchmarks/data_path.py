@@ -42,7 +42,7 @@ from tandem.kvtransfer.transports.base import (
 from tandem.kvtransfer.transports.one_sided import OneSidedConnection, PoolAddresses
 from tandem.wire.channel import Waker, wait
 from tandem.wire.generation import Room, new_epoch, new_room
-from tandem.wire.hand_off import TransportOffer
+from tandem.wire.hand_off import RankAddress, TransportOffer
 
 LAYERS, HEADS, HEAD_DIM, ITEMSIZE = 32, 8, 128, 2
 PATIENCE_S = 120.0
@@ -208,7 +208,7 @@ class Ends:
     def __init__(self, case: Case, num_pages: int, ending: ExitStack, transport: Transport) -> None:
         self.waker = Waker()
         self.case, self.transport = case, transport
-        ports: list[int] = []
+        others: list[RankAddress] = []
         self.prefills: list[PrefillAgent] = []
         for rank in reversed(range(case.prefill_tp)):
             layout = layout_of(num_pages, case.prefill_page, case.prefill_tp)
@@ -221,14 +221,14 @@ class Ends:
                     layout,
                     region,
                     [self.transport],
-                    rank_ports=tuple(ports) if rank == 0 else (),
+                    ranks=[RankAddress(0), *others] if rank == 0 else (),
                     shard=Shard(rank, case.prefill_tp, HEADS),
                 ),
                 waker=self.waker,
                 verify="off",
             )
             ending.callback(agent.close)
-            ports.insert(0, agent.port)
+            others.insert(0, RankAddress(agent.port))
             self.prefills.insert(0, agent)
         self.decodes: list[DecodeAgent] = []
         for rank in range(case.decode_tp):

@@ -376,7 +376,7 @@ class DecodeHalf:
                 message.get("error", {}).get("message", f"unexpected {message['type']}"), message
             )
         heads = message.get("num_heads")
-        if message.get("more_ports") or heads not in (None, self.pool.layout["num_kv_heads"]):
+        if message.get("more_addresses") or heads not in (None, self.pool.layout["num_kv_heads"]):
             raise LinkLost("this half supports only prefill nodes with one rank")
         if message.get("protocol", 1) != 1 or message["transport"] != "tcp":
             raise LinkLost("prefill chose a protocol version or transport that was not offered")

@@ -16,15 +16,15 @@ def prefill_agent(
     address="tcp://127.0.0.1:0",
     epoch=None,
     fingerprint="llama",
-    rank_ports=(),
+    ranks=(),
     shard=None,
+    stage=0,
     timeouts=None,
     **more,
 ):
     """Return a started agent. Its maker closes it, and then the region."""
-    end = SenderEnd(
-        epoch or new_epoch(), fingerprint, layout, region, transports, rank_ports, shard or Shard()
-    )
+    epoch, shard = epoch or new_epoch(), shard or Shard()
+    end = SenderEnd(epoch, fingerprint, layout, region, transports, ranks, shard, stage)
     return PrefillAgent(address, end, timeouts=timeouts or calm_sender(), **more)
 
 

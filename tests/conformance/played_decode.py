@@ -101,7 +101,7 @@ class PlayedDecode(PlayedHalf):
         welcome = self.hello(**new)
         assert isinstance(welcome, Welcome), f"{welcome} came to an honest Hello"
         assert welcome.transport == "tcp"
-        assert not welcome.more_ports, "this suite tests nodes of one rank"
+        assert not welcome.more_addresses, "this suite tests nodes of one rank"
         self.welcome = welcome
 
     def grant(self, page_ids=(1, 2), **lies):

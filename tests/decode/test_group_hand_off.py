@@ -14,6 +14,7 @@ from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import transports
 from tandem.prefill.role import PrefillRole
 from tandem.wire.errors import PeerLost
+from tandem.wire.hand_off import RankAddress
 from tests.agents import decode_agent, prefill_agent
 from tests.hand_off_rig import IMPATIENT, NUM_PAGES, Pair, prompt_of
 from tests.sample import sampled
@@ -50,7 +51,7 @@ class GroupPair(Pair):
         self.sources = [self.source, MemoryRegion.private(size)]
         self.targets = [self.target, MemoryRegion.shared(size)]
         last = self._sender(1)
-        self.sender = self._sender(0, [last.port])
+        self.sender = self._sender(0, [RankAddress(0), RankAddress(last.port)])
         self.senders = [self.sender, last]
         self.receivers = [self._receiver(rank) for rank in range(2)]
         self.receiver = self.receivers[0]
@@ -66,10 +67,8 @@ class GroupPair(Pair):
             100,
         )
 
-    def _sender(self, rank: int, rank_ports=()) -> PrefillAgent:
-        return prefill_agent(
-            self.layout, self.sources[rank], **self._of(rank), rank_ports=rank_ports
-        )
+    def _sender(self, rank: int, ranks=()) -> PrefillAgent:
+        return prefill_agent(self.layout, self.sources[rank], **self._of(rank), ranks=ranks)
 
     def _receiver(self, rank: int) -> DecodeAgent:
         return decode_agent(

@@ -20,7 +20,7 @@ from tandem.wire import hand_off
 from tandem.wire.channel import MAX_MESSAGE_BYTES, wait
 from tandem.wire.errors import ErrorInfo, PeerLost, TransferRefused
 from tandem.wire.generation import Epoch, Room
-from tandem.wire.hand_off import LayoutInfo
+from tandem.wire.hand_off import LayoutInfo, RankAddress
 from tests.calm import calm_receiver
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import DECODE_PAGES, ROOM, serve_the_next
@@ -251,23 +251,28 @@ def test_welcome_in_another_version_fails_the_request_and_the_link(false_prefill
 
 def test_a_rank_is_redirected_once(cluster, false_prefill, stack):
     own = rig.fake_prefill(stack)
-    false_prefill.say("Redirect", port=own.port)
+    false_prefill.say("Redirect", address=RankAddress(own.port))
     assert own.expect(hand_off.Hello) == false_prefill.hello
     with capture_logs() as told:
-        own.say("Redirect", port=false_prefill.port)
+        own.say("Redirect", address=RankAddress(false_prefill.port))
         assert "redirected twice" in false_prefill.decode.next(RoomFailed).error.message
     assert "kv_control.failed" not in [line["event"] for line in told]
 
 
 @pytest.mark.parametrize("port", [-HUGE, -1, 0, 1, 65536, HUGE])
 def test_redirect_to_a_closed_port_fails_the_request(cluster, false_prefill, port):
-    false_prefill.say("Redirect", port=port)
+    false_prefill.say("Redirect", address=RankAddress(port))
     assert isinstance(failed_in_time(false_prefill.decode, cluster.clock).error, PeerLost)
+
+
+def test_redirect_to_a_host_name_fails_the_request(cluster, false_prefill):
+    false_prefill.say("Redirect", address=RankAddress(1, "elsewhere"))
+    assert "no IP address" in false_prefill.decode.next(RoomFailed).error.message
 
 
 LIES_ON_A_LINK_THAT_IS_UP = {
     "another welcome": lambda liar: liar.welcome(epoch=Epoch(6)),
-    "redirect": lambda liar: liar.say("Redirect", port=liar.port),
+    "redirect": lambda liar: liar.say("Redirect", address=RankAddress(liar.port)),
     "refusal": lambda liar: liar.refuse(""),
 }
 

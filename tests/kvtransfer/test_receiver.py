@@ -11,7 +11,7 @@ from tandem.wire import channel
 from tandem.wire.channel import wait
 from tandem.wire.errors import TransferFailed, TransferRefused, TransferTimeout
 from tandem.wire.generation import Room
-from tandem.wire.hand_off import Grant, Withdraw
+from tandem.wire.hand_off import Grant, RankAddress, Withdraw
 from tests.calm import calm_receiver
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import ROOM
@@ -298,7 +298,7 @@ def test_room_over_two_links_is_lost_if_only_one_thread_can_start(cluster, stack
     decode, prefill = cluster.decode(), rig.fake_prefill(stack)
     rig.meet(prefill, decode)
     with no_threads(monkeypatch):
-        prefill.welcome(more_ports=[1])
+        prefill.welcome(more_addresses=[RankAddress(1)])
         assert isinstance(decode.next(RoomLost).error, TransferFailed)
     prefill.expect(Grant)
     prefill.expect(Withdraw)

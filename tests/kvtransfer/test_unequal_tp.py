@@ -23,7 +23,7 @@ from tandem.kvtransfer.transports.tcp import TcpTransport
 from tandem.wire.channel import Waker, wait
 from tandem.wire.errors import Aborted, LayoutMismatch, PeerLost, TandemError
 from tandem.wire.generation import Room
-from tandem.wire.hand_off import Landed, Released, Welcome
+from tandem.wire.hand_off import Landed, RankAddress, Released, Welcome
 from tests.agents import decode_agent, prefill_agent
 from tests.calm import calm_receiver
 from tests.kvtransfer.rig import Node, fake_decode
@@ -94,12 +94,12 @@ class Prefill(Half):
             kv[:] = self.truth[:, :, :, heads.start : heads.stop]
         self.agents = []
         for rank in reversed(range(size)):  # rank 0 last: it is told the ports of the others
-            ports = [agent.port for agent in self.agents] if rank == 0 else []
+            ports = [0, *(agent.port for agent in self.agents)] if rank == 0 else []
             agent = prefill_agent(
                 self.layouts[rank],
                 self.regions[rank],
                 [transports[rank]],
-                rank_ports=ports,
+                ranks=[RankAddress(port) for port in ports],
                 shard=self.shards[rank],
                 waker=self.waker,
             )

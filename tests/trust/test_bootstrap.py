@@ -38,7 +38,8 @@ HINTS = {
     "transport": st.just("loopback"),
     "first_head": st.just(0),
     "num_heads": st.none(),
-    "more_ports": st.just([]),
+    "more_addresses": st.just([]),
+    "stage": st.just(0),
 }
 
 

@@ -104,22 +104,25 @@ def test_each_rank_receives_its_heads_and_nothing_else(pair, order, num_pages, d
 
 
 class Workers:
-    """The workers of two nodes over TCP. `num_stages`: pipeline stages, of which these are the ranks of the last."""
+    """The workers of two nodes over TCP. `num_stages`: pipeline stages, each on a host; these are the ranks of the last."""
 
     def __init__(self, prefill: Node, decode: Node, num_stages=1, obstacle="", **settings) -> None:
         [self._port] = free_ports(1)
         common = {"fingerprint": "f", "bootstrap_port": self._port, "backend": "tcp"}
         config = partial(HandOffConfig, **common, **settings)
 
-        def workers(make, role, node):
+        def workers(make, role, node, stage=num_stages - 1):
+            hosts = [f"127.0.0.{1 + each // node.size}" for each in range(num_stages * node.size)]
             for caches in node.caches:
                 caches.heads = Heads(node.heads.num_own, node.heads.num_all, obstacle)
-            ranks = [
-                Rank(number, node.size, num_stages - 1, num_stages) for number in range(node.size)
-            ]
+            ranks = [Rank(each, node.size, stage, num_stages, hosts) for each in range(node.size)]
             pairs = zip(node.caches, ranks, strict=True)
-            return [make(config(role=role), caches, rank) for caches, rank in pairs]
+            host = hosts[stage * node.size]
+            return [make(config(role=role, host=host), caches, rank) for caches, rank in pairs]
 
+        # Decode knows the address of rank 0 of the first stage only.
+        first = Node(prefill.size, prefill.heads.num_all, "layers")
+        self._first_stage = workers(PrefillWorker, "prefill", first, 0) if num_stages > 1 else []
         self.prefill = workers(PrefillWorker, "prefill", prefill)
         self.decode = workers(DecodeWorker, "decode", decode)
         self.reports = WorkerReports()
@@ -151,7 +154,7 @@ class Workers:
         return all(self.received.values()) and (is_sent or bool(self.reports.failed))
 
     def close(self) -> None:
-        for worker in (*self.prefill, *self.decode):
+        for worker in (*self._first_stage, *self.prefill, *self.decode):
             worker.close()
             worker.waker.close()
 
@@ -170,7 +173,9 @@ class Workers:
         ((1, 2), 1),
     ],
 )
-def test_workers_of_unequal_sizes_hand_off_with_checksums(sizes, num_heads, by_layer):
+def test_unequal_workers_of_a_stage_on_a_second_host_hand_off_with_checksums(
+    sizes, num_heads, by_layer
+):
     prefill, decode = (Node(size, num_heads, "layers") for size in sizes)
     truth = truth_of(num_heads)
     prefill.fill(truth)

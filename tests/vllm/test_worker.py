@@ -23,7 +23,6 @@ from tandem.vllm.worker import (
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import TokenLogprobs
 from tests.device_events import BrokenEvent, FakeEvent
-from tests.kept_port import kept_port
 from tests.patience import PATIENCE_S, eventually
 from tests.vllm.test_caches import NAMES, NUM_BLOCKS, NUM_LAYERS, PAGE, SIZE, pieces_of
 
@@ -34,21 +33,21 @@ ONLY = Rank(0, 1)
 
 
 class Pair:
-    """The workers of one rank. `first_port`: port of prefill's first rank; 0: any port, if there is one rank."""
+    """The workers of two nodes of one rank."""
 
-    def __init__(self, rank=ONLY, first_port=0, queue=None, **settings):
-        self.reports, self.results, self._first_port = WorkerReports(), Results(), first_port
-        common = {"fingerprint": "f", "bootstrap_port": first_port, "backend": "tcp"}
+    def __init__(self, queue=None, **settings):
+        self.reports, self.results = WorkerReports(), Results()
+        common = {"fingerprint": "f", "bootstrap_port": 0, "backend": "tcp"}
         config = partial(HandOffConfig, **common, **settings)
         num_bytes = NUM_LAYERS * NUM_BLOCKS * SIZE
         self.memory = [torch.full((num_bytes,), fill, dtype=torch.uint8) for fill in (1, 0)]
         blocks = RankBlocks(NUM_BLOCKS, PAGE, pieces_of("layers"), are_alike=True)
         caches = [Caches(memory, blocks) for memory in self.memory]
-        self.prefill = PrefillWorker(config(role="prefill"), caches[0], rank, queue)
-        self.decode = DecodeWorker(config(role="decode"), caches[1], rank)
+        self.prefill = PrefillWorker(config(role="prefill"), caches[0], ONLY, queue)
+        self.decode = DecodeWorker(config(role="decode"), caches[1], ONLY)
 
     def grant(self, request_id, page_ids):
-        port = self._first_port or self.prefill.agent.port
+        port = self.prefill.agent.port
         return BlockGrant(request_id, ROOM, "127.0.0.1", port, page_ids, 0, ASKED)
 
     def compute(self, request_id, prompt=ASKED):
@@ -134,17 +133,6 @@ def test_failure_of_the_device_ends_the_worker():
                 failed.set()
 
         assert eventually(failed.is_set, step)
-
-
-def test_pipeline_stage_connects_to_the_port_of_the_same_stage():
-    with kept_port() as port:
-        first_port = port - Rank(0, 1, stage=2).ports.start
-        assert first_port == port - 2
-        with contextlib.closing(Pair(Rank(0, 1, stage=2), first_port)) as pair:
-            pair.decode.follow(WorkerOrders(grants=[pair.grant("a", [5])]))
-            pair.compute("a")
-            pair.wait(received={"a"}, handed_off=["a"])
-            assert (pair.reports.landed, pair.results.failed) == ({"a": LANDED}, set())
 
 
 def test_different_prompt_in_the_room_fails_the_request(pair):

@@ -28,6 +28,7 @@ from tandem.vllm.hand_offs import BlockGrant, FirstToken, Pages, WorkerOrders, W
 from tandem.wire.channel import Heartbeat, Waker, heartbeat_of, tcp_address, wait
 from tandem.wire.errors import Aborted, ConfigInvalid, ErrorInfo, TransferRefused
 from tandem.wire.generation import Room, new_epoch
+from tandem.wire.hand_off import RankAddress
 from tandem.wire.keys import cluster_key
 
 
@@ -40,7 +41,7 @@ class HandOffConfig(TransferConfig, frozen=True, kw_only=True):
         adapters: Digest of the LoRA adapters; part of the fingerprint.
         host: Address to listen on.
         heartbeat_interval_ms: Interval of heartbeats on the links between prefill and decode.
-        bootstrap_port: Port of prefill's first rank; the other ranks use the ports after it: the stages of one rank,
+        bootstrap_port: Port of prefill's first rank; the other ranks use the ports after it: the ranks of one stage,
             then those of the next.
     """
 
@@ -89,17 +90,27 @@ class Rank:
     Attributes:
         number, count: Index and number of ranks in its stage, which divide the heads.
         stage, num_stages: Index and number of pipeline stages, which divide the layers.
+        hosts: IP address of the host of each rank, stage by stage; empty: all are on this host.
     """
 
     number: int
     count: int
     stage: int = 0
     num_stages: int = 1
+    hosts: Sequence[str] = ()
 
     @property
-    def ports(self) -> range:
-        """Offsets of the ports of the stage's ranks. The first does not depend on their number, which peers do not know."""
-        return range(self.stage, self.stage + self.count * self.num_stages, self.num_stages)
+    def index(self) -> int:
+        """Index among all ranks of the node."""
+        return self.stage * self.count + self.number
+
+    def addresses(self, first_port: int) -> Sequence[RankAddress]:
+        """Return the addresses of all ranks, of which only the first is known to peers. Empty if there is only one."""
+        size = self.count * self.num_stages
+        hosts = self.hosts or [""] * size
+        others = ["" if host == hosts[0] else host for host in hosts]
+        ranks = [RankAddress(first_port + each, host) for each, host in enumerate(others)]
+        return ranks if size > 1 else ()
 
     def shard(self, heads: Heads) -> Shard:
         """Return the part of each block that the worker holds."""
@@ -178,17 +189,17 @@ class PrefillWorker(WorkerHalf):
         self._pushes_layers = config.push_granularity == "layer" and bool(caches.indexes)
         self._queue = queue
         first = config.bootstrap_port
-        ports = [first and first + offset for offset in rank.ports]
         self.agent = PrefillAgent(
-            tcp_address(config.host, ports[rank.number]),
+            tcp_address(config.host, first and first + rank.index),
             SenderEnd(
                 new_epoch(),
                 config.fingerprint,
                 caches.layout,
                 caches.region,
                 _transports(config, caches, rank),
-                rank_ports=ports[1:] if rank.number == 0 else (),
+                ranks=() if rank.index else rank.addresses(first),
                 shard=rank.shard(caches.heads),
+                stage=rank.stage,
                 obstacle=caches.heads.obstacle,
             ),
             waker=self.waker,
@@ -318,8 +329,8 @@ class DecodeWorker(WorkerHalf):
             timeouts=config.of_receiver(config.heartbeat),
             verify=config.verify,
             shard=rank.shard(caches.heads),
+            stage=rank.stage,
         )
-        self._first_port = rank.ports.start
         self._page_bytes, self._page_size = caches.layout.page_bytes, caches.layout.page_size
         self._grants: dict[Room, BlockGrant] = {}  # of open rooms
         self._rooms: dict[str, Room] = {}
@@ -336,8 +347,7 @@ class DecodeWorker(WorkerHalf):
             if each.request_id:
                 self._rooms[each.request_id] = each.room
             held = each.num_held * self._page_size
-            port = each.port + self._first_port
-            self.agent.request(each.room, each.host, port, each.page_ids, held)
+            self.agent.request(each.room, each.host, each.port, each.page_ids, held)
         for request_id in orders.cancelled:
             if (room := self._rooms.get(request_id)) is not None:
                 self.agent.withdraw(room)

@@ -94,7 +94,20 @@ MAX_RANKS = 1024
 
 # At most `channel.MAX_INTERVAL_S`: a peer must not declare an interval in which its death goes unnoticed.
 HeartbeatInterval = Annotated[float, msgspec.Meta(ge=0, le=60)]
-Ports = Annotated[list[int], msgspec.Meta(max_length=MAX_RANKS)]
+
+
+class RankAddress(msgspec.Struct, frozen=True):
+    """Where a prefill rank listens for links.
+
+    Attributes:
+        host: IP address; empty: the host to which decode sent its first Hello.
+    """
+
+    port: int
+    host: str = ""
+
+
+Addresses = Annotated[list[RankAddress], msgspec.Meta(max_length=MAX_RANKS)]
 
 
 class Hello(Message, frozen=True, kw_only=True):
@@ -103,6 +116,7 @@ class Hello(Message, frozen=True, kw_only=True):
     Attributes:
         fingerprint: Id of model, dtype and weights.
         tp_rank: Decode's rank that sends this, from which prefill chooses its own rank for the link.
+        stage: Decode's pipeline stage; prefill's rank is of the same one.
         model_kv_heads: KV heads of the whole model; 0: as many as in `layout`.
         protocol: Protocol version of decode.
         heartbeat_s: Interval of decode's pings; 0: that of prefill.
@@ -114,6 +128,7 @@ class Hello(Message, frozen=True, kw_only=True):
     offers: list[TransportOffer]
     tp_rank: int = 0
     tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
+    stage: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)] = 0
     model_kv_heads: int = 0
     protocol: int = 1
     heartbeat_s: HeartbeatInterval = 0.0
@@ -124,7 +139,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 
     Attributes:
         transport: Name of the offer that prefill accepted.
-        more_ports: Ports, on the same host, of further prefill ranks that hold heads of this decode rank.
+        more_addresses: Addresses of further prefill ranks that hold heads of this decode rank.
         first_head: First head of decode's pages that is sent over this link.
         num_heads: Heads that are sent over this link; None: all.
         protocol: Protocol version of prefill.
@@ -133,7 +148,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 
     epoch: Epoch
     transport: str
-    more_ports: Ports = []
+    more_addresses: Addresses = []
     first_head: int = 0
     num_heads: int | None = None
     protocol: int = 1
@@ -141,14 +156,14 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Redirect(Message, frozen=True, kw_only=True):
-    """A different prefill rank holds the heads: send the Hello to its `port` on the same host.
+    """A different prefill rank holds the heads: send the Hello to its `address`.
 
-    `more_ports`: see `Welcome`.
+    `more_addresses`: see `Welcome`.
     """
 
     epoch: Epoch
-    port: int
-    more_ports: Ports = []
+    address: RankAddress
+    more_addresses: Addresses = []
 
 
 class Refused(Message, frozen=True, kw_only=True):

@@ -200,6 +200,7 @@ class DecodeAgent:
         timeouts: ReceiverTimeouts | None = None,
         clock: Callable[[], float] = time.monotonic,
         shard: Shard | None = None,
+        stage: int = 0,
         verify: Verify = "auto",
     ) -> None:
         self._epoch, self._layout, self._region = epoch, layout, region
@@ -220,6 +221,7 @@ class DecodeAgent:
             offers=[],
             tp_rank=shard.tp_rank,
             tp_size=shard.tp_size,
+            stage=stage,
             model_kv_heads=shard.model_kv_heads,
             protocol=hand_off.PROTOCOL,
             heartbeat_s=self._timeouts.heartbeat.interval_s,
@@ -348,9 +350,9 @@ class DecodeAgent:
     def _add_parts(self, room: LandRoom) -> None:
         links = [first := room.parts[0].link]
         try:
-            for port in first.more_ports:
+            for address in first.more_addresses:
                 with transport_errors():
-                    link = self._links.link_to(first.host, port)
+                    link = self._links.link_to(address.host or first.host, address.port)
                 links += [] if link in links else [link]
         except TandemError as error:
             room.add_parts([])

@@ -46,12 +46,13 @@ from tandem.wire.hand_off import (
     Hello,
     Landed,
     LinkPing,
+    RankAddress,
     Redirect,
     Refused,
     Released,
     Welcome,
 )
-from tandem.wire.hosts import resolve
+from tandem.wire.hosts import is_address, resolve
 from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import Message
 
@@ -77,7 +78,7 @@ class PrefillLink:
 
     Attributes:
         session: The link's state; only the control thread uses it, and `close` after that thread.
-        ip: Address of `host`, once resolved.
+        ip: Address of `host`, once resolved, or the one that a Redirect named.
         port: Port of the socket: the requested one, or the one that a Redirect named.
         address: The requested address.
         untried: Names of the transports not yet offered, best first.
@@ -86,7 +87,7 @@ class PrefillLink:
             them once fenced.
         refusals: Why the earlier offers did not work.
         epoch: Prefill's epoch, once Welcome has arrived.
-        more_ports: Ports of prefill's other ranks that hold our heads; known once the link is up.
+        more_addresses: Addresses of prefill's other ranks that hold our heads; known once the link is up.
         heads: Heads sent over this link, as indices in our pages; known once the link is up.
         heartbeat_s: Interval of prefill's pings; 0: the same as ours.
         num_lost: Connections of the socket that were lost before Hello.
@@ -109,7 +110,7 @@ class PrefillLink:
     refusals: list[str] = field(default_factory=list)
     socket: Link[FromPrefill] | None = None
     epoch: Epoch | None = None
-    more_ports: Sequence[int] = ()
+    more_addresses: Sequence[RankAddress] = ()
     heads: range = range(0)
     heartbeat_s: float = 0.0
     num_lost: int = 0
@@ -410,7 +411,7 @@ class PrefillLinks:
             return self.drop(link, ProtocolMismatch(welcome.protocol, PROTOCOL))
         link.epoch, link.heartbeat_s = welcome.epoch, welcome.heartbeat_s
         if link.session.state is ReceiverLink.GREETED:  # else the Redirect named them
-            link.more_ports = welcome.more_ports
+            link.more_addresses = welcome.more_addresses
         link.heads = range(welcome.first_head, welcome.first_head + num_heads)
         log.info(
             "kv_link.up",
@@ -425,7 +426,11 @@ class PrefillLinks:
         if not link.session.expects(LinkEvent.REDIRECT_ARRIVED):
             self.num_refused += 1
             return self.drop(link, PeerLost("prefill redirected twice"))
-        link.port, link.more_ports = redirect.port, redirect.more_ports
+        if (host := redirect.address.host) and not is_address(host):
+            self.num_refused += 1
+            return self.drop(link, PeerLost("prefill redirected to a host that is no IP address"))
+        link.ip, link.port = host or link.ip, redirect.address.port
+        link.more_addresses = redirect.more_addresses
         self._apply(link, LinkEvent.REDIRECT_ARRIVED)
         return None
 

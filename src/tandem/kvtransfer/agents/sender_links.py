@@ -7,7 +7,7 @@
        └▶ a worker connects by the first offer that works ─▶ Welcome ─▶ Grant, Withdraw ...
 ```
 
-If several ranks hold heads of the rank that sent Hello, Welcome or Redirect lists the ports of all of them.
+If several ranks hold heads of the rank that sent Hello, Welcome or Redirect lists the addresses of all of them.
 `link_session.py` has the states of a link. A lost link never comes back: a decode that still sends on it is
 refused, and sends Hello on a new link.
 
@@ -52,6 +52,7 @@ from tandem.wire.hand_off import (
     Grant,
     Hello,
     LinkPing,
+    RankAddress,
     Redirect,
     Refused,
     ToPrefill,
@@ -77,7 +78,9 @@ class SenderEnd:
     Attributes:
         fingerprint: Equal at both ends exactly when their KV is interchangeable.
         layout: Layout of the pool in `region`.
-        rank_ports: At rank 0, the bootstrap ports of ranks 1 and up, which decode nodes learn from rank 0.
+        ranks: At rank 0 of stage 0, the addresses of all ranks, stage by stage, itself included. Decode nodes learn them
+            from this rank. Empty at the others, or if there are no others.
+        stage: Pipeline stage of the rank.
         obstacle: Why decode must have as many ranks, and what to set; empty: it need not.
     """
 
@@ -86,8 +89,9 @@ class SenderEnd:
     layout: KVLayout
     region: MemoryRegion
     transports: Sequence[Transport]
-    rank_ports: Sequence[int] = ()
+    ranks: Sequence[RankAddress] = ()
     shard: Shard = field(default_factory=Shard)
+    stage: int = 0
     obstacle: str = ""
 
 
@@ -98,7 +102,7 @@ class DecodeLink:
     Attributes:
         part: Index of the rank among the `num_parts` decode ranks that this rank pushes to.
         heads: Heads pushed over this link.
-        more_ports: Ports of the other prefill ranks that push to the decode rank; empty if unknown here.
+        more_addresses: Addresses of the other prefill ranks that push to the decode rank; empty if unknown here.
         heartbeat_s: Interval of its pings; 0: the same as ours.
         session: The link's state; only the control thread uses it, and `close` after that thread.
         is_closed_by_peer: Whether decode announced that it closes the link.
@@ -114,7 +118,7 @@ class DecodeLink:
     part: int
     num_parts: int
     heads: HeadRange
-    more_ports: list[int]
+    more_addresses: list[RankAddress]
     heartbeat_s: float
     session: LinkSession[SenderLink] = field(default_factory=sender_link)
     is_closed_by_peer: bool = False
@@ -271,8 +275,9 @@ class BootstrapPort:
             sources = [pair.source for pair in pairs if pair.destination == hello.tp_rank]
             own_rank = self._end.shard.tp_rank
             targets = {pair.destination: pair.heads for pair in pairs if pair.source == own_rank}
-            if hello.tp_rank not in targets:
-                return self._redirect(peer, self._ports_of(sources))
+            addresses = self._addresses_of(hello.stage, sources)
+            if hello.stage != self._end.stage or hello.tp_rank not in targets:
+                return self._redirect(peer, addresses)
             # Keep other links of the same epoch: decode may reach this rank at two addresses. Links that decode
             # has dropped become silent and time out.
             if (old := self.links.get(peer)) is not None:
@@ -292,7 +297,7 @@ class BootstrapPort:
             list(targets).index(hello.tp_rank),
             len(targets),
             targets[hello.tp_rank],
-            self._ports_of(sources),
+            addresses,
             hello.heartbeat_s,
         )
 
@@ -306,7 +311,7 @@ class BootstrapPort:
         return None
 
     def _pair_with(self, hello: Hello) -> tuple[KVLayout, list[RankPair]]:
-        """Return the layout of the decode rank, and the heads that each pair of ranks copies.
+        """Return the layout of the decode rank, and the heads that each pair of ranks of its stage copies.
 
         Raises:
             LayoutMismatch: The model or its layout differs.
@@ -327,24 +332,26 @@ class BootstrapPort:
             is_same_model = hello.fingerprint == end.fingerprint and num_heads == (
                 end.shard.model_kv_heads or end.layout.num_kv_heads
             )
-            if not is_same_model or not layout.holds_same_heads(end.layout):
+            is_same = is_same_model and layout.holds_same_heads(end.layout)
+            if hello.stage == end.stage and not is_same:  # other stages have other layers
                 why = end.obstacle if hello.tp_size != end.shard.tp_size else ""
                 raise LayoutMismatch(ours, _describe(hello.fingerprint, layout, theirs), why)
             return layout, pair_ranks(sources, held_heads(theirs, layout.num_kv_heads))
         except ValueError as error:
             raise LayoutMismatch(ours, _describe(hello.fingerprint, error)) from error
 
-    def _ports_of(self, sources: Sequence[int]) -> list[int]:
-        """Return the ports of the ranks `sources` except rank 0. Empty on other ranks, which know no ports."""
-        ports = self._end.rank_ports
-        return [ports[rank - 1] for rank in sources if rank] if ports else []
+    def _addresses_of(self, stage: int, sources: Sequence[int]) -> list[RankAddress]:
+        """Return the addresses of a stage's ranks `sources` except this one. Empty if this rank does not know them."""
+        size, ranks = self._end.shard.tp_size, self._end.ranks
+        numbers = [stage * size + rank for rank in sources]
+        return [ranks[each] for each in numbers if 0 < each < len(ranks)]
 
     def _welcome(self, link: DecodeLink) -> None:
         log.info("kv_link.up", decode_epoch=link.epoch, transport=link.transport)
         welcome = Welcome(
             epoch=self._end.epoch,
             transport=link.transport,
-            more_ports=link.more_ports,
+            more_addresses=link.more_addresses,
             first_head=link.heads.destination_first,
             num_heads=link.heads.num_heads,
             protocol=PROTOCOL,
@@ -352,12 +359,13 @@ class BootstrapPort:
         )
         self.send(link, welcome)
 
-    def _redirect(self, peer: Peer, ports: Sequence[int]) -> None:
-        if not ports:
+    def _redirect(self, peer: Peer, addresses: Sequence[RankAddress]) -> None:
+        if not addresses:
             return self._refuse(
                 peer, PeerLost("this prefill rank holds no heads of the decode rank")
             )
-        redirect = Redirect(epoch=self._end.epoch, port=ports[0], more_ports=list(ports[1:]))
+        first, *more = addresses
+        redirect = Redirect(epoch=self._end.epoch, address=first, more_addresses=more)
         with contextlib.suppress(PeerLost):
             self._inbox.send(peer, redirect)
         return None

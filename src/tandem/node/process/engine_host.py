@@ -83,6 +83,16 @@ class Parts:
 MakeRole = Callable[[Parts], Role[Any]]
 
 
+class Ordered(Protocol):
+    """What carries out the parent's orders in the engine process. Any thread may call it."""
+
+    def order(self, order: Order) -> None:
+        """Carry out an order."""
+
+    def stop(self) -> None:
+        """Stop serving."""
+
+
 class Hosted(Protocol):
     """An engine that serves under a node's HTTP process."""
 
@@ -103,7 +113,7 @@ class Parent:
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
-        self._loop: EngineLoop | None = None
+        self._loop: Ordered | None = None
 
     def report(self, message: EngineReport) -> None:
         """Send a report."""
@@ -126,7 +136,7 @@ class Parent:
             target=self._take_orders, args=(close,), name="parent-watch", daemon=True
         ).start()
 
-    def follow(self, loop: EngineLoop) -> None:
+    def follow(self, loop: Ordered) -> None:
         """Pass the parent's orders to the loop from now on; stop the loop when the parent ends."""
         self._loop = loop
 
@@ -207,7 +217,7 @@ class _EngineMain:
             waker=self._waker,
             key=key,
             port=config.transfer.bootstrap_port,
-            rank_ports=[rank.bootstrap_port for rank in self._others],
+            other_ports=[rank.bootstrap_port for rank in self._others],
         )
         agent = join_ranks(self._agent, self._others)
         role = self._make_role(Parts(config, engine, agent, answers, tiering))

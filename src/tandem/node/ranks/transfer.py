@@ -17,6 +17,7 @@ from tandem.node.ranks.pool import PoolPlan
 from tandem.node.ranks.ranks import RankProcess
 from tandem.wire.channel import Waker, tcp_address
 from tandem.wire.generation import Epoch
+from tandem.wire.hand_off import RankAddress
 from tandem.wire.keys import ChannelKey
 
 RankAgent = PrefillAgent | DecodeAgent
@@ -32,11 +33,11 @@ def open_agent(
     waker: Waker,
     key: ChannelKey | None,
     port: int = 0,
-    rank_ports: Sequence[int] = (),
+    other_ports: Sequence[int] = (),
 ) -> RankAgent | None:
     """Return this rank's transfer agent, or None on a colocated node.
 
-    `port`: port on which a prefill agent accepts grants. `rank_ports`: those of the other ranks.
+    `port`: port on which a prefill agent accepts grants. `other_ports`: those of ranks 1 and up; only rank 0 knows them.
     """
     if config.role == "colocated":
         return None
@@ -54,7 +55,7 @@ def open_agent(
                 plan.layout,
                 region,
                 allowed,
-                rank_ports=tuple(rank_ports),
+                ranks=[RankAddress(each) for each in (port, *other_ports)] if other_ports else (),
                 shard=shard,
             ),
             waker=waker,
