@@ -36,6 +36,7 @@ def lived(*events: LifeEvent, role="decode") -> Life:
         ("loaded, drain, emptied, turn, not loaded, turn, loaded", NodeState.SERVING),
         ("loaded, drain, emptied, load, loaded", NodeState.SERVING),
         ("loaded, end", NodeState.LEAVING),
+        ("joined, end", NodeState.LEAVING),
         ("loaded, drain, end, emptied", NodeState.ENDED),
         ("loaded, end, too late", NodeState.ENDED),
         ("loaded, end, force", NodeState.ENDED),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tandem.cli.up import free_ports
 from tests.patience import eventually, until
-from tests.processes import Process
+from tests.processes import ROOT, Process
 
 HERE = Path(__file__).parent
 START_S = 240
@@ -24,6 +24,7 @@ NUM_NEW = 10
 NUM_AGAIN = 19
 # One thread per node and in plain vLLM, so that both sum in the same order.
 ENVIRONMENT = {
+    "PYTHONPATH": f"{ROOT}/src:{ROOT}",  # vLLM's workers import an extension from the tests
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -53,14 +54,32 @@ class Node:
             *("--num-threads", "1", *own, *flags, "--", "--enforce-eager", *vllm_flags),
         ]
         self.process: Process | None = None
+        self.joined: Process | None = None
+        self.joined_url = f"http://127.0.0.2:{self.port}"
+        self._has_second_host = False
+
+    def add_host(self) -> None:
+        """Divide the ranks over two hosts: 127.0.0.1, and 127.0.0.2 with the process `joined`."""
+        port = self.bootstrap_port + 8  # free, because nodes here have fewer workers
+        self.add_vllm_flags("--nnodes", "2", "--master-port", str(port))
+        self._has_second_host = True
 
     def add_vllm_flags(self, *flags: str) -> None:
         self._command += flags
 
     def start(self) -> None:
-        if self.process is not None:
-            self.process.kill()
+        self.kill()
         self.process = start(self.log, *self._command, python=self.python)
+        if self._has_second_host:
+            log = self.log.with_suffix(".joined.log")
+            command, at = list(self._command), self._command.index("--")
+            command[at:at] = ["--host", "127.0.0.2"]
+            self.joined = start(log, *command, "--node-rank", "1", python=self.python)
+
+    def kill(self) -> None:
+        for process in (self.process, self.joined):
+            if process is not None:
+                process.kill()
 
     def wait_up(self) -> None:
         def is_up() -> bool:
@@ -150,9 +169,10 @@ class Cluster:
         return self
 
     def __exit__(self, *_raised: object) -> None:
-        for process in [self.router, *(node.process for node in self.nodes)]:
-            if process is not None:
-                process.kill()
+        if self.router is not None:
+            self.router.kill()
+        for node in self.nodes:
+            node.kill()
 
     def restore(self) -> None:
         """Start the nodes that have ended, and wait until all are up."""

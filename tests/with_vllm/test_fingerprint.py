@@ -30,7 +30,7 @@ def fingerprint_of(monkeypatch):
     """Return a function from a checkpoint and flags of vLLM to the node's fingerprint."""
     from tandem.vllm import connector
     from tandem.vllm.caches import Heads
-    from tandem.vllm.node.generator import _arguments, _vllm_config
+    from tandem.vllm.node.arguments import parse_arguments, vllm_config_of
 
     monkeypatch.setattr(connector, "layout_facts", lambda *_: {})
 
@@ -39,7 +39,7 @@ def fingerprint_of(monkeypatch):
         words = ["--skip-tokenizer-init", "--max-model-len", "512", *flags]
         engine = EngineConfig(model_dir=str(path))
         config = NodeConfig(role="decode", engine=engine, vllm_args=words)
-        return connector.fingerprint(_vllm_config(config, _arguments(config)), None)
+        return connector.fingerprint(vllm_config_of(config, parse_arguments(config)), None)
 
     return fingerprint
 

@@ -20,13 +20,13 @@ def test_layers_are_not_pushed_while_a_drafter_may_write_them(
     tmp_path, monkeypatch, flags, granularity
 ):
     from tandem.vllm import connector
-    from tandem.vllm.node.generator import _arguments, _vllm_config
+    from tandem.vllm.node.arguments import parse_arguments, vllm_config_of
 
     monkeypatch.setattr(connector, "layout_facts", lambda *_: {})
     monkeypatch.setattr(connector, "heads_of", lambda *_: Heads())
     words = ["--skip-tokenizer-init", "--max-model-len", "512", *flags]
     engine = EngineConfig(model_dir=str(tiny("full attention", tmp_path)))
     config = NodeConfig(role="prefill", engine=engine, vllm_args=words)
-    vllm_config = _vllm_config(config, _arguments(config))
+    vllm_config = vllm_config_of(config, parse_arguments(config))
     found = connector.hand_off_config(vllm_config, None)
     assert found.push_granularity == granularity

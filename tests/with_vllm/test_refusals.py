@@ -44,14 +44,14 @@ def test_sampling_outside_vllm_limits_fails_the_request_not_the_node(sampling):
     ],
 )
 def test_tiers_need_a_prefill_or_decode_node_with_one_rank(tmp_path, role, words):
-    from tandem.vllm.node.generator import _arguments, _vllm_config
+    from tandem.vllm.node.arguments import parse_arguments, vllm_config_of
 
     engine = EngineConfig(model_dir=str(tiny("experts", tmp_path)))
     words = ["--skip-tokenizer-init", "--max-model-len", "512", *words]
     tiers = TierConfig(specs=("host:1MiB",))
     config = NodeConfig(role=role, engine=engine, vllm_args=words, tiers=tiers)
     with pytest.raises(ConfigInvalid, match=r"--kv-tier .* one rank"):
-        _vllm_config(config, _arguments(config))
+        vllm_config_of(config, parse_arguments(config))
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,13 @@ def test_tiers_need_a_prefill_or_decode_node_with_one_rank(tmp_path, role, words
     [
         (["--data-parallel-size", "2"], "--data-parallel-size"),
         (["--distributed-executor-backend", "ray"], "ray"),
-        (["--nnodes", "2"], "--nnodes"),
     ],
 )
 def test_flags_for_several_engines_or_hosts_are_rejected(tmp_path, words, flag):
-    from tandem.vllm.node.generator import _arguments, _vllm_config
+    from tandem.vllm.node.arguments import parse_arguments, vllm_config_of
 
     engine = EngineConfig(model_dir=str(tiny("experts", tmp_path)))
     words = ["--skip-tokenizer-init", "--max-model-len", "512", *words]
     config = NodeConfig(role="decode", engine=engine, vllm_args=words)
     with pytest.raises(ConfigInvalid, match=flag):
-        _vllm_config(config, _arguments(config))
+        vllm_config_of(config, parse_arguments(config))

@@ -23,13 +23,13 @@ def scheduler(tmp_path):
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from tandem.vllm.node.generator import _arguments, _vllm_config
+    from tandem.vllm.node.arguments import parse_arguments, vllm_config_of
 
     words = ["--skip-tokenizer-init", "--max-model-len", "512", "--block-size", str(BLOCK)]
     words += ["--no-enable-prefix-caching"]
     engine = EngineConfig(model_dir=str(tiny("experts", tmp_path)))
     node = NodeConfig(role="decode", engine=engine, vllm_args=words)
-    config = _vllm_config(node, _arguments(node))
+    config = vllm_config_of(node, parse_arguments(node))
     config.scheduler_config.async_scheduling = True  # vLLM switches it off on CPUs
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)

@@ -319,9 +319,7 @@ def check(config: NodeOptions) -> NodeOptions:
         raise ConfigInvalid(
             f"--mem-fraction-static is {engine.mem_fraction_static}; set more than 0 and at most 1"
         )
-    if config.simulation.engine == "vllm":
-        _check_vllm(config)
-    elif config.vllm_args:
+    if config.vllm_args and config.simulation.engine != "vllm":
         raise ConfigInvalid(
             "flags after -- are passed to vLLM; set --engine vllm, or remove them",
             topic="docs/vllm.md",
@@ -344,13 +342,6 @@ def _check_transfer(config: NodeOptions) -> None:
             topic="docs/transports.md#flags",
         )
     config.transfer.of_transports(config.host, 0, config.engine.tp_size)
-
-
-def _check_vllm(config: NodeOptions) -> None:
-    if config.engine.tp_size > 1 and not config.transfer.bootstrap_port:
-        raise ConfigInvalid(
-            "--bootstrap-port is 0 (any free port), but with --engine vllm each rank r uses the port plus r; set a port"
-        )
 
 
 def _check_tiers(config: NodeOptions) -> None:

@@ -13,12 +13,13 @@ import hashlib
 import json
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from typing_extensions import override
@@ -31,7 +32,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import (
+    get_inner_dp_world_group,
+    get_pp_group,
+    get_tp_group,
+)
+from vllm.utils.network_utils import get_ip
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import RequestStatus
@@ -51,6 +57,7 @@ from tandem.vllm.hand_offs import (
     room_of,
     source_of,
 )
+from tandem.vllm.hosts import join_hosts
 from tandem.vllm.kv_config import blocks_of, groups_of, heads_of, layout_facts
 from tandem.vllm.tiers import PromptTiers
 from tandem.vllm.versions import check_interface, check_version
@@ -262,6 +269,8 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         rank = Rank(
             tensor.rank_in_group, tensor.world_size, pipeline.rank_in_group, pipeline.world_size
         )
+        if self._vllm_config.parallel_config.nnodes_within_dp > 1:
+            rank = replace(rank, hosts=_join_hosts(self._config.host, rank.index))
         self.worker = make_worker(self._config, memory, blocks, rank)
 
     @override
@@ -326,6 +335,17 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         return bool(
             extra_config.get("push_granularity", TransferConfig().push_granularity) == "layer"
         )
+
+
+def _join_hosts(host: str, index: int) -> Sequence[str]:
+    world = get_inner_dp_world_group()
+
+    def gather(own: object) -> Sequence[Any]:
+        gathered: list[Any] = [None] * world.world_size
+        torch.distributed.all_gather_object(gathered, own, group=world.cpu_group)
+        return gathered
+
+    return join_hosts(get_ip() if host in ("0.0.0.0", "::") else host, index, gather)
 
 
 def _source_of(request: Any) -> PromptSource | None:

@@ -4,7 +4,7 @@ Parent and engine exchange lines of JSON:
 
 ```
  parent ── stdin:  NodeConfig, then DrainOrder, Resume ... ──▶ engine       end of file: stop
- parent ◀── stdout: Ready or StartFailed, then Drained ... ─── engine
+ parent ◀── stdout: Ready, Joined or StartFailed, then Drained ... ─── engine
 ```
 """
 
@@ -60,6 +60,10 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     model: ModelInfo
 
 
+class Joined(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine runs ranks of a node that serves on a different host."""
+
+
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The engine could not start."""
 
@@ -84,7 +88,7 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Order = DrainOrder | Resume
-EngineReport = Ready | StartFailed | Drained
+EngineReport = Ready | Joined | StartFailed | Drained
 
 
 class EngineProcess:
@@ -100,8 +104,8 @@ class EngineProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._num_drains = 0
 
-    async def start(self) -> Ready | TandemError:
-        """Start the process; return its `Ready`, or the error if it could not start."""
+    async def start(self) -> Ready | Joined | TandemError:
+        """Start the process; return its first report, or the error if it could not start."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -118,7 +122,7 @@ class EngineProcess:
         if not line:
             status = await self._process.wait()
             return EngineFailed(f"the engine process exited with status {status} during start-up")
-        report = msgspec.json.decode(line, type=Ready | StartFailed)
+        report = msgspec.json.decode(line, type=Ready | Joined | StartFailed)
         if isinstance(report, StartFailed):
             await self._process.wait()
             return error_from_info(report.error)

@@ -13,6 +13,7 @@ Pure code: it starts no process and reads no clock.
                                                   ▼   │            turning ──loaded──▶ serving
                                                   failed
 
+ loading ──joined──▶ joined ──end──▶ leaving        (a host whose ranks belong to a node on a different host)
  serving, draining ──end──▶ leaving ──emptied, too late──▶ ended
  all others        ──end──▶ ended                  ended at once ◀──force── all
 ```
@@ -33,6 +34,7 @@ class NodeState(StrEnum):
 
     LOADING = "loading"
     SERVING = "serving"
+    JOINED = "joined"
     DRAINING = "draining"
     DRAINED = "drained"
     TURNING = "turning"
@@ -45,6 +47,7 @@ class LifeEvent(StrEnum):
     """An event in the life of a node, or an order of an operator."""
 
     LOADED = "loaded"
+    JOINED = "joined"
     NOT_LOADED = "not loaded"
     DRAIN = "drain"
     RESUME = "resume"
@@ -60,7 +63,9 @@ _S, _E = NodeState, LifeEvent
 _ALWAYS = {_E.END: _S.ENDED, _E.FORCE: _S.ENDED}
 
 TRANSITIONS: dict[NodeState, dict[LifeEvent, NodeState]] = {
-    _S.LOADING: {_E.LOADED: _S.SERVING, **_ALWAYS},
+    _S.LOADING: {_E.LOADED: _S.SERVING, _E.JOINED: _S.JOINED, **_ALWAYS},
+    # Its ranks are needed until the node has drained.
+    _S.JOINED: {**_ALWAYS, _E.END: _S.LEAVING},
     _S.SERVING: {
         **_ALWAYS,
         _E.DRAIN: _S.DRAINING,
@@ -93,6 +98,7 @@ TRANSITIONS: dict[NodeState, dict[LifeEvent, NodeState]] = {
 SENTENCES: dict[NodeState, str] = {
     _S.LOADING: "loading the model",
     _S.SERVING: "serving",
+    _S.JOINED: "running ranks of a node that serves on its first host; send requests there",
     _S.DRAINING: "draining{left}",
     _S.DRAINED: 'drained; resume with POST /drain {{"cancel": true}}',
     _S.TURNING: "changing to {role}: loading the model",
@@ -123,7 +129,7 @@ class Life:
     @property
     def has_engine(self) -> bool:
         """Whether an engine is running, even if it only finishes its remaining requests."""
-        return self.state in (_S.SERVING, _S.DRAINING, _S.DRAINED, _S.LEAVING)
+        return self.state in (_S.SERVING, _S.JOINED, _S.DRAINING, _S.DRAINED, _S.LEAVING)
 
     @property
     def is_draining(self) -> bool:

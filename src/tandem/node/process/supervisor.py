@@ -31,7 +31,7 @@ from tandem.frontend.replies.parser import reply_formats
 from tandem.frontend.text.tokenizer import Tokenizer, tokenizer_hash, with_chat_template
 from tandem.frontend.text.tokenizer_files import tokenizer_files
 from tandem.node.config import MAX_DRAIN_S, NodeConfig, NodeRole
-from tandem.node.life.engine_process import EngineProcess, Ready, keep_linked
+from tandem.node.life.engine_process import EngineProcess, Joined, Ready, keep_linked
 from tandem.node.life.life import LifeEvent, NodeState, StateConflict, refusal
 from tandem.node.local_backend import LocalBackend
 from tandem.node.models.new_weights import (
@@ -243,6 +243,8 @@ class Supervisor:
             if isinstance(ready, Ready):
                 if await self._serve(config, ready, announcing):
                     return 1
+            elif isinstance(ready, Joined):
+                return await self._run_ranks()
             else:
                 engine.kill()  # it has no requests, and may still be loading a model
             if isinstance(ready, TandemError):
@@ -257,7 +259,9 @@ class Supervisor:
     def _new_engine(self, config: NodeConfig) -> EngineProcess:
         return EngineProcess(self._modules[config.role], config, self._on_drained)
 
-    async def _start_unless_ended(self, engine: EngineProcess) -> Ready | TandemError | None:
+    async def _start_unless_ended(
+        self, engine: EngineProcess
+    ) -> Ready | Joined | TandemError | None:
         """Start an engine; return None if the node ends before the engine is ready."""
         async with asyncio.TaskGroup() as tasks:
             starting = tasks.create_task(engine.start())
@@ -308,6 +312,23 @@ class Supervisor:
             linked.cancel()
             died.cancel()
         return has_died
+
+    async def _run_ranks(self) -> int:
+        """Run ranks of a node that serves on a different host, until they end with it; return the exit status."""
+        self._announcer.stop()
+        self._apply(LifeEvent.JOINED)
+        log.info("node.joined", detail=self._life.describe())
+        async with asyncio.TaskGroup() as tasks:
+            died = tasks.create_task(self._engine.wait())
+            died.add_done_callback(lambda _task: self._changed.set())
+            while self._life.has_engine and not died.done():
+                await self._changed.wait()
+                self._changed.clear()
+            died.cancel()
+        if self._life.state is NodeState.JOINED:
+            log.error("ranks.ended", reason="the node's first host, or a rank, has ended")
+            return 1
+        return self._status
 
     async def _wait_for_role_change(self, role: NodeRole, error: TandemError) -> None:
         """Report the failure, and wait until the node changes its role again or ends."""

@@ -42,7 +42,7 @@ class DataParallelGroup:
         self._parallel: Any = vllm_config.parallel_config
         self._timeout = timedelta(seconds=timeout_s)
         parallel = self._parallel
-        _check_interface(parallel.data_parallel_master_ip)
+        check_interface("--data-parallel-address", parallel.data_parallel_master_ip)
         self._store: Any = self._connect()
         self._check_equal("flags", f"{kind} {parallel.compute_hash()}")
         rank = parallel.data_parallel_rank
@@ -112,7 +112,7 @@ class DataParallelGroup:
         return [int(value) for value in tensor]
 
 
-def _check_interface(host: str) -> None:
+def check_interface(flag: str, host: str) -> None:
     """Raise `ConfigInvalid` if gloo listens on the loopback interface only, but `host` is on a network."""
     try:
         is_local = host == "localhost" or ip_address(host).is_loopback
@@ -120,6 +120,6 @@ def _check_interface(host: str) -> None:
         is_local = False
     if not is_local and environ.get("GLOO_SOCKET_IFNAME") == "lo":
         raise ConfigInvalid(
-            f"--data-parallel-address {host}: set GLOO_SOCKET_IFNAME to the network interface that reaches the other ranks",
+            f"{flag} {host}: set GLOO_SOCKET_IFNAME to the network interface that reaches the other ranks",
             topic="docs/vllm.md",
         )

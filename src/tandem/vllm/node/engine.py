@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from tandem.node.answers import Answers
 from tandem.node.config import NodeConfig
 from tandem.node.life.ending import StepWatch, end_process
-from tandem.node.life.engine_process import Ready
+from tandem.node.life.engine_process import Joined, Ready
 from tandem.node.loop import EngineLoop
 from tandem.node.metrics import Measures
 from tandem.node.process.engine_host import Parent, host, run_until_lost
@@ -19,6 +19,7 @@ from tandem.wire.messages import ToEngine
 
 if TYPE_CHECKING:
     from tandem.vllm.node.generator import VllmGenerator
+    from tandem.vllm.node.joined_ranks import JoinedRanks
 
 log = logs.get_logger(__name__)
 
@@ -28,7 +29,7 @@ class VllmProcess:
 
     def __init__(self, config: NodeConfig, parent: Parent) -> None:
         self._config, self._parent = config, parent
-        self._generator: VllmGenerator | None = None
+        self._running: VllmGenerator | JoinedRanks | None = None
 
     def run(self) -> int:
         """Serve until the loop ends; return the exit status."""
@@ -37,14 +38,22 @@ class VllmProcess:
 
         prepare_environment(self._config)
         try:
-            from tandem.vllm.node.generator import (
-                VllmGenerator,  # imports vLLM, which reads the environment
-            )
+            # These import vLLM, which reads the environment.
+            from tandem.vllm.node.arguments import parse_arguments, vllm_config_of
+            from tandem.vllm.node.generator import VllmGenerator
+            from tandem.vllm.node.joined_ranks import JoinedRanks
         except ImportError as error:
             raise unsupported(str(error)) from error
 
         config, epoch, waker = self._config, new_epoch(), Waker()
-        self._generator = generator = VllmGenerator(config)
+        args = parse_arguments(config)
+        vllm_config = vllm_config_of(config, args)
+        if vllm_config.parallel_config.node_rank:
+            self._running = ranks = JoinedRanks(vllm_config)
+            self._parent.follow(ranks)
+            self._parent.report(Joined())
+            return ranks.run()
+        self._running = generator = VllmGenerator(config, args, vllm_config)
         model = generator.model
         log.info("engine.loaded", engine=f"vLLM {version}", fingerprint=model.fingerprint)
         key = cluster_key(config.host, is_insecure=config.is_insecure)
@@ -91,8 +100,8 @@ class VllmProcess:
 
     def close(self) -> None:
         """Stop vLLM's workers and close all links."""
-        if self._generator is not None:
-            self._generator.close()
+        if self._running is not None:
+            self._running.close()
 
 
 if __name__ == "__main__":

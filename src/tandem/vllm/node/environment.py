@@ -18,6 +18,10 @@ ENVIRONMENT = {
 def prepare_environment(config: NodeConfig) -> None:
     """Set the variables that the operator has not set. Call before vLLM is imported."""
     settings = dict(ENVIRONMENT)
+    if config.host not in ("0.0.0.0", "::"):
+        settings["VLLM_HOST_IP"] = (
+            config.host
+        )  # else vLLM takes the address on the route to the internet
     if config.engine.device == "cpu":
         settings["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, config.engine.kv_bytes >> 30))
         if config.engine.num_threads:

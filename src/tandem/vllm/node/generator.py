@@ -3,13 +3,12 @@
 import argparse
 import contextlib
 import multiprocessing
-import shlex
 import time
 from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
-from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, VllmConfig
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -18,9 +17,7 @@ from vllm.distributed.kv_events import (
     EventPublisher,
 )
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers import renderer_from_config
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
@@ -37,14 +34,12 @@ from tandem.node.tiers.tiers import open_stack
 from tandem.vllm.connector import (
     IDLE_WAIT_S,
     TandemConnector,
-    check_blocks_are_whole,
     fingerprint,
 )
 from tandem.vllm.hand_offs import WorkerReports
-from tandem.vllm.node.adapters import Adapters, add_argument, names_and_paths
+from tandem.vllm.node.adapters import Adapters, names_and_paths
 from tandem.vllm.node.data_parallel import DataParallelGroup
 from tandem.vllm.node.entry import Entry
-from tandem.vllm.node.environment import extra_config
 from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
 from tandem.vllm.node.prefixes import CachedBlocks
 from tandem.vllm.node.requests import output_of, sampling_params
@@ -54,9 +49,6 @@ from tandem.wire.errors import AdapterGone, ConfigInvalid, InvalidRequest, Tande
 from tandem.wire.generation import Finish, GenerateRequest
 from tandem.wire.messages import ModelInfo
 from tandem.wire.prefixes import PageSpace, PrefixJournal
-
-# Default of --max-cpu-loras: adapters that a node keeps in memory.
-MAX_ADAPTERS = 1024
 
 # Maximum time that an idle rank of a data-parallel group lets the others wait, so that they can start to step.
 IDLE_MEET_S = 0.01
@@ -101,7 +93,8 @@ class VllmGenerator:
     """A `Generator` that runs vLLM.
 
     Args:
-        config: The node's config. Arguments after `--` are those of `vllm serve` and override ours.
+        config: The node's config.
+        args, vllm_config: The same as arguments and settings of vLLM.
 
     Attributes:
         steps: Number and duration of the steps that computed something.
@@ -112,10 +105,10 @@ class VllmGenerator:
         ConfigInvalid: vLLM rejects the settings; the message says what to do.
     """
 
-    def __init__(self, config: NodeConfig) -> None:
-        self._config, self.steps = config, StepCounts()
-        args = _arguments(config)
-        self._vllm_config = vllm_config = _vllm_config(config, args)
+    def __init__(
+        self, config: NodeConfig, args: argparse.Namespace, vllm_config: VllmConfig
+    ) -> None:
+        self._config, self.steps, self._vllm_config = config, StepCounts(), vllm_config
         self._group = self._lockstep = None
         if vllm_config.parallel_config.data_parallel_size > 1:
             self._group = DataParallelGroup(vllm_config, config.role, config.step_timeout_s)
@@ -392,81 +385,3 @@ def _local_worker() -> PrefillWorker | DecodeWorker | None:
 def _local_agent() -> PrefillAgent | DecodeAgent | None:
     worker = _local_worker()
     return None if worker is None else worker.agent
-
-
-def _arguments(config: NodeConfig) -> argparse.Namespace:
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="--engine vllm", add_help=False))
-    add_argument(parser)
-    try:
-        args: argparse.Namespace = parser.parse_args([*_own_flags(config), *config.vllm_args])
-    except (SystemExit, ValueError) as error:
-        raise ConfigInvalid(
-            f"vLLM does not accept the arguments {shlex.join(config.vllm_args)}",
-            topic="docs/vllm.md",
-        ) from error
-    if args.lora_modules and not args.enable_lora:
-        raise ConfigInvalid("--lora-modules needs --enable-lora", topic="docs/vllm.md")
-    if args.enable_lora and args.max_cpu_loras is None:
-        # vLLM's default is --max-loras, with which no adapter could be loaded while as many are in use.
-        args.max_cpu_loras = max(args.max_loras, MAX_ADAPTERS)
-    return args
-
-
-def _vllm_config(config: NodeConfig, args: argparse.Namespace) -> VllmConfig:
-    try:
-        engine_args = EngineArgs.from_cli_args(args)
-        if config.role != "colocated":
-            engine_args.kv_transfer_config = _transfer(config)
-        if engine_args.kv_events_config is None:
-            engine_args.kv_events_config = KVEventsConfig(
-                enable_kv_cache_events=True, publisher="null"
-            )
-        vllm_config = engine_args.create_engine_config()
-    except (ValueError, TypeError, NotImplementedError, OSError) as error:
-        words = " ".join(str(error).split())
-        raise ConfigInvalid(
-            f"vLLM rejects these settings: {words}", topic="docs/vllm.md"
-        ) from error
-    parallel = vllm_config.parallel_config
-    if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
-        raise ConfigInvalid(
-            "--data-parallel-size: a node is one rank; start a node for each with --data-parallel-rank, or, without experts, "
-            "remove the flag",
-            topic="docs/vllm.md",
-        )
-    if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
-        raise ConfigInvalid(
-            "--nnodes, --distributed-executor-backend ray: the workers of a node run on one host; remove these flags",
-            topic="docs/vllm.md",
-        )
-    if config.tiers.specs and (config.role == "colocated" or parallel.world_size > 1):
-        raise ConfigInvalid(
-            "--kv-tier with --engine vllm needs a prefill or decode node with one rank; remove it, or the other flags",
-            topic="docs/tiers.md#with-vllm",
-        )
-    if vllm_config.kv_transfer_config is not None:
-        check_blocks_are_whole(vllm_config)
-    return vllm_config
-
-
-def _own_flags(config: NodeConfig) -> Sequence[str]:
-    """Convert our own settings to flags of vLLM."""
-    engine = config.engine
-    flags = {
-        "--model": engine.model_dir,
-        "--dtype": engine.dtype,
-        "--tensor-parallel-size": engine.tp_size,
-        "--max-num-seqs": engine.max_running_requests,
-        "--max-model-len": engine.context_length,
-    }
-    words = [word for flag, value in flags.items() if value for word in (flag, str(value))]
-    return words + ([] if engine.is_prefix_cache_enabled else ["--no-enable-prefix-caching"])
-
-
-def _transfer(config: NodeConfig) -> KVTransferConfig:
-    return KVTransferConfig(
-        kv_connector="TandemConnector",
-        kv_role="kv_producer" if config.role == "prefill" else "kv_consumer",
-        kv_load_failure_policy="fail",
-        kv_connector_extra_config=extra_config(config),
-    )
