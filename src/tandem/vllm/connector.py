@@ -270,8 +270,20 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             tensor.rank_in_group, tensor.world_size, pipeline.rank_in_group, pipeline.world_size
         )
         if self._vllm_config.parallel_config.nnodes_within_dp > 1:
-            rank = replace(rank, hosts=_join_hosts(self._config.host, rank.index))
+            rank = replace(rank, hosts=self._join_hosts(rank.index))
         self.worker = make_worker(self._config, memory, blocks, rank)
+
+    def _join_hosts(self, index: int) -> Sequence[str]:
+        world, host, config = get_inner_dp_world_group(), self._config.host, self._vllm_config
+
+        def gather(own: object) -> Sequence[Any]:
+            gathered: list[Any] = [None] * world.world_size
+            torch.distributed.all_gather_object(gathered, own, group=world.cpu_group)
+            return gathered
+
+        host = get_ip() if host in ("0.0.0.0", "::") else host
+        settings = _digest(config, length=config.model_config.max_model_len)
+        return join_hosts(host, index, settings, gather)
 
     @override
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -335,17 +347,6 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         return bool(
             extra_config.get("push_granularity", TransferConfig().push_granularity) == "layer"
         )
-
-
-def _join_hosts(host: str, index: int) -> Sequence[str]:
-    world = get_inner_dp_world_group()
-
-    def gather(own: object) -> Sequence[Any]:
-        gathered: list[Any] = [None] * world.world_size
-        torch.distributed.all_gather_object(gathered, own, group=world.cpu_group)
-        return gathered
-
-    return join_hosts(get_ip() if host in ("0.0.0.0", "::") else host, index, gather)
 
 
 def _source_of(request: Any) -> PromptSource | None:
@@ -434,34 +435,39 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
 
     It does not depend on where the checkpoint is, nor on the version of vLLM.
     """
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    extra = {} if transfer is None else transfer.kv_connector_extra_config
-    checkpoint = _checkpoint_of(model, vllm_config.load_config.download_dir)
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     heads = _heads_of(vllm_config, kv_cache_config)
-    facts = {
-        "model": _model_facts(checkpoint, model),
-        "dtype": str(model.dtype),
-        "kv": cache.cache_dtype,
-        "quantization": str(model.quantization),
-        "adapters": extra.get("adapters", ""),
-        "blocks": layout_facts(kv_cache_config, heads),
-        # Each rank connects to ranks of the same stage.
-        "stages": parallel.pipeline_parallel_size,
-    }
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-    if checkpoint is not None:
-        for sample in weight_samples(checkpoint):
-            digest.update(sample)
+    digest = _digest(vllm_config, blocks=layout_facts(kv_cache_config, heads))
     kind = type(model.hf_text_config).__name__.removesuffix("Config")
     dtype = str(model.dtype).removeprefix("torch.")
-    name = f"vllm-{kind}-{dtype}-{digest.hexdigest()[:16]}"
+    name = f"vllm-{kind}-{dtype}-{digest[:16]}"
     # Sizes that must be equal are part of the name, so that the operator sees which one differs.
     if heads.obstacle:
         name += f"-{heads.cause}-tp{parallel.tensor_parallel_size}"
     if parallel.pipeline_parallel_size > 1:
         name += f"-pp{parallel.pipeline_parallel_size}"
     return name
+
+
+def _digest(vllm_config: VllmConfig, **more: object) -> str:
+    """Hash the checkpoint and what its KV depends on besides the blocks of a rank."""
+    model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
+    extra = {} if transfer is None else transfer.kv_connector_extra_config
+    checkpoint = _checkpoint_of(model, vllm_config.load_config.download_dir)
+    facts = more | {
+        "model": _model_facts(checkpoint, model),
+        "dtype": str(model.dtype),
+        "kv": vllm_config.cache_config.cache_dtype,
+        "quantization": str(model.quantization),
+        "adapters": extra.get("adapters", ""),
+        # Each rank connects to ranks of the same stage.
+        "stages": vllm_config.parallel_config.pipeline_parallel_size,
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
+    if checkpoint is not None:
+        for sample in weight_samples(checkpoint):
+            digest.update(sample)
+    return digest.hexdigest()
 
 
 def _heads_of(

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from tandem.telemetry.log import get_logger
-from tandem.wire.errors import EngineFailed
+from tandem.wire.errors import ConfigInvalid, EngineFailed
 
 log = get_logger(__name__)
 
@@ -34,6 +34,7 @@ KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT
 def join_hosts(
     host: str,
     index: int,
+    settings: str,
     gather: Callable[[object], Sequence[Any]],
     on_lost: Callable[[], None] | None = None,
 ) -> Sequence[str]:
@@ -42,6 +43,7 @@ def join_hosts(
     Args:
         host: IP address of this rank's host.
         index: Index of this rank.
+        settings: What must be equal on all hosts, such as a hash of the model.
         gather: Returns what each rank gave it, by index.
         on_lost: Called in a thread when a rank has ended; by default this process ends.
 
@@ -49,20 +51,27 @@ def join_hosts(
         The IP address of each rank's host.
 
     Raises:
+        ConfigInvalid: The hosts have different settings.
         EngineFailed: Rank 0 cannot be reached.
     """
     on_lost, token = on_lost or _end, secrets.token_bytes(TOKEN_BYTES)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     server = None if index else socket.create_server((host, 0), family=family)
     port = 0 if server is None else server.getsockname()[1]
-    ranks = gather((host, port, token))
+    ranks = gather((host, port, token, settings))
     hosts = [each[0] for each in ranks]
+    if others := {each[0] for each in ranks if each[3] != settings}:
+        raise ConfigInvalid(
+            f"{host} and {', '.join(sorted(others))} have different models or flags; start all hosts of a node with the same "
+            "ones, except --host and --node-rank",
+            topic="docs/vllm.md#several-hosts",
+        )
     if server is not None:
         watch = threading.Thread(
             target=_watch, args=(server, token, len(hosts) - 1, on_lost), daemon=True
         )
     else:
-        first, port, token = ranks[0]
+        first, port, token, _ = ranks[0]
         try:
             connection = socket.create_connection((first, port), JOIN_S)
             connection.sendall(token)
