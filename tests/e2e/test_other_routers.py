@@ -35,6 +35,7 @@ CALLS = {
     "a completion": ("/v1/completions", {"prompt": TEXT, **COMPLETION}),
     "a completion's stream": ("/v1/completions", {"prompt": TEXT, "stream": True, **COMPLETION}),
     "completions": ("/v1/completions", {"prompt": [TEXT, "Cats and"], **COMPLETION}),
+    "two generations": ("/v1/completions", {"prompt": TEXT, "n": 2, **COMPLETION}),
     "a chat": ("/v1/chat/completions", CHAT),
     "a chat's stream": ("/v1/chat/completions", {**CHAT, "stream": True}),
     "a chat's log-probabilities": ("/v1/chat/completions", {**CHAT, "logprobs": True}),

@@ -154,6 +154,64 @@ async def test_batch_has_one_room_per_prompt(client, backend):
     assert backend.bootstraps == [Bootstrap("h", 1, 3), Bootstrap("i", 2, 4)]
 
 
+LARGEST_ROOM = 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "rooms"),
+    [
+        ({"text": ["a", "b"], "bootstrap_room": 7}, [7, 8]),
+        ({"text": "a", "n": 3, "bootstrap_room": 7}, [7, 8, 9]),
+        ({"text": ["a", "b"], "n": 2, "bootstrap_room": 7}, [7, 8, 9, 10]),
+        ({"text": ["a", "b"], "n": 2, "bootstrap_room": [7, 70]}, [7, 8, 70, 71]),
+        ({"text": "a", "bootstrap_room": LARGEST_ROOM}, [2**63 - 1]),
+        ({"text": ["a", "b"], "bootstrap_room": LARGEST_ROOM}, [2**63 - 1, 0]),
+    ],
+)
+async def test_each_generation_has_a_room_of_its_own(client, backend, fields, rooms):
+    assert (await post(client, "/generate", {"bootstrap_host": "h", **fields}))[0] == 200
+    assert [each.room for each in backend.bootstraps] == rooms
+
+
+OVERRIDES = {
+    "X-Override-Rid": "mine",
+    "X-Override-Bootstrap-Host": "10.0.0.1",
+    "X-Override-Bootstrap-Port": "8998",
+    "X-Override-Bootstrap-Room": str(LARGEST_ROOM),
+    "X-Override-Priority": "-3",
+    "X-Override-Routed-Dp-Rank": "0",
+    "X-Data-Parallel-Rank": "0",
+}
+
+
+async def test_headers_of_sglangs_routers_override_the_body(client, backend):
+    body = {"text": "a", "rid": "theirs", "bootstrap_host": "h", "bootstrap_room": 1}
+    assert (await post(client, "/generate", body, headers=OVERRIDES))[0] == 200
+    assert backend.bootstraps == [Bootstrap("10.0.0.1", 8998, 2**63 - 1)]
+    [request] = backend.requests
+    assert (request.request_id, request.priority) == ("mine", -3)
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "message"),
+    [
+        ("X-Override-Bootstrap-Room", "seven", "X-Override-Bootstrap-Room: must be an integer"),
+        (
+            "X-Override-Bootstrap-Room",
+            "9" * 10_000,
+            "X-Override-Bootstrap-Room: must be an integer",
+        ),
+        ("X-Override-Bootstrap-Room", str(2**64), "bootstrap_room: must be"),
+        ("X-Override-Bootstrap-Port", "0", "bootstrap_port: must be"),
+        ("X-Override-Priority", "", "X-Override-Priority: must be an integer"),
+        ("X-Data-Parallel-Rank", "1", "X-Data-Parallel-Rank: each node is a single rank"),
+    ],
+)
+async def test_bad_override_is_rejected(client, header, value, message):
+    status, answer = await post(client, "/generate", {"text": "a"}, headers={header: value})
+    assert (status, message in answer["error"]["message"]) == (400, True)
+
+
 async def test_native_stream_is_cumulative_and_ends_with_done(client, backend, tokenizer):
     backend.script = say(*each(tokenizer, "One two"), stop(EOS))
     got = await stream(client, "/generate", {"text": "Count"})
@@ -349,8 +407,8 @@ BAD_BODIES = {
         "bootstrap_room: a list must have one",
     ),
     "one room for two": (
-        {"text": ["a", "b"], "bootstrap_host": "h", "bootstrap_room": 1},
-        "must be different for each prompt",
+        {"text": ["a", "b"], "bootstrap_host": "h", "bootstrap_room": [1, 1]},
+        "bootstrap_room: the rooms of two generations are equal",
     ),
     "logprobs": ({"return_logprob": 1}, "return_logprob: must be true or false"),
     "start behind": (

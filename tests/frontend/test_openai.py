@@ -345,18 +345,11 @@ async def test_bootstrap_fields_reach_the_backend(client, backend, path):
     assert backend.requests[0].sampling.seed is None
 
 
-BAD = {
-    "one room for two": ({"prompt": ["a", "b"], **BOOTSTRAP}, "must be different for each prompt"),
-    "n": ({"prompt": "a", "n": 2, **BOOTSTRAP}, "n must be 1"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-async def test_invalid_bootstrap_fields_are_rejected(client, name):
-    body, sentence = BAD[name]
-    status, answer = await post(client, "/v1/completions", body)
-    assert status == 400
-    assert sentence in answer["error"]["message"]
+@pytest.mark.usefixtures("said")
+async def test_prompts_of_a_list_use_the_rooms_after_the_given_one(client, backend):
+    body = {"prompt": ["a", "b"], "n": 2, **BOOTSTRAP}
+    assert (await post(client, "/v1/completions", body))[0] == 200
+    assert [each.room for each in backend.bootstraps] == [7, 8, 9, 10]
 
 
 @pytest.mark.usefixtures("said")

@@ -15,9 +15,9 @@ from tandem.node.local_backend import LOOP_SILENCE_S, LocalBackend
 from tandem.node.metrics import Measures
 from tandem.wire.channel import Inbox
 from tandem.wire.engine_client import EngineClient
-from tandem.wire.errors import AdapterNotFound, NoNodeAvailable
+from tandem.wire.errors import AdapterNotFound, InvalidRequest, NoNodeAvailable
 from tandem.wire.generation import Epoch, GenerateRequest, RequestId, SamplingParams
-from tandem.wire.messages import ModelInfo, NodeLoad, Pong, ToEngine
+from tandem.wire.messages import ModelInfo, NodeLoad, Pong, StartColocated, ToEngine
 from tests.patience import until_async
 from tests.router.fake_node import FakeEngine
 
@@ -157,20 +157,38 @@ async def test_idle_engine_is_healthy_at_any_heartbeat_interval(heartbeat_ms, st
         assert backend.health().is_serving is is_serving
 
 
-@pytest.mark.parametrize(("named", "used"), [(None, 9100), (7, 7)])
-async def test_decode_asks_at_the_flags_bootstrap_port_unless_the_request_names_one(named, used):
-    config = msgspec.structs.replace(CONFIG, transfer=TransferConfig(bootstrap_port=9100))
-    backend, started = LocalBackend(config, None, ""), []
+class Started(Exception):
+    """The message that a backend sends to its engine."""
+
+
+async def start(config, bootstrap):
+    """Return what a backend sends to its engine for a request."""
 
     class Client:
         def generate(self, message):
-            started.append(message)
-            raise NoNodeAvailable("enough")
+            raise Started(message)
 
+    backend = LocalBackend(config, None, "")
     backend.attach(config, READY)
     backend.link(Client())
     backend.life.apply(LifeEvent.LOADED)
     request = GenerateRequest(request_id=RequestId("r"), prompt_ids=[5], sampling=SamplingParams())
-    with pytest.raises(NoNodeAvailable):
-        await anext(backend.generate(request, Bootstrap(host="p", port=named, room=3)))
-    assert started[0].bootstrap_port == used
+    with pytest.raises(Started) as started:
+        await anext(backend.generate(request, bootstrap))
+    return started.value.args[0]
+
+
+@pytest.mark.parametrize(("named", "used"), [(None, 9100), (7, 7)])
+async def test_decode_asks_at_the_flags_bootstrap_port_unless_the_request_names_one(named, used):
+    config = msgspec.structs.replace(CONFIG, transfer=TransferConfig(bootstrap_port=9100))
+    started = await start(config, Bootstrap(host="p", port=named, room=3))
+    assert started.bootstrap_port == used
+
+
+async def test_decode_computes_a_request_without_bootstrap_fields_alone():
+    assert isinstance(await start(CONFIG, None), StartColocated)
+
+
+async def test_prefill_refuses_a_request_without_bootstrap_fields():
+    with pytest.raises(InvalidRequest, match="prefill node, which runs one half"):
+        await start(msgspec.structs.replace(CONFIG, role="prefill"), None)

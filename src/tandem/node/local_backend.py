@@ -110,12 +110,13 @@ class LocalBackend:
     ) -> StartPrefill | StartDecode | StartColocated:
         role = self._config.role
         request = msgspec.structs.replace(request, client="")
-        if role == "colocated" or bootstrap is NO_PEER:
+        # Routers send decode alone what is not worth a hand-off, such as short prompts.
+        if bootstrap is NO_PEER or (bootstrap is None and role != "prefill"):
             return StartColocated(request=request)
         if bootstrap is None:
             raise InvalidRequest(
-                f"this is a {role} node, which runs one half of a request; use the router, or set "
-                "bootstrap_host, bootstrap_port and bootstrap_room"
+                "this is a prefill node, which runs one half of a request; use the router, or set bootstrap_host, "
+                "bootstrap_port and bootstrap_room"
             )
         room = Room(bootstrap.room)
         if role == "prefill":

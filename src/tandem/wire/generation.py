@@ -14,10 +14,12 @@ from tandem.wire.prefixes import scope_name
 RequestId = NewType("RequestId", str)
 """Id of a generation, from HTTP to the last token. Unique within one edge worker's life."""
 
+NUM_ROOMS = 1 << 63
+
 Room = NewType("Room", int)
 """Number under which the two halves of an attempt find each other. Random, 0 ... 2^63-1."""
 
-SentRoom = Annotated[Room, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+SentRoom = Annotated[Room, msgspec.Meta(ge=0, le=NUM_ROOMS - 1)]
 """A room as a message field. The bounds are checked because pages store a room as an int64."""
 
 Epoch = NewType("Epoch", int)
@@ -31,7 +33,7 @@ def new_request_id() -> RequestId:
 
 def new_room() -> Room:
     """Return a random room. Over 63 bits collisions are so rare that nothing handles them."""
-    return Room(secrets.randbits(63))
+    return Room(secrets.randbelow(NUM_ROOMS))
 
 
 def new_epoch() -> Epoch:

@@ -21,7 +21,7 @@ from aiohttp.typedefs import Handler
 
 from tandem.frontend import timings
 from tandem.frontend.backend import ServedModel
-from tandem.frontend.chat.body import session_of
+from tandem.frontend.chat.body import session_of, with_overrides
 from tandem.frontend.chat.generation import Generation
 from tandem.frontend.http.api_errors import ANTHROPIC_ROUTES
 from tandem.frontend.http.edge import EDGE, Edge
@@ -197,9 +197,8 @@ async def answer(
     model, options = edge.backend.model(), edge.options
 
     def read_both(data: dict[str, Any]) -> tuple[CallT, str]:
-        return read(model, options, with_header_id(request, data)), session_of(
-            request.headers, data
-        )
+        data = with_header_id(request, with_overrides(request.headers, data))
+        return read(model, options, data), session_of(request.headers, data)
 
     call, session = await edge.read(await request.read(), read_both)
     call.generations = with_caller(request, call.generations, session)

@@ -24,6 +24,7 @@ from pydantic import (
 
 from tandem.frontend.backend import Bootstrap
 from tandem.wire.errors import InvalidRequest
+from tandem.wire.generation import NUM_ROOMS
 
 BodyT = TypeVar("BodyT", bound="Body")
 T = TypeVar("T")
@@ -188,16 +189,16 @@ class GenerationBody(Body):
     lora_path: PerPrompt[str] = ""
     bootstrap_host: PerPrompt[Annotated[str, Field(min_length=1, max_length=255)]] | None = None
     bootstrap_port: PerPrompt[Annotated[int, Field(ge=1, le=65535)]] | None = None
-    bootstrap_room: PerPrompt[Annotated[int, Field(ge=0, lt=2**63)]] | None = None
+    bootstrap_room: PerPrompt[Annotated[int, Field(ge=0, lt=2**64)]] | None = None
 
     def bootstraps(self, count: int, *, is_batch: bool, n: int) -> list[Bootstrap | None]:
-        """Return the address of each prompt's other half. All None: no router chose the pair.
+        """Return the address of the other half of each of a prompt's `n` generations, prompt by prompt.
 
-        Args:
-            n: Generations per prompt. Must be 1 with `bootstrap_` fields, because a room is for one generation.
+        A room is for one generation: those of one prompt, and all with a single `bootstrap_room`, use the rooms from
+        the given one on. All None: no router chose the pair.
         """
         if self.bootstrap_host is None and self.bootstrap_room is None:
-            return [None] * count
+            return [None] * count * n
         hosts, ports, rooms = (
             self.per_prompt(f"bootstrap_{name}", count, is_batch=is_batch)
             for name in ("host", "port", "room")
@@ -205,13 +206,56 @@ class GenerationBody(Body):
         for name, column in (("host", hosts), ("room", rooms)):
             if None in column:
                 raise InvalidRequest(f"bootstrap_{name}: is missing")
-        if len(set(rooms)) < count or n > 1:
-            raise InvalidRequest(
-                "bootstrap_room: must be different for each prompt, and n must be 1"
-            )
-        return [Bootstrap(*values) for values in zip(hosts, ports, rooms, strict=True)]
+        if not isinstance(self.bootstrap_room, list):
+            rooms = [room + i * n for i, room in enumerate(rooms)]
+        found = [
+            Bootstrap(host, port, (room + i) % NUM_ROOMS)
+            for host, port, room in zip(hosts, ports, rooms, strict=True)
+            for i in range(n)
+        ]
+        if len({each.room for each in found}) < len(found):
+            raise InvalidRequest("bootstrap_room: the rooms of two generations are equal")
+        return found
 
 
+# SGLang's headers, with the fields of the body that they override. Routers that do not parse bodies send them.
+_TEXTS = {"X-Override-Rid": "rid", "X-Override-Bootstrap-Host": "bootstrap_host"}
+_NUMBERS = {
+    "X-Override-Bootstrap-Port": "bootstrap_port",
+    "X-Override-Bootstrap-Room": "bootstrap_room",
+    "X-Override-Priority": "priority",
+}
+_RANKS = ("X-Override-Routed-Dp-Rank", "X-Data-Parallel-Rank")
+
+
+def with_overrides(headers: Mapping[str, str], data: dict[str, Any]) -> dict[str, Any]:
+    """Return the body with the fields that SGLang's headers override.
+
+    Raises:
+        InvalidRequest: A number is invalid, or a data-parallel rank is not 0.
+    """
+    found = {field: headers[name] for name, field in _TEXTS.items() if name in headers}
+    numbers = {
+        name: _integer(name, headers[name]) for name in (*_NUMBERS, *_RANKS) if name in headers
+    }
+    for name in _RANKS:
+        if numbers.get(name):
+            raise InvalidRequest(f"{name}: each node is a single rank; send 0, or no header")
+    return (
+        data
+        | found
+        | {_NUMBERS[name]: value for name, value in numbers.items() if name in _NUMBERS}
+    )
+
+
+def _integer(name: str, text: str) -> int:
+    if not (text.isascii() and text.removeprefix("-").isdigit() and len(text) <= _MAX_DIGITS):
+        raise InvalidRequest(f"{name}: must be an integer")
+    return int(text)
+
+
+# More than those of 2^64.
+_MAX_DIGITS = 25
 # Headers of vLLM's and SGLang's routers that name a session. The first one present is used.
 _SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
 # Our field, then OpenAI's current field, then the field that it replaced.

@@ -210,13 +210,13 @@ def create_generations(
     adapters = _adapters(model, body, prompts, adapter)
     generations: list[Generation] = []
     budget = SearchBudget(n * len(ids))
-    for token_ids, bootstrap, each, name in zip(ids, bootstraps, options, adapters, strict=True):
+    for token_ids, each, name in zip(ids, options, adapters, strict=True):
         group = new_request_id() if n > 1 else ""
         rules = each.sampling.text_rules
         if rules.patterns:  # prompts with different parameters have different rules
             rules = replace(rules, budget=budget)
         params = engine_params(each.sampling, model, len(token_ids), each.grammar)
-        for seed in seeds(each.sampling.seed, n, is_left_open=bootstrap is not None):
+        for seed in seeds(each.sampling.seed, n, is_left_open=bootstraps[0] is not None):
             request = GenerateRequest(
                 request_id=request_ids[len(generations)],
                 prompt_ids=token_ids,
@@ -227,6 +227,7 @@ def create_generations(
                 group=group,
                 adapter=model.adapters[name] if name else "",
             )
+            bootstrap = bootstraps[len(generations)]
             generations.append(Generation(request, rules, model.tokenizer, bootstrap))
     return generations
 
