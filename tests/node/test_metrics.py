@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from tandem.engine.scheduling.step import Outcome, StepCounts
-from tandem.node.metrics import Measures
+from tandem.node.life.life import NodeState
+from tandem.node.metrics import Measures, NodeScrape, render
 from tandem.wire.generation import Epoch
+from tandem.wire.messages import NodeLoad
 
 
 def forward(device_s, host_cpu_s=0.0, num_decodes=2, chunks=()):
@@ -78,3 +80,28 @@ def test_cpu_forward_counts_as_device_time_not_host_time(steps, measures, monkey
     with measures.step():
         steps.record(*forward(device_s=1.3, host_cpu_s=1.25))
     assert spreads(measures)["step_cpu_seconds"].total == 0.25
+
+
+def test_gateways_read_load_and_kv_use_under_sglangs_names():
+    load = NodeLoad(
+        num_running=3,
+        num_waiting=2,
+        num_pages=100,
+        pages_free=50,
+        pages_cached=25,
+        pages_held=25,
+        page_size=16,
+    )
+    found = render(NodeScrape("decode", NodeState.SERVING, {}, load, None)).splitlines()
+    for line in (
+        "sglang:num_running_reqs 3.0",
+        "sglang:num_queue_reqs 2.0",
+        "sglang:token_usage 0.25",
+        'sglang:cache_config_info{num_pages="100",page_size="16"} 1.0',
+    ):
+        assert line in found
+
+
+def test_node_without_pages_uses_none_of_them():
+    found = render(NodeScrape("decode", NodeState.LOADING, {}, NodeLoad(), None))
+    assert "sglang:token_usage 0.0" in found

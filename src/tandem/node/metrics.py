@@ -352,6 +352,24 @@ METRICS = (
 )
 
 
+def _as_sglang(load: NodeLoad) -> Iterator[Metric]:
+    """Yield the gauges by which gateways choose nodes, under SGLang's names, which they read by default."""
+    num_used = load.num_pages - load.pages_free - load.pages_cached
+    usage = num_used / load.num_pages if load.num_pages else 0.0
+    gauges = (
+        ("num_running_reqs", "Requests that the engine is running.", load.num_running),
+        ("num_queue_reqs", "Requests that wait.", load.num_waiting),
+        ("token_usage", "Share of the pages that are neither free nor cached.", usage),
+    )
+    for name, help_text, value in gauges:
+        yield GaugeMetricFamily(f"sglang:{name}", help_text, value=value)
+    info = GaugeMetricFamily(
+        "sglang:cache_config_info", "Pages of KV; always 1.", labels=["page_size", "num_pages"]
+    )
+    info.add_metric([str(load.page_size), str(load.num_pages)], 1)
+    yield info
+
+
 class NodeCollector(Collector):
     """Collects the metrics of a node."""
 
@@ -366,6 +384,7 @@ class NodeCollector(Collector):
         yield info
         for declared in METRICS:
             yield declared.family(view)
+        yield from _as_sglang(view.load)
 
 
 def render(view: NodeScrape) -> str:

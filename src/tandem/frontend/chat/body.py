@@ -5,7 +5,7 @@ share. `frontend/apis/native.py` and `frontend/chat/openai_body.py` add those of
 """
 
 import codecs
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import pydantic_core
@@ -191,7 +191,7 @@ class GenerationBody(Body):
     bootstrap_port: PerPrompt[Annotated[int, Field(ge=1, le=65535)]] | None = None
     bootstrap_room: PerPrompt[Annotated[int, Field(ge=0, lt=2**64)]] | None = None
 
-    def bootstraps(self, count: int, *, is_batch: bool, n: int) -> list[Bootstrap | None]:
+    def bootstraps(self, count: int, *, is_batch: bool, n: int) -> Sequence[Bootstrap | None]:
         """Return the address of the other half of each of a prompt's `n` generations, prompt by prompt.
 
         A room is for one generation: those of one prompt, and all with a single `bootstrap_room`, use the rooms from
