@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = re.compile(r'sys\.executable,\s*(?P<flags>(?:"[^"]*",\s*)*)"-m",\s*(?P<module>[\w".]+)')
 # Modules that are not installed; Python finds them in the working directory, a checkout.
-OTHERS = ('"pytest', '"tests.', '"benchmarks.', "INTERPRETED", '"sglang_router.')
+OTHERS = ('"pytest', '"tests.', '"benchmarks.', "INTERPRETED")
 
 
 def test_no_module_of_ours_is_started_with_the_working_directory_on_its_path():

@@ -1,4 +1,4 @@
-"""Our nodes under sglang-router: the same answers as under our own router."""
+"""Our nodes under SGLang's routers: the same answers as under our own router."""
 
 import asyncio
 import contextlib
@@ -64,16 +64,25 @@ def _last(events: list[dict]) -> dict:
     return {"text": "".join(said), "finish_reason": choices[-1]["finish_reason"]}
 
 
-async def answers(url: str, calls) -> dict:
-    """Send all calls at once."""
+async def answers(url: str, model: str) -> dict:
+    """Send all calls at once, to a model by its name: smg knows no `default`."""
+    bodies = {
+        name: (path, body | ({"model": model} if "model" in body else {}))
+        for name, (path, body) in CALLS.items()
+    }
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
-        made = [said(session, url, path, body) for path, body in calls.values()]
-        return dict(zip(calls, await asyncio.gather(*made), strict=True))
+        made = [said(session, url, path, body) for path, body in bodies.values()]
+        return dict(zip(bodies, await asyncio.gather(*made), strict=True))
 
 
 @pytest.fixture(scope="module")
-def expected(cluster):
-    return asyncio.run(answers(cluster.url, CALLS))
+def model(cluster):
+    return ask(f"{cluster.url}/v1/models")[1]["data"][0]["id"]
+
+
+@pytest.fixture(scope="module")
+def expected(cluster, model):
+    return asyncio.run(answers(cluster.url, model))
 
 
 @pytest.fixture
@@ -83,36 +92,39 @@ def pair(cluster):
     return prefill, decode, ask(f"{prefill}/server_info")[1]["bootstrap_port"]
 
 
+ROUTERS = {"sglang-router": ["sglang_router.launch_router"], "smg": ["smg", "launch"]}
+
+
 @contextlib.contextmanager
-def sglang_router(prefill: str, decode: str, bootstrap_port: int):
-    """The real binary, until it serves; yields its URL."""
+def router(name: str, prefill: str, decode: str, bootstrap_port: int):
+    """The real router, until it serves; yields its URL."""
     port, metrics_port = free_ports(2)
     argv = ["--host", "127.0.0.1", "--port", port, "--policy", "round_robin"]
     argv += ["--pd-disaggregation", "--prefill", prefill, bootstrap_port, "--decode", decode]
     argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "sglang_router.launch_router", *map(str, argv)],
+            [sys.executable, "-m", *ROUTERS[name], *map(str, argv)],
             stdout=log,
             stderr=subprocess.STDOUT,
         )
         try:
             url = f"http://127.0.0.1:{port}"
             eventually(
-                lambda: _is_healthy(url) or process.poll() is not None, within_s=START_TIMEOUT_S
+                lambda: _is_ready(url) or process.poll() is not None, within_s=START_TIMEOUT_S
             )
             log.seek(0)
             assert process.poll() is None, log.read()
-            assert _is_healthy(url), log.read()
+            assert _is_ready(url), log.read()
             yield url
         finally:
             process.kill()  # how it ends is its own affair
             process.wait()
 
 
-def _is_healthy(url: str) -> bool:
+def _is_ready(url: str) -> bool:
     with contextlib.suppress(OSError):
-        return ask(f"{url}/health")[0] == 200
+        return ask(f"{url}/readiness")[0] == 200
     return False
 
 
@@ -122,7 +134,8 @@ def assert_same(found: dict, expected: dict) -> None:
         assert essence(answer) == about(essence(expected[name])), name
 
 
-def test_sglang_router_drives_our_nodes(pair, expected):
+@pytest.mark.parametrize("name", ROUTERS)
+def test_router_drives_our_nodes(pair, model, expected, name):
     prefill, decode, bootstrap_port = pair
-    with sglang_router(prefill, decode, bootstrap_port) as url:
-        assert_same(asyncio.run(answers(url, CALLS)), expected)
+    with router(name, prefill, decode, bootstrap_port) as url:
+        assert_same(asyncio.run(answers(url, model)), expected)
