@@ -4,7 +4,9 @@ import contextlib
 import http.client
 import json
 import random
+import re
 import threading
+import urllib.request
 import uuid
 from pathlib import Path
 
@@ -34,6 +36,13 @@ class Server:
     def is_up(self) -> bool:
         assert self.process.is_running(), self._log.read_text()[-3000:]
         return get(f"{self.url}/health")[0] == 200
+
+    def num_received(self) -> int:
+        """Return how many prompt tokens came from prefill."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        found = re.findall(r"^vllm:external_prefix_cache_hits_total{.*} (.*)$", text, re.MULTILINE)
+        return sum(int(float(value)) for value in found)
 
     def ask(self, prompt_ids, params, max_tokens=NUM_TOKENS):
         """Return the HTTP status and body. `prompt_ids`: token ids of one prompt, or a list of those of several."""
@@ -83,7 +92,7 @@ class Pair:
     names_blocks = False
 
     def __init__(self, directory: Path, model: Path, limit_s: float, flags=()) -> None:
-        self.port, *own = free_ports(3)
+        self.port, self.query_port, *own = free_ports(4)
         self.limit_s, self._directory = limit_s, directory
         transfer = {"kv_connector": self.connector, "kv_load_failure_policy": "recompute"}
         transfer |= self.settings()
@@ -98,6 +107,7 @@ class Pair:
     def settings(self) -> dict:
         extra = {
             "bootstrap_port": self.port,
+            "query_port": self.query_port,
             "grant_timeout_s": self.limit_s,
             "landed_timeout_s": self.limit_s,
         }
@@ -142,6 +152,22 @@ class Pair:
         half.start()
         yield
         half.join()
+
+    @contextlib.contextmanager
+    def transfer(self, prompt_ids):
+        """Like `reference`, as proxies for MooncakeConnector send the halves."""
+        name = f"xfer-{uuid.uuid4()}"
+        half = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name}
+        with self._half(prompt_ids, half):
+            address = f"http://127.0.0.1:{self.query_port}"
+            engine = get(f"{address}/query")[1]["0"]["engine_id"]
+            yield {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "transfer_id": name,
+                "remote_bootstrap_addr": address,
+                "remote_engine_id": engine,
+            }
 
     def unknown(self, params: dict) -> dict:
         """Return a reference to a request that prefill never had, else like this one."""
@@ -203,27 +229,13 @@ class MooncakePair(Pair):
         return {
             "PYTHONPATH": str(self._directory),
             "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(self.port),
+            "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(self.query_port),
             "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": limit_s,
             "VLLM_MOONCAKE_CONNECTOR_TIMEOUT": limit_s,
         }
 
-    @contextlib.contextmanager
     def reference(self, prompt_ids):
-        name = f"xfer-{uuid.uuid4()}"
-        with self._half(
-            prompt_ids,
-            {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name},
-        ):
-            address = f"http://127.0.0.1:{self.port}"
-            engine = get(f"{address}/query")[1]["0"]["engine_id"]
-            yield {
-                "do_remote_prefill": True,
-                "do_remote_decode": False,
-                "transfer_id": name,
-                "remote_bootstrap_addr": address,
-                "remote_engine_id": engine,
-            }
+        return self.transfer(prompt_ids)
 
     def unknown(self, params: dict) -> dict:
         return params | {"transfer_id": f"xfer-{uuid.uuid4()}"}

@@ -37,6 +37,11 @@ def test_two_servers_match_one_vllm(pair, model, tmp_path):
     flags = ("--max-num-seqs", "64", *FLAGS)
     expected = alone(model, [(ids, {"max_tokens": NUM_TOKENS}) for ids in asked], tmp_path, *flags)
     assert [apart(pair, ids, rng.getrandbits(62)) for ids in asked] == expected
+    for ids, tokens in zip(asked, expected, strict=True):
+        num_before = pair.decode.num_received()
+        with pair.transfer(ids) as params:
+            assert pair.decode.complete(ids, params) == tokens
+        assert len(ids) == 1 or pair.decode.num_received() > num_before
     # A used room refers to no blocks: the prompt is recomputed and never gets the KV of a different prompt.
     room = rng.getrandbits(62)
     assert apart(pair, asked[3], room) == expected[3]

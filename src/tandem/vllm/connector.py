@@ -59,6 +59,7 @@ from tandem.vllm.hand_offs import (
 )
 from tandem.vllm.hosts import join_hosts
 from tandem.vllm.kv_config import blocks_of, groups_of, heads_of, layout_facts
+from tandem.vllm.query import QueryServer
 from tandem.vllm.tiers import PromptTiers
 from tandem.vllm.versions import check_interface, check_version
 from tandem.vllm.worker import (
@@ -136,6 +137,10 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self._decode = DecodeHandOffs(groups)
         self._transfers = WorkerReports()
         self.moved_bytes = 0
+        self._query: QueryServer | None = None
+        if role is KVConnectorRole.SCHEDULER and self._is_prefill and self._config.query_port:
+            config = self._config
+            self._query = QueryServer(config.host, config.query_port, config.bootstrap_port)
 
     # ── the scheduler's side ─────────────────────────────────────────────────────────────────────
 
@@ -337,6 +342,8 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def shutdown(self) -> None:
+        if self._query is not None:
+            self._query.close()
         if self.worker is not None:
             self.worker.close()
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from tandem.vllm.query import address_of, room_of_transfer
 from tandem.wire.errors import ErrorInfo
 from tandem.wire.generation import Room, TokenLogprobs
 from tandem.wire.prefixes import next_name, root_name
@@ -416,6 +417,9 @@ def source_of(params: Mapping[str, object] | None) -> PromptSource | None:
             "bootstrap_port": int(port),
         }:
             return PromptSource(Room(room), host, port)
+        case {"transfer_id": str(name), "do_remote_prefill": True}:
+            address = address_of(params or {})
+            return PromptSource(room_of_transfer(name), *address) if address else None
         case _:
             return None
 
@@ -425,6 +429,8 @@ def room_of(params: Mapping[str, object] | None) -> Room | None:
     match params:
         case {"bootstrap_room": int(room)}:
             return Room(room)
+        case {"transfer_id": str(name)}:
+            return room_of_transfer(name)
         case _:
             return None
 

@@ -43,6 +43,7 @@ class HandOffConfig(TransferConfig, frozen=True, kw_only=True):
         heartbeat_interval_ms: Interval of heartbeats on the links between prefill and decode.
         bootstrap_port: Port of prefill's first rank; the other ranks use the ports after it: the ranks of one stage,
             then those of the next.
+        query_port: Port on which prefill answers `GET /query`; 0: none.
     """
 
     role: Literal["prefill", "decode"]
@@ -51,6 +52,7 @@ class HandOffConfig(TransferConfig, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     is_insecure: bool = False
     heartbeat_interval_ms: float = 500.0
+    query_port: int = 0
 
     @property
     def heartbeat(self) -> Heartbeat:
@@ -80,6 +82,8 @@ def read_hand_off_config(
     except msgspec.ValidationError as error:
         raise ConfigInvalid(f"kv_connector_extra_config: {error}") from error
     heartbeat_of(config.heartbeat_interval_ms)
+    if config.query_port and not config.bootstrap_port:
+        raise ConfigInvalid("kv_connector_extra_config: query_port needs a bootstrap_port")
     return config
 
 
