@@ -16,4 +16,4 @@ def test_table_has_a_complete_row_for_each_shape():
         [cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()
     ]
     assert [row[0] for row in rows] == [shape.name for shape in SHAPES]
-    assert all(len(row) == 5 and all(row) for row in rows)
+    assert all(len(row) == 6 and all(row) for row in rows)

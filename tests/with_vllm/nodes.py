@@ -16,7 +16,7 @@ from tests.patience import eventually, until
 from tests.processes import ROOT, Process
 
 HERE = Path(__file__).parent
-START_S = 240
+START_S = 480
 # On two busy cores a live process can be silent for seconds.
 INTERVAL_MS = 2000
 NUM_NEW = 10

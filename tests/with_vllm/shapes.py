@@ -1,7 +1,7 @@
 """The shapes of models and settings that nodes with vLLM serve or refuse: one list for the tests and for the table of docs/vllm.md.
 
 A served shape answers 40 prompts one by one, then again from the cache, and the same 16 at once. Every answer is compared
-with that of vLLM in one process.
+with that of vLLM in one process. For the table, one of two decode nodes is then killed under eight streams.
 """
 
 import itertools
@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.with_vllm.models import prompts, tiny, with_eagle_draft, with_mtp_dra
 from tests.with_vllm.nodes import ENVIRONMENT, NUM_NEW, Cluster, alone_with_steps
 
 NUM_AT_ONCE = 16
+NUM_STREAMS, NUM_STREAMED = 8, 200
 # Six ranks on two busy cores can be silent for many seconds.
 INTERVAL_MS = 20_000
 FLAGS = ("--skip-tokenizer-init", "--max-num-batched-tokens", "128", "--max-num-seqs", "64")
@@ -30,10 +32,10 @@ MTP = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
 UNCUT = ("--max-num-batched-tokens", "512")
 NONE = "-"
 GPU = "not run: needs a GPU"
-# Its kernels of experts ignore which experts a rank has.
-CRASH = "Worker proc VllmWorker-1 died unexpectedly (exit code: -11)"
 SPARSE = "Sparse Attention is not supported on CPU."
 BY_BATCH = "in bfloat16, vLLM's answers depend on the batch"
+# The table's columns between the name of a shape and the version of vLLM.
+Cells = tuple[str, str, str, str]
 MLA = "on CPUs, vLLM's latent attention depends on the batch"
 
 
@@ -48,6 +50,7 @@ class Seen:
         num_repeated: At once, how many of them vLLM in one process answers as one by one.
         num_replayed: How many requests the router repeated.
         num_drafted: How many tokens came from drafts, in nodes and in one process.
+        num_survived: How many of `NUM_STREAMS` answers were equal although a decode node was killed; None: not run.
     """
 
     num_asked: int
@@ -56,6 +59,7 @@ class Seen:
     num_repeated: int
     num_replayed: int
     num_drafted: tuple[int, int] = (0, 0)
+    num_survived: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +87,8 @@ class Served:
     has_drafts: bool = False
     sizes: tuple[int, int] = (1, 1)
 
-    def run(self, directory: Path) -> Seen:
-        """Ask two nodes and vLLM in one process."""
+    def run(self, directory: Path, *, kills: bool = False) -> Seen:
+        """Ask two nodes and vLLM in one process. `kills`: kill one of two decode nodes at the end."""
         model = self.build(directory / "model")
         asked = prompts(320, block=self.block_size or 128, longest=450, count=40)
         flags = [*FLAGS, *(word.replace("MODEL", str(model)) for word in self.flags)]
@@ -93,10 +97,17 @@ class Served:
         alone = partial(alone_with_steps, model, directory=directory, flags=[*own, *flags])
         firsts = range(0, 2 * len(asked), NUM_AT_ONCE)
         batches = [(asked * 2)[first : first + NUM_AT_ONCE] for first in firsts]
-        answers, _ = alone([(each, {}) for each in (*asked * 2, *batches)])
-        expected, repeated = answers[: 2 * len(asked)], itertools.chain(*answers[2 * len(asked) :])
+        short = [ids for ids in asked if len(ids) <= NUM_STREAMED]
+        streamed = short[-NUM_STREAMS:] if kills else []
+        longer = [(ids, {"max_tokens": NUM_STREAMED}) for ids in streamed]
+        answers, _ = alone([*((each, {}) for each in (*asked * 2, *batches)), *longer])
+        expected, answers = answers[: 2 * len(asked)], answers[2 * len(asked) :]
+        repeated, streamed_alone = (
+            itertools.chain(*answers[: len(batches)]),
+            answers[len(batches) :],
+        )
         more = {"flags": (*own, *self.own_flags), "vllm_flags": (*flags, *self.node_flags)}
-        more |= {"sizes": self.sizes, "interval_ms": INTERVAL_MS}
+        more |= {"sizes": self.sizes, "interval_ms": INTERVAL_MS, "decodes": 1 + kills}
         with Cluster(directory, model, **more) as cluster:
             drafted = self._drafted(cluster, asked, alone) if self.has_drafts else (0, 0)
             answered = [cluster.generate(ids) for ids in asked * 2]
@@ -106,6 +117,7 @@ class Served:
             assert all(node.load["pushed_bytes"] for node in cluster.prefills)
             assert all(node.load["received_bytes"] for node in cluster.decodes)
             num_replayed = cluster.num_replays()
+            survived = _survive(cluster, streamed) if kills else []
         cold = expected[: len(asked)] * 2
         return Seen(
             num_asked=len(expected),
@@ -114,6 +126,7 @@ class Served:
             num_repeated=num_equal(repeated, cold),
             num_replayed=num_replayed,
             num_drafted=drafted,
+            num_survived=num_equal(survived, streamed_alone) if kills else None,
         )
 
     def _drafted(self, cluster: Cluster, asked: list[list[int]], alone) -> tuple[int, int]:
@@ -121,18 +134,17 @@ class Served:
 
         Decode computes the second token without drafts. So does vLLM in one process if the prompt ends with the first.
         """
-        [decode] = cluster.decodes
         # A draft's KV depends on the next token, also at the end of a cached block. Backwards, prompts share no blocks.
         backwards = [ids[::-1] for ids in asked]
-        num_before = decode.num_steps()
+        num_before = sum(node.num_steps() for node in cluster.decodes)
         begun = [[*ids, cluster.generate(ids)[0]] for ids in backwards]
-        num_steps = decode.num_steps() - num_before
+        num_steps = sum(node.num_steps() for node in cluster.decodes) - num_before
         _, num_alone = alone([(ids, {"max_tokens": NUM_NEW - 1}) for ids in begun])
         num_tokens = len(begun) * (NUM_NEW - 1)
         return num_tokens - num_steps, num_tokens - num_alone
 
-    def cells(self, directory: Path) -> tuple[str, str, str]:
-        seen = self.run(directory)
+    def cells(self, directory: Path) -> Cells:
+        seen = self.run(directory, kills=True)
         total = 2 * seen.num_asked
         equal = f"{seen.num_equal + seen.num_equal_at_once} of {total}"
         if self.differs:
@@ -142,7 +154,19 @@ class Served:
             )
         drafted, drafted_alone = seen.num_drafted
         drafts = f"{drafted} apart, {drafted_alone} together" if self.has_drafts else NONE
-        return "served", equal, drafts
+        return "served", equal, f"{seen.num_survived} of {NUM_STREAMS}", drafts
+
+
+def _survive(cluster: Cluster, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Stream all answers at once, and kill a decode node after the first token of each; return the answers."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        streams = [cluster.stream(ids, max_new_tokens=NUM_STREAMED) for ids in prompts]
+        list(pool.map(next, streams))
+        num_before = cluster.num_replays()
+        max(cluster.decodes, key=lambda node: node.load["num_running"]).kill()
+        answers = list(pool.map(lambda stream: list(stream)[-1], streams))
+    assert cluster.num_replays() > num_before
+    return answers
 
 
 def num_equal(answers, expected) -> int:
@@ -197,20 +221,21 @@ class Refused:
             return str(error)
         raise AssertionError(f"{self.spec} is accepted")
 
-    def cells(self, directory: Path) -> tuple[str, str, str]:
-        return f"refused: {self.refusal(directory)}", NONE, NONE
+    def cells(self, directory: Path) -> Cells:
+        return f"refused: {self.refusal(directory)}", NONE, NONE, NONE
 
 
 @dataclass(frozen=True, slots=True)
 class Tested:
-    """A shape that a test of its own covers. `seen`: what the test compares."""
+    """A shape that a test of its own covers. `seen`, `survived`: what the test compares, also after a SIGKILL."""
 
     name: str
     test: str
     seen: str
+    survived: str = NONE
 
-    def cells(self, _directory: Path) -> tuple[str, str, str]:
-        return "served", f"{self.seen} (`tests/with_vllm/{self.test}.py`)", NONE
+    def cells(self, _directory: Path) -> Cells:
+        return "served", f"{self.seen} (`tests/with_vllm/{self.test}.py`)", self.survived, NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +245,8 @@ class NotRun:
     name: str
     reason: str = GPU
 
-    def cells(self, _directory: Path) -> tuple[str, str, str]:
-        return self.reason, NONE, NONE
+    def cells(self, _directory: Path) -> Cells:
+        return self.reason, NONE, NONE, NONE
 
 
 def shape(name: str, kind: str, *args, **more) -> Served:
@@ -234,6 +259,13 @@ CHUNKS = ("--push-granularity", "chunk", "--verify-kv", "off")
 # The CPU build allocates the buffers between stages only when it compiles.
 STAGES = ("--pipeline-parallel-size", "2", "--no-enforce-eager")
 TIER = ("--kv-tier", "host:64MiB", "--kv-tier-min-tokens", "32", "--kv-tier-timeout-ms", "20000")
+# vLLM's CPU build crashes without the extension: its kernels ignore which experts a rank has.
+WIDE = ("--enable-expert-parallel",)
+WIDE += ("--worker-extension-cls", "tests.with_vllm.experts_on_cpu.Extension")
+BY_RANKS = "Experts divided over two ranks (the test adds what vLLM's CPU build lacks)"
+RAY = ("--distributed-executor-backend", "ray")
+EIGHT = f"{NUM_STREAMS} of {NUM_STREAMS}"
+ALL_AT_ONCE = "40 of 40 one by one, and 19 at once"
 SHAPES: Sequence[Served | Refused | Tested | NotRun] = (
     shape("Full attention (Llama)", "full attention"),
     shape("Experts (Qwen 3 MoE)", "experts"),
@@ -252,6 +284,7 @@ SHAPES: Sequence[Served | Refused | Tested | NotRun] = (
     shape("`--tp` 4 and 2", FOUR, sizes=(4, 2)),
     shape("`--tp` 2 and 1, windows in some layers", "windows in some layers", sizes=(2, 1)),
     shape("Two pipeline stages", "experts", node_flags=STAGES),
+    shape(BY_RANKS, "experts", sizes=(2, 2), node_flags=WIDE),
     shape("KV tiers", "experts", own_flags=TIER),
     Tested(
         "Adapters, loaded and unloaded under load", "test_adapters", "every answer of an adapter"
@@ -260,7 +293,10 @@ SHAPES: Sequence[Served | Refused | Tested | NotRun] = (
         "Data parallelism, 2 and 2, with expert parallelism",
         "test_data_parallel",
         "40 of 40 one by one, and 16 at once; the test adds what vLLM's CPU build lacks",
+        EIGHT,
     ),
+    Tested("`--tp` 2 and 2, each node on two hosts", "test_hosts", ALL_AT_ONCE, EIGHT),
+    Tested("Two pipeline stages, each on a host", "test_hosts", ALL_AT_ONCE),
     Served(
         "EAGLE draft (Llama)",
         with_eagle_draft,
@@ -273,13 +309,12 @@ SHAPES: Sequence[Served | Refused | Tested | NotRun] = (
         flags=("--speculative-config", MTP, *UNCUT),
         has_drafts=True,
     ),
-    NotRun("Expert parallelism in a tensor parallel group", f"{GPU}; one vLLM on a CPU: {CRASH}"),
     NotRun("CUDA graphs, asynchronous scheduling"),
     NotRun("Sparse latent attention (DeepSeek V3.2)", f"{GPU}; vLLM: {SPARSE}"),
     Refused("Windows of latent attention (DeepSeek V4)", spec="SlidingWindowMLASpec"),
     Refused("Encoder-decoders", spec="CrossAttentionSpec"),
     Refused("Data parallelism in one node", node_flags=("--data-parallel-size", "2")),
-    Refused("Several hosts per node", own_flags=("--tp", "2"), node_flags=("--nnodes", "2")),
+    Refused("Several hosts per node, over Ray", own_flags=("--tp", "2"), node_flags=RAY),
     Refused(
         "Decode context parallelism",
         own_flags=("--tp", "2"),

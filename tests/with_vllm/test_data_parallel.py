@@ -7,15 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.patience import eventually
-from tests.processes import ROOT
 from tests.with_vllm.models import prompts, tiny
 from tests.with_vllm.nodes import Cluster, again, alone, check_answers, post
+from tests.with_vllm.shapes import WIDE
 
 NUM_TOKENS = 60
 FLAGS = ("--block-size", "32", "--skip-tokenizer-init", "--max-num-batched-tokens", "128")
 FLAGS += ("--max-num-seqs", "64", "--max-model-len", "512")
-WIDE = ("--enable-expert-parallel",)
-WIDE += ("--worker-extension-cls", "tests.with_vllm.experts_on_cpu.Extension")
 
 
 def as_group(nodes) -> None:
@@ -34,14 +32,12 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster(model, tmp_path_factory):
     """Yield two groups of two ranks, and a decode node that is no rank."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT}/src:{ROOT}")
-        directory, own = tmp_path_factory.mktemp("cluster"), ("--dtype", "float32")
-        running = Cluster(directory, model, 2, 3, flags=own, vllm_flags=FLAGS)
-        as_group(running.prefills)
-        as_group(running.decodes[:2])
-        with running:
-            yield running
+    directory, own = tmp_path_factory.mktemp("cluster"), ("--dtype", "float32")
+    running = Cluster(directory, model, 2, 3, flags=own, vllm_flags=FLAGS)
+    as_group(running.prefills)
+    as_group(running.decodes[:2])
+    with running:
+        yield running
 
 
 @pytest.fixture(autouse=True)

@@ -51,6 +51,11 @@ def vllm_config_of(config: NodeConfig, args: argparse.Namespace) -> VllmConfig:
     Raises:
         ConfigInvalid: vLLM or the node rejects the settings; the message says what to do.
     """
+    if args.distributed_executor_backend == "ray":
+        raise ConfigInvalid(
+            "--distributed-executor-backend ray: use --nnodes, --node-rank and --master-addr instead",
+            topic=SEVERAL_HOSTS,
+        )
     try:
         engine_args = EngineArgs.from_cli_args(args)
         if config.role != "colocated":
@@ -88,11 +93,6 @@ def _check_hosts(config: NodeConfig, parallel: ParallelConfig) -> None:
         raise ConfigInvalid(
             "--bootstrap-port is 0 (any free port), but with --engine vllm rank r uses the port plus r; set a port",
             topic="docs/vllm.md",
-        )
-    if parallel.distributed_executor_backend == "ray":
-        raise ConfigInvalid(
-            "--distributed-executor-backend ray: use --nnodes, --node-rank and --master-addr instead",
-            topic=SEVERAL_HOSTS,
         )
     if parallel.nnodes == 1:
         return
