@@ -41,11 +41,11 @@ from tandem.vllm.node.adapters import Adapters, names_and_paths
 from tandem.vllm.node.data_parallel import DataParallelGroup
 from tandem.vllm.node.entry import Entry
 from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
-from tandem.vllm.node.prefixes import CachedBlocks
 from tandem.vllm.node.requests import output_of, sampling_params
 from tandem.vllm.tiers import PromptTiers
 from tandem.vllm.worker import DecodeWorker, PrefillWorker
 from tandem.wire.errors import AdapterGone, ConfigInvalid, InvalidRequest, TandemError
+from tandem.wire.events.cached import CachedBlocks
 from tandem.wire.generation import Finish, GenerateRequest
 from tandem.wire.messages import ModelInfo
 from tandem.wire.prefixes import PageSpace, PrefixJournal
@@ -68,7 +68,7 @@ class CacheEvents:
             if isinstance(event, BlockStored):
                 self._cached.on_stored(event)
             elif isinstance(event, BlockRemoved):
-                self._cached.on_removed(event.block_hashes)
+                self._cached.on_removed(event.block_hashes, event.group_idx)
             elif isinstance(event, AllBlocksCleared):
                 self._cached.on_cleared()
         self._publisher.publish(batch)

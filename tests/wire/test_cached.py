@@ -1,11 +1,11 @@
-"""Conversion of vLLM's KV events to router prefix names."""
+"""Names of the prefixes that an engine has cached, from its KV events."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
 
-from tandem.vllm.node.prefixes import CachedBlocks
+from tandem.wire.events.cached import CachedBlocks
 from tandem.wire.prefixes import block_names, scope_name
 
 PROMPT = list(range(500))
@@ -19,6 +19,8 @@ class Stored:
     block_size: int
     lora_name: str | None = None
     extra_keys: list | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
 
 
 @dataclass
@@ -53,14 +55,45 @@ def test_block_names_equal_the_router_names_of_the_prompt(size):
     assert pool.names == set(block_names(PROMPT[:whole]))
 
 
-def test_reused_blocks_are_named_once():
+def test_block_is_held_until_its_last_copy_is_removed():
     pool = Pool(32)
     hashes = pool.store(0, 256)
-    pool.store(0, 256)
+    assert pool.store(128, 256) == hashes[4:]
+    pool.cached.on_removed(hashes[4:])
+    assert pool.names == set(block_names(PROMPT[:256]))
     pool.cached.on_removed(hashes[-1:])
     assert pool.names == set(block_names(PROMPT[:128]))
-    pool.store(0, 256)
+
+
+def test_blocks_behind_a_missing_one_are_held_again_with_it():
+    pool = Pool(48)
+    hashes = pool.store(0, 480)
+    pool.cached.on_removed([hashes[3]])
+    assert pool.names == set(block_names(PROMPT[:144]))
+    pool.cached.on_removed([hashes[9]])
+    pool.store(144, 192)
+    assert pool.names == set(block_names(PROMPT[:432]))
+    pool.cached.on_removed(hashes)
+    assert len(pool.cached) == 0
+
+
+def test_layers_that_keep_all_blocks_decide():
+    pool = Pool(32)
+    hashes = pool.store(0, 256, group_idx=0, kv_cache_spec_kind="sliding_window")
+    pool.store(0, 256, group_idx=1, kv_cache_spec_kind="full_attention")
+    pool.store(256, 384, group_idx=0, kv_cache_spec_kind="sliding_window")
+    pool.cached.on_removed(hashes, 0)
     assert pool.names == set(block_names(PROMPT[:256]))
+    pool.cached.on_removed(hashes[4:], 1)
+    assert pool.names == set(block_names(PROMPT[:128]))
+
+
+def test_blocks_beyond_the_limit_are_not_tracked():
+    pool = Pool(32, CachedBlocks(max_tracked=6))
+    hashes = pool.store(0, 256)
+    assert pool.names == set(block_names(PROMPT[:192]))
+    pool.cached.on_removed(hashes)
+    assert len(pool.cached) == 0
 
 
 def test_cleared_cache_has_no_names():
@@ -101,6 +134,12 @@ def test_blocks_with_other_extra_keys_are_not_named(more):
     pool = Pool(32)
     pool.store(0, 128, **more)
     assert pool.names == set()
+
+
+def test_blocks_before_other_extra_keys_are_named():
+    pool = Pool(32)
+    pool.store(0, 256, extra_keys=[None] * 5 + [(("image", 0),)] + [None] * 2)
+    assert pool.names == set(block_names(PROMPT[:128]))
 
 
 def test_blocks_after_an_unknown_parent_are_not_named():
