@@ -246,3 +246,28 @@ def test_host_memory_flags_of_others_set_the_first_tier(argv, first):
 def test_invalid_tiers_are_rejected_with_a_remedy(argv, words):
     with pytest.raises(SettingInvalid, match=words):
         read(*argv)
+
+
+def test_kv_events_are_published_where_the_flags_name():
+    config, _ = read(
+        *("--kv-events-endpoint", "tcp://*:5557", "--kv-events-replay-endpoint", "tcp://[::]:5558"),
+        *("--kv-events-topic", "kv@a@m"),
+    )
+    events = config.kv_events
+    assert (events.endpoint, events.replay_endpoint) == ("tcp://*:5557", "tcp://[::]:5558")
+    assert events.topic == "kv@a@m"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--kv-events-endpoint", "5557"], "use one such as tcp://"),
+        (["--kv-events-endpoint", "tcp://*:many"], "use one such as tcp://"),
+        (["--kv-events-replay-endpoint", "tcp://*:5558"], "need --kv-events-endpoint"),
+        (["--kv-events-topic", "kv@a@m"], "need --kv-events-endpoint"),
+        (["--kv-events-endpoint", "tcp://*:5557", "--disable-prefix-cache"], "prefix cache"),
+    ],
+)
+def test_invalid_kv_events_are_rejected_with_a_remedy(argv, words):
+    with pytest.raises(SettingInvalid, match=words):
+        read(*argv)

@@ -23,6 +23,7 @@ from tandem.settings.flags import HEARTBEAT, LOG_FORMAT, LOG_LEVEL, PORT, Flag
 from tandem.telemetry.log import LogFormat
 from tandem.wire.channel import Heartbeat, heartbeat_of
 from tandem.wire.errors import ConfigInvalid
+from tandem.wire.events.publisher import KvEventsConfig
 from tandem.wire.generation import SamplingDefaults
 from tandem.wire.hosts import HOST, checked_url
 from tandem.wire.keys import is_loopback
@@ -252,6 +253,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     engine: EngineOptions = EngineOptions()
     tiers: TierConfig = TierConfig()
+    kv_events: KvEventsConfig = KvEventsConfig()
     routers: Annotated[
         tuple[str, ...],
         Flag(
@@ -325,6 +327,7 @@ def check(config: NodeOptions) -> NodeOptions:
             topic="docs/vllm.md",
         )
     _check_tiers(config)
+    _check_kv_events(config)
     return config
 
 
@@ -358,4 +361,18 @@ def _check_tiers(config: NodeOptions) -> None:
         raise ConfigInvalid(
             "--kv-tier needs page bytes, which --sim-kv none does not have; use --sim-kv real",
             topic="docs/simulation.md",
+        )
+
+
+def _check_kv_events(config: NodeOptions) -> None:
+    events = config.kv_events
+    if (events.replay_endpoint or events.topic) and not events.endpoint:
+        raise ConfigInvalid(
+            "--kv-events-replay-endpoint and --kv-events-topic need --kv-events-endpoint; set it too",
+            topic="docs/kv-events.md",
+        )
+    if events.endpoint and not config.engine.is_prefix_cache_enabled:
+        raise ConfigInvalid(
+            "--kv-events-endpoint needs the prefix cache; remove --disable-prefix-cache",
+            topic="docs/kv-events.md",
         )

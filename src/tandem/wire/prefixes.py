@@ -226,27 +226,32 @@ class PrefixJournal:
     def __repr__(self) -> str:
         return f"<PrefixJournal {len(self._num_pages)} blocks at {self.position}>"
 
-    def add(self, name: int) -> None:
-        """Record that a page in which this block ends is cached."""
+    def add(self, name: int) -> bool:
+        """Record that a page in which this block ends is cached; return whether the block is new here."""
         with self._lock:
             count = self._num_pages.get(name, 0)
             if not count and len(self._num_pages) >= self._max_blocks:
-                return
+                return False
             self._num_pages[name] = count + 1
             if not count:
                 self._record(name, is_added=True)
+            return not count
 
-    def remove(self, name: int) -> None:
-        """Record that a page in which this block ends was evicted. An unreported block is ignored."""
+    def remove(self, name: int) -> bool:
+        """Record that a page in which this block ends was evicted; return whether the block is gone.
+
+        An unreported block is ignored.
+        """
         with self._lock:
             count = self._num_pages.get(name)
             if count is None:
-                return
+                return False
             if count > 1:
                 self._num_pages[name] = count - 1
-                return
+                return False
             del self._num_pages[name]
             self._record(name, is_added=False)
+            return True
 
     def since(self, position: int) -> PrefixChanges | None:
         """Return the changes since `position`; None if there are none.

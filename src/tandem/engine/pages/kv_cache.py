@@ -25,7 +25,13 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from tandem.engine.pages.prefix_cache import MissingPages, PageIds, PrefixCache, PrefixMatch
+from tandem.engine.pages.prefix_cache import (
+    BlockListener,
+    MissingPages,
+    PageIds,
+    PrefixCache,
+    PrefixMatch,
+)
 from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 
 
@@ -236,6 +242,10 @@ class KVCache:
         """Add the full pages of a sequence to the prefix cache. The caller must hold them."""
         if self._is_prefix_cache_enabled:
             self._prefixes.insert(token_ids, page_ids, salt)
+
+    def listen(self, listener: BlockListener) -> None:
+        """Send the changes of the prefix cache to `listener` from now on."""
+        self._prefixes.listener = listener
 
     def flush(self) -> int:
         """Free all cached pages that have no reader, and return their number."""

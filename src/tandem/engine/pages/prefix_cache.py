@@ -32,6 +32,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -133,6 +134,16 @@ class _Run:
         return self.first + len(self.page_ids)
 
 
+class BlockListener(Protocol):
+    """Receives the changes of the journal, with tokens."""
+
+    def on_stored(self, name: int, before: int | None, token_ids: Sequence[int], salt: str) -> None:
+        """Take a block that is now cached, after the block `before`; None: it starts a prompt."""
+
+    def on_removed(self, name: int) -> None:
+        """Take a block that is no longer cached."""
+
+
 class PrefixCache:
     """A tree of cached pages.
 
@@ -144,6 +155,7 @@ class PrefixCache:
 
     Attributes:
         journal: Changes of the cached blocks, for routers.
+        listener: Receives the same changes; None: nobody.
     """
 
     def __init__(
@@ -167,6 +179,7 @@ class PrefixCache:
         self._saving: set[int] = set()
         self._last_number = 0
         self.journal = PrefixJournal()
+        self.listener: BlockListener | None = None
 
     def has(self, page_ids: PageIds) -> npt.NDArray[np.bool_]:
         """Return for each page whether it is cached."""
@@ -345,9 +358,13 @@ class PrefixCache:
         ids = np.array(page_ids, np.int64)
         assert not self.has(ids).any(), "a page is cached for two prefixes"
         self._run_of[ids], self._position_of[ids] = run.number, np.arange(start, end)
-        names = names_between(_last_name(run), tokens, start * size, end * size)
-        for name in names:
-            self.journal.add(name)
+        before = _last_name(run)
+        names = names_between(before, tokens, start * size, end * size)
+        for number, name in enumerate(names, start * size // BLOCK_TOKENS):
+            if self.journal.add(name) and self.listener is not None:
+                block = tokens[number * BLOCK_TOKENS : (number + 1) * BLOCK_TOKENS]
+                self.listener.on_stored(name, before if number else None, block, run.salt)
+            before = name
         run.names += names
         run.token_ids += tokens[start * size :]
         run.page_ids += page_ids
@@ -401,7 +418,8 @@ class PrefixCache:
         for page in removed if self._unsaved else ():
             self._unsaved.pop(page, None)
         for name in run.names[num_blocks:]:
-            self.journal.remove(name)
+            if self.journal.remove(name) and self.listener is not None:
+                self.listener.on_removed(name)
         del run.page_ids[num_kept:], run.names[num_blocks:], run.digests[num_kept:]
         del run.token_ids[num_kept * self._page_size :]
         if not num_kept:

@@ -55,6 +55,7 @@ from tandem.node.tiers.tiers import open_group
 from tandem.telemetry import log as logs
 from tandem.wire.channel import Inbox, Waker, tcp_address
 from tandem.wire.errors import TandemError
+from tandem.wire.events.publisher import KvEventPublisher
 from tandem.wire.generation import Epoch, new_epoch
 from tandem.wire.keys import cluster_key
 from tandem.wire.messages import ModelInfo, ToEngine
@@ -204,6 +205,10 @@ class _EngineMain:
         inbox: Inbox[ToEngine] = Inbox(
             tcp_address(config.host, config.engine_port), ToEngine, key, config.heartbeat
         )
+        publisher = None
+        if config.kv_events.endpoint:
+            publisher = KvEventPublisher(config.kv_events)
+            engine.cache.listen(publisher)
         stack = open_group(config, engine.shape, self._region, self._waker, self._others)
         tiering = make_tiering(config.tiers, engine, stack)
         journals = {} if stack is None else stack.journals()
@@ -243,6 +248,8 @@ class _EngineMain:
             inbox.close()
             if stack is not None:
                 stack.close()  # before the pool's memory is released
+            if publisher is not None:
+                publisher.close()
         return int(is_lost or self._lost_rank is not None)
 
     def close(self) -> None:

@@ -60,10 +60,7 @@ def vllm_config_of(config: NodeConfig, args: argparse.Namespace) -> VllmConfig:
         engine_args = EngineArgs.from_cli_args(args)
         if config.role != "colocated":
             engine_args.kv_transfer_config = _transfer(config)
-        if engine_args.kv_events_config is None:
-            engine_args.kv_events_config = KVEventsConfig(
-                enable_kv_cache_events=True, publisher="null"
-            )
+        engine_args.kv_events_config = _kv_events(config, engine_args.kv_events_config)
         vllm_config = engine_args.create_engine_config()
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         words = " ".join(str(error).split())
@@ -122,6 +119,27 @@ def _own_flags(config: NodeConfig) -> Sequence[str]:
     }
     words = [word for flag, value in flags.items() if value for word in (flag, str(value))]
     return words + ([] if engine.is_prefix_cache_enabled else ["--no-enable-prefix-caching"])
+
+
+def _kv_events(config: NodeConfig, given: KVEventsConfig | None) -> KVEventsConfig:
+    """Return the settings of vLLM's publisher. Its events are needed in any case, for the journal."""
+    own = config.kv_events
+    if own.endpoint and given is not None:
+        raise ConfigInvalid(
+            "--kv-events-endpoint and vLLM's --kv-events-config are both set; remove one of them",
+            topic="docs/kv-events.md",
+        )
+    if given is not None:
+        return given
+    if not own.endpoint:
+        return KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    return KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=own.endpoint,
+        replay_endpoint=own.replay_endpoint or None,
+        topic=own.topic,
+    )
 
 
 def _transfer(config: NodeConfig) -> KVTransferConfig:

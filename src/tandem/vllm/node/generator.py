@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
+import zmq
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
@@ -113,7 +114,14 @@ class VllmGenerator:
         if vllm_config.parallel_config.data_parallel_size > 1:
             self._group = DataParallelGroup(vllm_config, config.role, config.step_timeout_s)
             self._lockstep = self._group.lockstep
-        self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+        try:
+            self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+        except zmq.ZMQError as error:
+            raise ConfigInvalid(
+                f"vLLM cannot publish KV events: {error}; set a different --kv-events-endpoint or "
+                "--kv-events-replay-endpoint",
+                topic="docs/kv-events.md",
+            ) from error
         self._inputs = InputProcessor(vllm_config, renderer_from_config(vllm_config))
         self._tasks = self._core.get_supported_tasks()
         self._scheduler: Any = self._core.scheduler
