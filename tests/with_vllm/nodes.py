@@ -64,6 +64,10 @@ class Node:
         self.add_vllm_flags("--nnodes", "2", "--master-port", str(port))
         self._has_second_host = True
 
+    def add_flags(self, *flags: str) -> None:
+        end = self._command.index("--")
+        self._command[end:end] = flags
+
     def add_vllm_flags(self, *flags: str) -> None:
         self._command += flags
 

@@ -7,6 +7,7 @@ import pytest
 from tandem.engine.config import EngineConfig
 from tandem.node.config import NodeConfig, TierConfig
 from tandem.wire.errors import ConfigInvalid, InvalidRequest
+from tandem.wire.events.publisher import KvEventsConfig
 from tandem.wire.generation import GenerateRequest, Grammar, RequestId, SamplingParams
 from tests.with_vllm.models import tiny
 
@@ -52,6 +53,18 @@ def test_tiers_need_a_prefill_or_decode_node_with_one_rank(tmp_path, role, words
     config = NodeConfig(role=role, engine=engine, vllm_args=words, tiers=tiers)
     with pytest.raises(ConfigInvalid, match=r"--kv-tier .* one rank"):
         vllm_config_of(config, parse_arguments(config))
+
+
+def test_two_endpoints_of_kv_events_are_rejected(tmp_path):
+    from tandem.vllm.node.generator import _arguments, _vllm_config
+
+    engine = EngineConfig(model_dir=str(tiny("experts", tmp_path)))
+    words = ["--skip-tokenizer-init", "--max-model-len", "512"]
+    words += ["--kv-events-config", '{"enable_kv_cache_events": true}']
+    events = KvEventsConfig(endpoint="tcp://*:5557")
+    config = NodeConfig(role="decode", engine=engine, vllm_args=words, kv_events=events)
+    with pytest.raises(ConfigInvalid, match="--kv-events-config are both set"):
+        _vllm_config(config, _arguments(config))
 
 
 @pytest.mark.parametrize(
