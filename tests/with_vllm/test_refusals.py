@@ -56,7 +56,7 @@ def test_tiers_need_a_prefill_or_decode_node_with_one_rank(tmp_path, role, words
 
 
 def test_two_endpoints_of_kv_events_are_rejected(tmp_path):
-    from tandem.vllm.node.generator import _arguments, _vllm_config
+    from tandem.vllm.node.arguments import parse_arguments, vllm_config_of
 
     engine = EngineConfig(model_dir=str(tiny("experts", tmp_path)))
     words = ["--skip-tokenizer-init", "--max-model-len", "512"]
@@ -64,7 +64,7 @@ def test_two_endpoints_of_kv_events_are_rejected(tmp_path):
     events = KvEventsConfig(endpoint="tcp://*:5557")
     config = NodeConfig(role="decode", engine=engine, vllm_args=words, kv_events=events)
     with pytest.raises(ConfigInvalid, match="--kv-events-config are both set"):
-        _vllm_config(config, _arguments(config))
+        vllm_config_of(config, parse_arguments(config))
 
 
 @pytest.mark.parametrize(
