@@ -31,6 +31,8 @@ POLICY_ALIASES = {
     "consistent_hashing": "session",
     "manual": "session",
 }
+# Engines of whose URLs the adapter makes nodes; see `workers/adapter.py`.
+ADOPTED = ("vllm",)
 # With 1, decode computes only prompts of which it has cached all tokens but the last. 0 is not the default, because
 # requests would then fail while no prefill node is up.
 LOCAL_PREFILL_THRESHOLD = 1
@@ -51,6 +53,29 @@ def node_url(text: str) -> str:
             "host in brackets"
         )
     return f"{parts.scheme}://{parts.netloc.lower()}{parts.path.rstrip('/')}"
+
+
+def listed_url(text: str) -> str:
+    """Return a URL of `--prefill` or `--decode`: of a node, or of an engine in normal form. Raises `ConfigInvalid`."""
+    engine, has_engine, url = text.partition("+")
+    if not has_engine or "/" in engine:
+        return node_url(text)
+    if engine not in ADOPTED:
+        names = ", ".join(ADOPTED)
+        raise ConfigInvalid(
+            f"{text}: there is no adapter for {engine!r}; use one of {names}, or http:// for a node of Tandem"
+        )
+    url = node_url(url)
+    if urlsplit(url).path:
+        raise ConfigInvalid(
+            f"{text}: the URL of an engine has no path; use {engine}+http://HOST:PORT"
+        )
+    return f"{engine}+{url}"
+
+
+def engine_of(url: str) -> str:
+    """Return the engine's name in a URL such as `vllm+http://HOST:PORT`; empty for a node's URL."""
+    return url.partition("://")[0].rpartition("+")[0]
 
 
 def node_id(url: str) -> str:
@@ -87,7 +112,7 @@ def prefill_targets(groups: Iterable[Sequence[str]]) -> tuple[PrefillTarget, ...
         url: str | None = None
         for text in group:
             if "://" in text or not (text.isdigit() or text.lower() == "none"):
-                url = node_url(text)
+                url = listed_url(text)
                 targets.append(PrefillTarget(url))
             elif url is None:
                 raise ConfigInvalid(f"--prefill {text}: put a bootstrap port after its URL")
@@ -218,7 +243,8 @@ class RouterConfig:
             group="nodes",
             metavar="URL|PORT",
             nargs="+",
-            help="URLs of prefill nodes, each optionally followed by a bootstrap port or `none`; may be repeated",
+            help="URLs of prefill nodes, each optionally followed by a bootstrap port or `none`; vllm+http://HOST:PORT "
+            "for an unmodified vllm serve; may be repeated",
             parse=prefill_targets,
         ),
     ] = ()
@@ -238,8 +264,8 @@ class RouterConfig:
             "--decode",
             metavar="URL",
             nargs="+",
-            help="URLs of decode nodes; may be repeated",
-            parse=lambda groups: tuple(node_url(text) for group in groups for text in group),
+            help="URLs of decode nodes, vllm+http://HOST:PORT for an unmodified vllm serve; may be repeated",
+            parse=lambda groups: tuple(listed_url(text) for group in groups for text in group),
         ),
     ] = ()
     policy: Annotated[
@@ -385,7 +411,8 @@ class RouterConfig:
             "--tokenizer-path",
             "--model-path",
             metavar="DIR",
-            help="directory of the tokenizer; needs transformers (default: use the nodes' tokenizer)",
+            help="directory of the tokenizer, and for vllm+http of the model's config.json; needs transformers "
+            "(default: use the nodes' tokenizer)",
         ),
     ] = ""
     chat_template: Annotated[str, CHAT_TEMPLATE] = ""

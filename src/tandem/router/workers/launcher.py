@@ -39,6 +39,7 @@ from tandem.router.membership.membership import (
 )
 from tandem.router.membership.sources import sources_of
 from tandem.router.workers.accepting import AWAY, OpenConnections
+from tandem.router.workers.adapter import AdapterProcess, adapted
 from tandem.router.workers.worker import CONFIG_STATUS
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import DESCRIPTORS_PER_LINK, raise_descriptor_limit
@@ -78,6 +79,7 @@ def run(config: RouterConfig) -> int:
     with (
         listen(config.host, config.port) as sock,
         _metrics_directory(config.num_workers) as metrics,
+        adapted(config) as (with_nodes, adapter),
     ):
         host, port = sock.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
@@ -86,7 +88,7 @@ def run(config: RouterConfig) -> int:
             url=f"{config.http.scheme}://{shown}:{port}",
             num_workers=config.num_workers,
         )
-        status: int = uvloop.run(EdgeLauncher(config, sock, sources, metrics).run())
+        status: int = uvloop.run(EdgeLauncher(with_nodes, sock, sources, metrics, adapter).run())
         return status
 
 
@@ -163,6 +165,7 @@ class EdgeLauncher:
     Args:
         sock: Listening socket.
         metrics_directory: Directory of shared counters; empty for a single worker.
+        adapter: Process that serves some of the nodes; None: there is none.
     """
 
     def __init__(
@@ -171,7 +174,9 @@ class EdgeLauncher:
         sock: socket.socket,
         sources: list[NodeSource],
         metrics_directory: str,
+        adapter: AdapterProcess | None = None,
     ) -> None:
+        self._adapter = adapter
         self._config, self._socket, self._metrics = config, sock, metrics_directory
         self._sources = sources
         self._membership = Membership(listed_members(config), sources)
@@ -199,6 +204,8 @@ class EdgeLauncher:
                 tasks.create_task(self._expire_announcements()),
                 *(tasks.create_task(self._follow(source)) for source in self._sources),
             ]
+            if self._adapter is not None:
+                background.append(tasks.create_task(self._adapter.supervise()))
             async with asyncio.TaskGroup() as workers:
                 for worker in self._workers:
                     workers.create_task(self._supervise(worker))

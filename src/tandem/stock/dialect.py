@@ -1,0 +1,61 @@
+"""The interface between a stock node and the API of its engine."""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from tandem.stock.rooms import Offer, Source
+from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
+from tandem.wire.generation import GenerateRequest
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine reports of itself.
+
+    Attributes:
+        life: Differs between two processes at one address.
+        kind: Engine, version, model and connector: a pair needs the same.
+        model: Name or directory with which the engine was started.
+        bootstrap_port: Port on which prefill's engine itself accepts decode's; None: the halves meet in the adapter.
+    """
+
+    life: str
+    name: str
+    kind: str
+    version: str
+    model: str
+    context_length: int
+    max_prompt_tokens: int
+    bootstrap_port: int | None = None
+
+
+class Dialect(Protocol):
+    """Asks one engine: token ids in, token ids out. The outputs have no request id yet.
+
+    Every method raises `PeerLost` if the engine does not answer, and other errors of `HttpEngine`.
+    """
+
+    engine: str
+
+    async def learn(self) -> EngineFacts:
+        """Return the engine's facts.
+
+        Raises:
+            NoNodeAvailable: It cannot be used; the message says what to do.
+        """
+
+    async def poll(self) -> EngineCounts:
+        """Return the load. Raises `PeerLost` also if another process answers since `learn`."""
+
+    def body(self, request: GenerateRequest, hand_off: HandOffParams | None) -> dict[str, object]:
+        """Return a request in the engine's words; raise `InvalidRequest` if it has none for it."""
+
+    def whole(self, body: dict[str, object]) -> AsyncIterator[StepOutput]:
+        """Generate without another node."""
+
+    def prefill(self, body: dict[str, object], offer: Offer) -> AsyncIterator[StepOutput]:
+        """Compute a prompt, and wait until decode has its KV. Yields no token."""
+
+    def decode(self, body: dict[str, object], source: Source) -> AsyncIterator[StepOutput]:
+        """Fetch the KV of a prompt, and generate."""

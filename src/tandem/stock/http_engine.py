@@ -1,0 +1,110 @@
+"""The HTTP connection to one engine: JSON requests and streams of server-sent events.
+
+A stream is cancelled by closing its connection, which happens when its reader stops reading.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import aiohttp
+
+from tandem.wire.errors import (
+    EngineFailed,
+    InvalidRequest,
+    NoNodeAvailable,
+    Overloaded,
+    PeerLost,
+    TandemError,
+)
+from tandem.wire.hosts import reason_of
+
+# Time to open a connection. The engines' own networks answer within milliseconds.
+CONNECT_S = 5.0
+MAX_QUOTED = 300
+_DATA, _DONE = b"data: ", b"[DONE]"
+
+
+class HttpEngine:
+    """An engine at one URL. All methods raise `PeerLost` if its connection fails or it does not answer in time.
+
+    Args:
+        session: Session with keep-alive and without a limit of connections.
+    """
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url, self.session = url, session
+
+    async def get(self, path: str, limit_s: float) -> bytes:
+        """Return the body of a GET."""
+        async with self._request("GET", path, None, limit_s) as response:
+            return await response.read()
+
+    async def post(
+        self, path: str, body: Mapping[str, object], limit_s: float | None = None
+    ) -> bytes:
+        """Return the body of the answer to a POST.
+
+        Raises:
+            TandemError: The engine answers with an error; the class follows its status.
+        """
+        async with self._request("POST", path, body, limit_s) as response:
+            return await response.read()
+
+    async def events(self, path: str, body: Mapping[str, object]) -> AsyncIterator[bytes]:
+        """Yield the data of each event of a stream, without the end marker.
+
+        Raises:
+            PeerLost: The stream ends without the end marker.
+            TandemError: The engine answers with an error; the class follows its status.
+        """
+        async with self._request("POST", path, body, None) as response:
+            rest = b""
+            async for chunk in response.content.iter_any():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    if line.startswith(_DATA):
+                        data = line[len(_DATA) :].strip()
+                        if data == _DONE:
+                            return
+                        yield data
+        raise PeerLost(f"{self.url} ended a stream early")
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, object] | None, limit_s: float | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=limit_s or CONNECT_S)
+        try:
+            async with self.session.request(
+                method, self.url + path, json=body, timeout=timeout
+            ) as response:
+                if response.status >= 400:
+                    text = (await response.text(errors="replace"))[:MAX_QUOTED]
+                    raise _error(self.url, response.status, text)
+                yield response
+        except TimeoutError as error:
+            raise PeerLost(
+                f"{self.url} does not answer within {limit_s or CONNECT_S:g} s"
+            ) from error
+        except aiohttp.ClientConnectorError as error:
+            raise PeerLost(
+                f"{self.url} cannot be reached ({reason_of(error.os_error)}): wait until the engine has started, or "
+                "correct its URL"
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise PeerLost(f"{self.url} was lost: {str(error) or type(error).__name__}") from error
+
+
+def _error(url: str, status: int, text: str) -> TandemError:
+    message = f"the engine at {url} answers {status}: {text}"
+    match status:
+        case 400 | 413 | 422:
+            return InvalidRequest(message)
+        case 401 | 403:
+            return NoNodeAvailable(
+                f"the engine at {url} requires an API key, which the router does not send: start it without one"
+            )
+        case 429 | 503:
+            return Overloaded(message)
+        case _:
+            return EngineFailed(message)

@@ -1,0 +1,316 @@
+"""`vllm serve` with NixlConnector. Prefill computes first; its answer tells decode's engine which blocks to pull.
+
+Decode's engine computes the last prompt token and draws the first token itself. The token that prefill must draw is
+ignored, so it is drawn in the cheapest way, and the two engines need not agree on it.
+"""
+
+import json
+import re
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+
+from tandem.stock.dialect import EngineFacts
+from tandem.stock.http_engine import HttpEngine
+from tandem.stock.rooms import Offer, Source
+from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
+from tandem.wire.errors import EngineFailed, NoNodeAvailable, PeerLost
+from tandem.wire.generation import Finish, GenerateRequest, Grammar, TokenLogprobs
+
+# `/inference/v1/generate` needs `--enable-scale-out`.
+PATH = "/v1/completions"
+LEARN_S = 20.0
+# Longest time in which an engine answers a poll. Longer pauses count as a loss, also because the lease of a prompt's
+# blocks, 30 s by default, could end during one: the engine would then read blocks of other requests.
+POLL_S = 5.0
+# Time for decode to ask for a prompt's blocks. Once it has, its engine renews the lease.
+LEASE_S = 10.0
+ASK = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+_SAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
+_LOAD = (b"num_requests_running", b"num_requests_waiting", b"kv_cache_usage_perc")
+_NAMES = b"|".join((*_LOAD, b"cache_config_info", b"process_start_time_seconds"))
+_SAMPLE = re.compile(rb"^(?:vllm:)?(" + _NAMES + rb")(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_LABEL = re.compile(rb'(\w+)="([^"]*)"')
+_TOKEN = len("token_id:")
+_UNKNOWN = "unknown"
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int | None = None
+
+
+class _CompletionChoice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: _Logprobs | None = None
+    prompt_logprobs: list[dict[int, _PromptLogprob] | None] | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_CompletionChoice] = []
+    error: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class _Card(msgspec.Struct):
+    id: str
+    root: str
+    max_model_len: int
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+_COMPLETION = msgspec.json.Decoder(_Completion)
+
+
+class VllmDialect:
+    """Asks a `vllm serve`. Implements `Dialect`."""
+
+    engine = "vllm"
+
+    def __init__(self, http: HttpEngine) -> None:
+        self._http = http
+        self._life, self._engine_id = _UNKNOWN, ""
+        self._num_blocks = self._block_size = 0
+        self._generation: object = None
+
+    async def learn(self) -> EngineFacts:
+        """Return the engine's facts; raise `NoNodeAvailable` if it has no NixlConnector."""
+        http = self._http
+        cards = msgspec.json.decode(await http.get("/v1/models", LEARN_S), type=_Cards).data
+        version = json.loads(await http.get("/version", LEARN_S))["version"]
+        values, pool = await self._metrics(LEARN_S)
+        # One block is vLLM's null block, which no request owns.
+        self._num_blocks, self._block_size = (
+            int(pool["num_gpu_blocks"]) - 1,
+            int(pool["block_size"]),
+        )
+        probe = {"prompt": [1], "max_tokens": 1, "ignore_eos": True, "kv_transfer_params": ASK}
+        reference = _COMPLETION.decode(await http.post(PATH, probe, LEARN_S)).kv_transfer_params
+        if not reference or "remote_engine_id" not in reference:
+            raise NoNodeAvailable(
+                f"{http.url} runs vLLM without NixlConnector: start it with --kv-transfer-config "
+                '\'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\''
+            )
+        self._engine_id = _engine_of(reference)
+        self._generation = reference.get("remote_registration_generation")
+        card = cards[0]
+        self._life = _life_of(values)
+        return EngineFacts(
+            life=self._life,
+            name=card.id,
+            kind=f"vllm-{version}-nixl-{card.id}",
+            version=version,
+            model=card.root,
+            context_length=card.max_model_len,
+            max_prompt_tokens=min(card.max_model_len, self._num_blocks * self._block_size) - 1,
+        )
+
+    async def poll(self) -> EngineCounts:
+        """Return the load; raise `PeerLost` also if another process answers."""
+        values, _pool = await self._metrics(POLL_S)
+        if _life_of(values) != self._life:
+            raise PeerLost(f"{self._http.url} was restarted")
+        used = values[b"kv_cache_usage_perc"]
+        num_pages = len(used) * self._num_blocks
+        return EngineCounts(
+            num_running=int(sum(values[b"num_requests_running"])),
+            num_waiting=int(sum(values[b"num_requests_waiting"])),
+            num_pages=num_pages,
+            pages_free=num_pages - round(self._num_blocks * sum(used)),
+            page_size=self._block_size,
+        )
+
+    async def _metrics(self, limit_s: float) -> tuple[dict[bytes, list[float]], dict[str, str]]:
+        """Return the used metrics, each with a value per data-parallel rank, and the facts of a rank's pool."""
+        values: dict[bytes, list[float]] = {}
+        pool: dict[str, str] = {}
+        for name, labels, value in _SAMPLE.findall(await self._http.get("/metrics", limit_s)):
+            values.setdefault(name, []).append(float(value))
+            if name == b"cache_config_info":
+                pool = {key.decode(): text.decode() for key, text in _LABEL.findall(labels)}
+        if not pool or any(name not in values for name in _LOAD):
+            raise NoNodeAvailable(
+                f"{self._http.url} reports no load at /metrics: start vLLM there, without --disable-log-stats"
+            )
+        return values, pool
+
+    def body(self, request: GenerateRequest, hand_off: HandOffParams | None) -> dict[str, object]:
+        """Return the body of a request; see `Dialect`."""
+        logprobs = request.logprobs
+        is_decode = hand_off is not None and hand_off.is_decode
+        body: dict[str, object] = {
+            "prompt": request.prompt_ids,
+            "return_token_ids": True,
+            "request_id": request.request_id,
+        }
+        if request.cache_salt:
+            body["cache_salt"] = request.cache_salt
+        if logprobs is not None and logprobs.prompt_start >= 0 and not is_decode:
+            body["prompt_logprobs"] = logprobs.num_top
+        if hand_off is not None and not is_decode:
+            # Not to end at a stop token: vLLM would free the blocks at once.
+            return body | {"max_tokens": 1, "temperature": 0, "ignore_eos": True}
+        return body | _sampling(request)
+
+    async def whole(self, body: dict[str, object]) -> AsyncIterator[StepOutput]:
+        """Generate without another node."""
+        if "prompt_logprobs" in body:  # streams have none
+            yield _output(body, _COMPLETION.decode(await self._http.post(PATH, body)))
+            return
+        async for output in self._stream(body):
+            yield output
+
+    async def prefill(self, body: dict[str, object], offer: Offer) -> AsyncIterator[StepOutput]:
+        """Compute a prompt, and wait until decode has its KV."""
+        asked = body | {"kv_transfer_params": ASK}
+        answer = _COMPLETION.decode(await self._http.post(PATH, asked))
+        reference = answer.kv_transfer_params
+        if not reference:
+            raise EngineFailed(f"{self._http.url} returned no reference to its KV")
+        generation = reference.get("remote_registration_generation")
+        if _engine_of(reference) != self._engine_id or generation != self._generation:
+            self._life = _UNKNOWN  # the next poll ends this life of the node
+            raise PeerLost(f"{self._http.url} was restarted")
+        output = _output(asked, answer)
+        yield StepOutput("", prompt_logprobs=output.prompt_logprobs)
+        await offer.offer(reference, LEASE_S)
+
+    async def decode(self, body: dict[str, object], source: Source) -> AsyncIterator[StepOutput]:
+        """Pull the KV of a prompt, and generate. The first token is sent only once the pull is known to be valid."""
+        reference, is_confirmed = await source.take(), False
+        async for output in self._stream(body | {"kv_transfer_params": reference}):
+            if not is_confirmed:
+                await source.confirm()
+                is_confirmed = True
+            yield output
+
+    async def _stream(self, body: dict[str, object]) -> AsyncIterator[StepOutput]:
+        async for data in self._http.events(PATH, body | {"stream": True}):
+            output = _output(body, _COMPLETION.decode(data))
+            if output.token_ids or output.finish is not None:
+                yield output
+
+
+def _engine_of(reference: Mapping[str, Any]) -> str:
+    # Data-parallel ranks have the same id with different suffixes.
+    return str(reference["remote_engine_id"]).partition("_dp")[0]
+
+
+def _life_of(values: Mapping[bytes, list[float]]) -> str:
+    """Return what differs after a restart; constant if vLLM runs several API servers, which do not report it."""
+    return str(values.get(b"process_start_time_seconds", []))
+
+
+def _sampling(request: GenerateRequest) -> dict[str, object]:
+    """Return the sampling parameters. Tokens of earlier attempts are part of vLLM's prompt."""
+    sampling, num_prior = request.sampling, request.num_prior_tokens
+    num_new = max(1, sampling.max_new_tokens - num_prior)
+    params: dict[str, object] = {name: getattr(sampling, name) for name in _SAME}
+    params |= {
+        "max_tokens": num_new,
+        "min_tokens": max(0, min(sampling.min_new_tokens - num_prior, num_new)),
+        "stop_token_ids": sampling.stop_token_ids,
+        "ignore_eos": sampling.ignore_eos,
+    }
+    if sampling.seed is not None:
+        # vLLM cannot skip draws. With the same seed, a replay would repeat those of the first tokens.
+        params["seed"] = (sampling.seed + num_prior) % (1 << 63)
+    if sampling.logit_bias:
+        params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    if sampling.grammar is not None:
+        params["structured_outputs"] = _structured(sampling.grammar)
+    if request.logprobs is not None:
+        params |= {"logprobs": request.logprobs.num_top, "return_tokens_as_token_ids": True}
+    return params
+
+
+def _structured(grammar: Grammar) -> dict[str, object]:
+    match grammar.kind:
+        case "json_schema":
+            return {"json": grammar.text}
+        case "json_object":
+            return {"json_object": True}
+        case "ebnf":
+            return {"grammar": grammar.text}
+        case _:
+            return {grammar.kind: grammar.text}
+
+
+def _output(body: Mapping[str, object], answer: _Completion) -> StepOutput:
+    """Convert an answer or an event of a stream."""
+    if answer.error is not None:
+        raise EngineFailed(f"the engine failed the request: {str(answer.error)[:300]}")
+    if not answer.choices:
+        return StepOutput("")
+    choice = answer.choices[0]
+    ids = choice.token_ids or []
+    logprobs: list[TokenLogprobs] = []
+    if choice.logprobs is not None:
+        tops = choice.logprobs.top_logprobs or [None] * len(choice.logprobs.token_logprobs)
+        num_top = body.get("logprobs")
+        logprobs = [
+            _row(value, {int(name[_TOKEN:]): each for name, each in (top or {}).items()}, num_top)
+            for value, top in zip(choice.logprobs.token_logprobs, tops, strict=True)
+        ]
+    # The entry of the prompt's own token comes first.
+    prompt_logprobs = [
+        _row(
+            next(iter(entry.values())).logprob,
+            {token: each.logprob for token, each in entry.items()},
+            body.get("prompt_logprobs"),
+        )
+        for entry in choice.prompt_logprobs or ()
+        if entry
+    ]
+    return StepOutput(
+        "",
+        ids,
+        logprobs,
+        finish=_finish(choice, ids),
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _row(logprob: float | None, top: Mapping[int, float], num_top: object) -> TokenLogprobs:
+    assert isinstance(num_top, int)
+    likeliest = sorted(top.items(), key=lambda each: -each[1])[:num_top]
+    return TokenLogprobs(logprob=logprob, top=likeliest)
+
+
+def _finish(choice: _CompletionChoice, ids: list[int]) -> Finish | None:
+    match choice.finish_reason:
+        case None:
+            return None
+        case "length":
+            return Finish(reason="length")
+        case "stop":
+            matched = choice.stop_reason if isinstance(choice.stop_reason, int) else None
+            return Finish(reason="stop", matched=ids[-1] if matched is None and ids else matched)
+        case reason:
+            raise EngineFailed(f"the engine ended the request: {reason}")

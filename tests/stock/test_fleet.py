@@ -1,0 +1,185 @@
+"""The router over stock engines: hand-off, failover, cancellation."""
+
+import asyncio
+
+import pytest
+
+from tandem.stock import node as stock_node
+from tandem.stock import vllm_dialect
+from tandem.wire.errors import AttemptsUsedUp, InvalidRequest
+from tandem.wire.generation import GenerateRequest, LogprobOptions, SamplingParams, new_request_id
+from tests.patience import until_async
+from tests.stock.fake_vllm import continued
+from tests.stock.fleet import fleet
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(stock_node, "POLL_INTERVAL_S", 0.05)
+
+
+def request(prompt=PROMPT, num=12, *, logprobs=None, **sampling) -> GenerateRequest:
+    sampling = {"temperature": 0.0} | sampling
+    return GenerateRequest(
+        request_id=new_request_id(),
+        prompt_ids=list(prompt),
+        sampling=SamplingParams(max_new_tokens=num, **sampling),
+        logprobs=logprobs,
+    )
+
+
+async def tokens(found, asked=None) -> list[int]:
+    ids = []
+    async for delta in found.backend.generate(asked or request()):
+        ids += delta.token_ids
+    return ids
+
+
+async def streaming(found, asked=None):
+    """Start a request that waits in the middle of its stream; return its task, and decode's engine."""
+    for decode in found.decodes:
+        decode.stop_at = 5
+    task = asyncio.create_task(tokens(found, asked))
+    await until_async(lambda: any(each.num_running for each in found.decodes))
+    await until_async(lambda: not any(each.num_running for each in found.prefills))
+    (decode,) = [each for each in found.decodes if each.num_running]
+    await asyncio.sleep(0.05)
+    return task, decode
+
+
+async def replaced(found, prefill, name, value):
+    """Change what a prefill's references name; every answer stays right, and the node begins a new life."""
+    before = found.node(prefill).info.epoch
+    setattr(prefill, name, value)
+    while found.node(prefill).info.epoch == before:
+        assert await tokens(found) == continued(PROMPT, 12)
+
+
+async def test_decode_continues_from_the_blocks_that_prefill_names(tmp_path):
+    async with fleet(tmp_path) as found:
+        assert await tokens(found) == continued(PROMPT, 12)
+        prefill, decode = found.prefills[0].bodies[-1], found.decodes[0].bodies[-1]
+    assert prefill["max_tokens"] == 1
+    assert prefill["prompt"] == decode["prompt"] == PROMPT
+    assert decode["kv_transfer_params"]["remote_engine_id"] == found.prefills[0].engine_id
+
+
+async def test_halves_of_two_adapters_meet_over_http(tmp_path):
+    async with fleet(tmp_path, num_adapters=2) as found:
+        assert await tokens(found) == continued(PROMPT, 12)
+        assert "kv_transfer_params" in found.decodes[0].bodies[-1]
+
+
+async def test_loss_of_decode_in_a_stream_is_not_seen_by_the_client(tmp_path):
+    async with fleet(tmp_path, num_decodes=2) as found:
+        task, decode = await streaming(found)
+        for each in found.decodes:
+            each.stop_at = 1 << 30
+        await decode.kill()
+        assert await task == continued(PROMPT, 12)
+
+
+async def test_frozen_decode_is_given_up_after_the_limit_of_a_poll(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_dialect, "POLL_S", 0.3)
+    async with fleet(tmp_path, num_decodes=2) as found:
+        task, decode = await streaming(found)
+        for each in found.decodes:
+            each.stop_at = 1 << 30
+        decode.unfrozen.clear()
+        assert await task == continued(PROMPT, 12)
+        decode.unfrozen.set()
+        await found.until_up(decode)
+
+
+async def test_restart_under_the_same_address_starts_a_new_life(tmp_path):
+    async with fleet(tmp_path) as found:
+        before = found.node(found.decodes[0]).info.epoch
+        await found.decodes[0].restart()
+        await until_async(lambda: found.node(found.decodes[0]).info.epoch != before)
+        await found.until_up()
+        assert await tokens(found) == continued(PROMPT, 12)
+
+
+async def test_unnoticed_restart_of_prefill_is_replayed(tmp_path):
+    """Blocks of the new life are named by another engine id than the node has learned."""
+    async with fleet(tmp_path, num_prefills=2) as found:
+        await replaced(found, found.prefills[0], "engine_id", "engine-of-another-life")
+
+
+async def test_references_of_an_older_registration_are_replayed(tmp_path):
+    async with fleet(tmp_path, num_prefills=2) as found:
+        await replaced(found, found.prefills[0], "generation", 2)
+
+
+async def test_prefill_lost_before_the_first_token_is_replayed(tmp_path):
+    """What decode reads then may be of another request."""
+    async with fleet(tmp_path, num_prefills=2) as found:
+        (decode,) = found.decodes
+        decode.stop_at = 0
+        task = asyncio.create_task(tokens(found))
+        await until_async(lambda: decode.num_running == 1)
+        (prefill,) = [
+            each for each in found.prefills if PROMPT in (b["prompt"] for b in each.bodies)
+        ]
+        await prefill.kill()
+        await until_async(lambda: not found.node(prefill).is_up)
+        decode.going.set()
+        assert await task == continued(PROMPT, 12)
+
+
+async def test_cancelled_request_ends_on_the_engine(tmp_path):
+    async with fleet(tmp_path) as found:
+        task, decode = await streaming(found)
+        task.cancel()
+        await until_async(lambda: decode.num_running == 0)
+
+
+async def test_failed_pull_is_an_error_of_the_attempt_and_not_text(tmp_path):
+    async with fleet(tmp_path, max_attempts=2) as found:
+        found.decodes[0].end = "error"
+        with pytest.raises(AttemptsUsedUp, match="error"):
+            await tokens(found, request(num=1))
+
+
+async def test_replay_asks_for_the_rest_only(tmp_path):
+    async with fleet(tmp_path, num_decodes=2) as found:
+        task, decode = await streaming(found, request(min_new_tokens=10, seed=40))
+        for each in found.decodes:
+            each.stop_at = 1 << 30
+        await decode.kill()
+        assert await task == continued(PROMPT, 12)
+        (other,) = [each for each in found.decodes if each is not decode]
+        body = other.bodies[-1]
+    assert body["prompt"] == PROMPT + continued(PROMPT, 5)
+    assert (body["max_tokens"], body["min_tokens"], body["seed"]) == (7, 5, 45)
+
+
+async def test_log_probabilities_come_from_both_halves(tmp_path):
+    async with fleet(tmp_path) as found:
+        asked = request(num=2, logprobs=LogprobOptions(num_top=1, prompt_start=0))
+        deltas = [delta async for delta in found.backend.generate(asked)]
+    prompt = [each for delta in deltas for each in delta.prompt_logprobs]
+    rows = [each for delta in deltas for each in delta.logprobs]
+    assert [each.logprob for each in prompt] == [None, -0.5, -0.5, -0.5, -0.5]
+    first = continued(PROMPT, 1)[0]
+    assert (rows[0].logprob, rows[0].top) == (-0.25, [(first, -0.25)])
+
+
+async def test_request_that_the_engine_rejects_is_the_clients_error(tmp_path):
+    async with fleet(tmp_path) as found:
+        for engine in (*found.prefills, *found.decodes):
+            engine.error, engine.status = "too hot", 400
+        with pytest.raises(InvalidRequest, match="too hot"):
+            await tokens(found)
+
+
+async def test_many_requests_leave_nothing_behind(tmp_path):
+    async with fleet(tmp_path, num_decodes=2) as found:
+        prompts = [[5 + number % 80, 6, 7] for number in range(60)]
+        answers = await asyncio.gather(*(tokens(found, request(each)) for each in prompts))
+        assert answers == [continued(each, 12) for each in prompts]
+        assert not any(found.backend.leftovers.values())
+        engines = (*found.prefills, *found.decodes)
+        await until_async(lambda: not any(each.num_running for each in engines))
