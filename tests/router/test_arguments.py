@@ -48,6 +48,27 @@ FORMS = [
 ]
 
 
+def test_engines_are_listed_by_the_name_of_their_adapter():
+    config = parse(
+        ["--prefill", "vllm+http://P:8000/", "--decode", "vllm+https://d:8000", "http://e:7001"]
+    )
+    assert config.prefills == (PrefillTarget("vllm+http://p:8000"),)
+    assert config.decodes == ("vllm+https://d:8000", E)
+
+
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        ("trt+http://d:8000", "use one of vllm"),
+        ("vllm+d:8000", "is not a node's URL: use http://HOST:PORT"),
+        ("vllm+http://d:8000/v1", "has no path; use vllm\\+http://HOST:PORT"),
+    ],
+)
+def test_bad_urls_of_engines_are_refused_with_what_to_use(url, advice):
+    with pytest.raises(SettingInvalid, match=advice):
+        parse(["--prefill", P, "--decode", url])
+
+
 @pytest.mark.parametrize(("line", "prefills", "decodes"), FORMS)
 def test_both_launch_forms_name_the_same_nodes(line, prefills, decodes):
     config = parse(line.split())

@@ -54,7 +54,14 @@ async def watched(
     )
     cluster = Cluster(config)
     rng = random.Random(0)
-    backend = ClusterBackend(cluster, POLICIES[policy], max_attempts, rng, node_wait_s)
+    backend = ClusterBackend(
+        cluster,
+        POLICIES[policy],
+        max_attempts,
+        rng,
+        node_wait_s,
+        replays_sampled=config.replay_sampled == "allow",
+    )
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(cluster.run())
         yield backend

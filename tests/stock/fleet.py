@@ -60,7 +60,7 @@ async def adapter(targets, tokenizer_dir="") -> str:
         stopping = asyncio.Event()
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(serve(start, sock, stopping))
+            tasks.create_task(serve(start, sock, None, stopping))
             try:
                 yield url
             finally:

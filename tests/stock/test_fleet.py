@@ -7,7 +7,13 @@ import pytest
 from tandem.stock import node as stock_node
 from tandem.stock import vllm_dialect
 from tandem.wire.errors import AttemptsUsedUp, InvalidRequest
-from tandem.wire.generation import GenerateRequest, LogprobOptions, SamplingParams, new_request_id
+from tandem.wire.generation import (
+    GenerateRequest,
+    Grammar,
+    LogprobOptions,
+    SamplingParams,
+    new_request_id,
+)
 from tests.patience import until_async
 from tests.stock.fake_vllm import continued
 from tests.stock.fleet import fleet
@@ -154,6 +160,50 @@ async def test_replay_asks_for_the_rest_only(tmp_path):
         body = other.bodies[-1]
     assert body["prompt"] == PROMPT + continued(PROMPT, 5)
     assert (body["max_tokens"], body["min_tokens"], body["seed"]) == (7, 5, 45)
+
+
+async def interrupted(found, asked):
+    """Kill decode's engine in the middle of an answer; return the tokens, the end, and the phases."""
+    for decode in found.decodes:
+        decode.stop_at = 5
+    deltas = found.backend.generate(asked)
+    ids, phases, finish = [], [], None
+    async for delta in deltas:
+        ids, phases, finish = ids + delta.token_ids, phases + delta.phases, delta.finish
+        if len(ids) == 5 and finish is None:
+            (decode,) = [each for each in found.decodes if each.num_running]
+            for each in found.decodes:
+                each.stop_at = 1 << 30
+            await decode.kill()
+    return ids, finish, {phase.name for phase in phases}
+
+
+async def test_sampled_answer_is_continued_with_a_note(tmp_path):
+    async with fleet(tmp_path, num_decodes=2) as found:
+        ids, finish, phases = await interrupted(found, request(temperature=1.0, seed=3))
+    assert (len(ids), finish.reason) == (12, "length")
+    assert "resampled" in phases
+
+
+async def test_greedy_answer_is_continued_without_a_note(tmp_path):
+    async with fleet(tmp_path, num_decodes=2, replay_sampled="refuse") as found:
+        ids, finish, phases = await interrupted(found, request(repetition_penalty=1.2))
+    assert (ids, finish.reason) == (continued(PROMPT, 12), "length")
+    assert "resampled" not in phases
+
+
+@pytest.mark.parametrize(
+    ("rule", "sampling"),
+    [
+        ("refuse", {"temperature": 1.0}),
+        ("refuse", {"presence_penalty": 0.5}),
+        ("allow", {"grammar": Grammar(kind="regex", text="a*")}),
+    ],
+)
+async def test_answer_that_no_engine_continues_ends_with_abort(tmp_path, rule, sampling):
+    async with fleet(tmp_path, num_decodes=2, replay_sampled=rule) as found:
+        ids, finish, _phases = await interrupted(found, request(**sampling))
+    assert (ids, finish.reason) == (continued(PROMPT, 5), "abort")
 
 
 async def test_log_probabilities_come_from_both_halves(tmp_path):

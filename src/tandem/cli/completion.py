@@ -13,6 +13,7 @@ import tandem.cli.drain
 import tandem.cli.operator_key
 import tandem.cli.serve
 import tandem.cli.up
+import tandem.stock.command
 import tandem.tools.batch.command
 import tandem.tools.bench.config
 import tandem.tools.doctor.command
@@ -38,6 +39,7 @@ def parsers() -> dict[str, Parser]:
         "decode": COMMANDS["decode"].build_parser(),
         "lb": build_router_parser(),
         "serve": tandem.cli.serve.COMMAND.build_parser(),
+        "adopt": tandem.stock.command.build_parser(),
         "drain": tandem.cli.drain.build_parser(),
         "doctor": tandem.tools.doctor.command.build_parser(),
         "bench": tandem.tools.bench.config.build_parser(),

@@ -22,6 +22,7 @@ Serve large language models with prefill and decode on separate nodes.
   prefill   run a prefill node: compute the KV of prompts and push it to decode nodes
   decode    run a decode node: receive the KV of prompts and generate
   lb        run the router: HTTP, OpenAI API, pairing, detokenization
+  adopt     make a node of an unmodified vLLM server, next to it
   serve     run both roles in one engine, without KV transfer
   top       show a running cluster in the terminal: nodes, pages, latencies
   drain     stop a node from accepting requests; finish or hand over the running ones
@@ -50,6 +51,7 @@ MODULES = {
     "decode": "tandem.node.command:decode",
     "lb": "tandem.router.command",
     "router": "tandem.router.command",
+    "adopt": "tandem.stock.command",
     "serve": "tandem.cli.serve",
     "top": "tandem.tools.top",
     "drain": "tandem.cli.drain",

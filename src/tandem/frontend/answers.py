@@ -34,7 +34,11 @@ class Error(Struct, frozen=True):
 
 
 class MetaInfo(Struct):
-    """SGLang's `meta_info`."""
+    """SGLang's `meta_info`.
+
+    Attributes:
+        is_resampled: True if a node was lost and another one continued with other random draws; not SGLang's.
+    """
 
     id: str
     finish_reason: dict[str, Any] | None
@@ -47,6 +51,7 @@ class MetaInfo(Struct):
     input_top_logprobs: list[list[Triple] | None] | UnsetType = UNSET
     output_top_logprobs: list[list[Triple] | None] | UnsetType = UNSET
     e2e_latency: float | UnsetType = UNSET
+    is_resampled: bool | UnsetType = UNSET
 
 
 class Generated(Struct):

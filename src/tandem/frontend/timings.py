@@ -24,6 +24,9 @@ _SEQUENTIAL = frozenset(
     ["tokenize", "queue", "pair", "lost_attempt", "reserve", "kv_tier", "prefill_queue", "prefill"]
 )
 
+# A phase without a duration: a replay continues with other random draws.
+RESAMPLED = "resampled"
+
 RequestOutcome = Literal["running", "finished", "failed", "cancelled"]
 
 
@@ -109,6 +112,11 @@ class Timings:
         if is_first:
             self._first_at_s = self.elapsed_s()
         return is_first
+
+    @property
+    def is_resampled(self) -> bool:
+        """Whether a replay continued the answer with other random draws."""
+        return any(phase.name == RESAMPLED for phase in self._phases)
 
     def record_text(self) -> float | None:
         """Record a detokenized token. Returns the time to first token for the first one, else None."""

@@ -318,6 +318,15 @@ class RouterConfig:
             help="most attempts at one request when nodes fail during it",
         ),
     ] = 3
+    replay_sampled: Annotated[
+        Literal["allow", "refuse"],
+        Flag(
+            "--replay-sampled",
+            metavar="RULE",
+            help="answers that a node continues with other random draws (engines of vllm+http): allow notes it in the "
+            "answer, refuse ends the answer with the reason abort",
+        ),
+    ] = "allow"
     node_wait_s: Annotated[
         float,
         Flag(

@@ -6,12 +6,11 @@
  another adapter ── GET, DELETE /rooms/{room} ──▶
 ```
 
-The router's parent runs it as `python -m tandem.stock.adapter`, with an `AdapterStart` as its first line of input. The end
-of the input stops it.
+The router's parent runs it as `python -m tandem.stock.adapter`, with an `AdapterStart` as its argument. The end of its
+input stops it.
 """
 
 import asyncio
-import os
 import signal
 import socket
 import sys
@@ -24,7 +23,7 @@ import uvloop
 from aiohttp import web
 
 from tandem.router.config import ADOPTED
-from tandem.router.workers.adapter import AdapterStart
+from tandem.router.workers.adapter import HOST, AdapterStart
 from tandem.stock.dialect import Dialect
 from tandem.stock.http_engine import CONNECT_S, HttpEngine
 from tandem.stock.model_files import ModelFiles
@@ -36,7 +35,7 @@ from tandem.vllm.node.outputs import HandOffParams
 from tandem.wire.channel import heartbeat_of
 from tandem.wire.errors import PeerLost, TandemError
 from tandem.wire.generation import Room
-from tandem.wire.keys import ChannelKey, is_loopback
+from tandem.wire.keys import ChannelKey, cluster_key, is_loopback
 
 DIALECTS: Mapping[str, Callable[[HttpEngine], Dialect]] = {"vllm": VllmDialect}
 assert tuple(DIALECTS) == ADOPTED
@@ -101,7 +100,10 @@ class Adapter:
         return app
 
     def _node(self, request: web.Request) -> StockNode:
-        node = self.nodes.get(request.match_info["path"])
+        path, nodes = request.match_info["path"], self.nodes
+        node = nodes.get(path)
+        if node is None and not path and len(nodes) == 1:  # `tandem adopt`
+            node = next(iter(nodes.values()))
         if node is None:
             raise PeerLost("this adapter has no such node")
         return node
@@ -153,31 +155,32 @@ def _answering(
     return answer
 
 
-async def serve(start: AdapterStart, sock: socket.socket, stopping: asyncio.Event) -> None:
+async def serve(
+    start: AdapterStart, sock: socket.socket, key: ChannelKey | None, stopping: asyncio.Event
+) -> None:
     """Serve the nodes of `start` on a listening socket until `stopping` is set."""
     host, port = sock.getsockname()[:2]
-    secret = os.environ.get("TANDEM_CLUSTER_KEY", "")
-    key = ChannelKey.from_secret(secret) if secret else None
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         await Adapter(start, session, host, port, key).run(sock, stopping)
 
 
-async def _serve_until_end_of_input(start: AdapterStart) -> None:
+async def _serve_until_end_of_input(start: AdapterStart, key: ChannelKey | None) -> None:
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     loop.add_reader(_STDIN, stopping.set)
     with socket.socket(fileno=start.socket_fd) as sock:
-        await serve(start, sock, stopping)
+        await serve(start, sock, key, stopping)
 
 
 def main(argv: Sequence[str] = sys.argv) -> int:
     """Run the adapter of a router; return the exit status."""
     start = msgspec.json.decode(argv[1], type=AdapterStart)
     configure(start.log_level, start.log_format, role="adapter")
-    uvloop.run(_serve_until_end_of_input(start))
+    key = cluster_key(HOST, is_insecure=False)
+    uvloop.run(_serve_until_end_of_input(start, key))
     return 0
 
 

@@ -183,6 +183,7 @@ class StockNode:
             heartbeat_interval_ms=1000 * self._heartbeat.interval_s,
             takes_prompts=is_decode,
             engine=self._dialect.engine,
+            continues_sampling=False,
         )
 
     def info(self) -> NodeInfo:

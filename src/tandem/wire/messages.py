@@ -411,6 +411,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
         zone: Zone of the node (`--zone`); nodes of one zone are near each other.
         takes_prompts: Whether it accepts whole requests (`StartColocated`); false for older decode nodes.
         engine: Name of its engine: "tandem", or a different one such as "vllm".
+        continues_sampling: Whether it continues an answer of another node as that one would have: its seeded draws,
+            penalties and grammar. If false, it continues only greedy answers so.
     """
 
     role: str
@@ -429,3 +431,4 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_interval_ms: float = 0.0
     takes_prompts: bool = False
     engine: str = OWN_ENGINE
+    continues_sampling: bool = True

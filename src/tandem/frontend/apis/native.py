@@ -228,6 +228,8 @@ def _meta(
     if by_tier := generation.timings.cached_by_tier:
         device = cached_tokens - sum(by_tier.values())
         meta.cached_tokens_details = {"device": device, **by_tier}
+    if ending is not None and generation.timings.is_resampled:
+        meta.is_resampled = True
     return meta
 
 

@@ -36,6 +36,7 @@ class ClusterBackend:
         node_wait_s: Seconds that a request waits while a role has no node.
         rng: Source of randomness for policies that need one.
         keys: Limits and usage of the API keys; None: no limits.
+        replays_sampled: Whether a node may continue a sampled answer with other draws.
 
     Attributes:
         pairing: The choice of pairs, with the attempts on each pair.
@@ -52,6 +53,7 @@ class ClusterBackend:
         *,
         admission: AdmissionConfig | None = None,
         keys: KeyUsage | None = None,
+        replays_sampled: bool = True,
     ) -> None:
         self._cluster = cluster
         self._groups, self._requests = PairGroups(), dict[str, Request]()
@@ -62,7 +64,13 @@ class ClusterBackend:
         self.suspects = Suspects()
         self._adapters = AdapterChanges(cluster.clients)
         self._shared = RequestContext(
-            cluster, self.pairing, self._node_wait, max_attempts, self._metrics, self.suspects
+            cluster,
+            self.pairing,
+            self._node_wait,
+            max_attempts,
+            self._metrics,
+            self.suspects,
+            replays_sampled,
         )
         self._admission = Admission(cluster.servable, admission, self._metrics, keys)
         cluster.roster.on_change = self._admission.schedule_start

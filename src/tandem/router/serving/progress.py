@@ -43,6 +43,10 @@ class RequestTimeline:
         self._phases.append(Phase(name, self._ended_s, now - self._ended_s, node))
         self._ended_s = now
 
+    def note(self, name: str) -> None:
+        """Add a phase without a duration."""
+        self._phases.append(Phase(name, self._clock() - self._started, 0.0))
+
     def add(self, phases: Iterable[Phase], node: str) -> None:
         """Add phases that a node of the attempt reports, in seconds since it received the request.
 
@@ -97,6 +101,17 @@ class Progress:
     def request(self) -> GenerateRequest:
         """The request as it was admitted."""
         return self._request
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token depends only on the tokens before it, so that any node continues the answer alike.
+
+        Engines count the presence and frequency of tokens that they generated themselves.
+        """
+        sampling = self._request.sampling
+        is_argmax = sampling.temperature == 0.0 or sampling.top_k == 1
+        has_counts = bool(sampling.presence_penalty or sampling.frequency_penalty)
+        return is_argmax and not has_counts and sampling.grammar is None
 
     @property
     def request_id(self) -> RequestId:

@@ -22,6 +22,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass
 
+from tandem.frontend.timings import RESAMPLED
 from tandem.router.metrics import RouterMetrics
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.nodes.node import NodeWork, halves
@@ -129,6 +130,7 @@ class RequestContext:
     max_attempts: int
     metrics: RouterMetrics
     suspects: Suspects
+    replays_sampled: bool = True
 
 
 class Attempt:
@@ -248,7 +250,7 @@ class Attempt:
 
 
 class RequestAborted(Exception):
-    """The request was aborted by its id."""
+    """The request was aborted by its id, or no node can continue its answer."""
 
 
 class Request:
@@ -289,6 +291,7 @@ class Request:
                 self._check_aborted()
                 if self._pair is None:
                     self._pair = await self._choose_pair()
+                    self._check_continuation(self._pair)
                 try:
                     attempt = self._attempt or self._begin_attempt(self._pair)
                     delta = attempt.take()
@@ -346,6 +349,17 @@ class Request:
         self._check_aborted()
         self._progress.timeline.end("pair", pair.decode)
         return pair
+
+    def _check_continuation(self, pair: Pair) -> None:
+        """Note that a pair continues the answer with other draws. Raises `RequestAborted` if it must not."""
+        info, progress = self._cluster.node(pair.decode).info, self._progress
+        if info is None or info.continues_sampling or not progress.sent_ids or progress.is_greedy:
+            return
+        if progress.request.sampling.grammar is None and self._shared.replays_sampled:
+            progress.timeline.note(RESAMPLED)
+            return
+        log.warning("request.not_continued", request_id=progress.request_id, decode=pair.decode)
+        raise RequestAborted
 
     def _pair_now(self) -> Pair:
         # A request keeps its model, even if the cluster changes to a different one.

@@ -63,6 +63,7 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
         config.node_wait_s,
         admission=replace(config.admission, num_workers=config.num_workers),
         keys=keys,
+        replays_sampled=config.replay_sampled == "allow",
     )
     page = PageFiles()
     options = FrontendOptions(

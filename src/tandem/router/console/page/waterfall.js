@@ -20,6 +20,7 @@ export const PHASES = {
 };
 const BESIDE = {
   prefill_chunk: "a chunk of the prompt", push: "pushing KV", landed: "landing of KV", first_step: "decode's first step",
+  resampled: "continues with other random draws",
 };
 
 const COLUMNS = [["name", "phase"], ["when", "when"], ["time", "time"], ["node-name", "node"]];
