@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from tandem.stock import adapter
 from tandem.stock import node as stock_node
-from tandem.stock import vllm_dialect
 from tandem.wire.errors import AttemptsUsedUp, InvalidRequest
 from tandem.wire.generation import (
     GenerateRequest,
@@ -88,7 +88,7 @@ async def test_loss_of_decode_in_a_stream_is_not_seen_by_the_client(tmp_path):
 
 
 async def test_frozen_decode_is_given_up_after_the_limit_of_a_poll(tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_dialect, "POLL_S", 0.3)
+    monkeypatch.setattr(adapter, "MAX_POLL_S", 0.3)
     async with fleet(tmp_path, num_decodes=2) as found:
         task, decode = await streaming(found)
         for each in found.decodes:

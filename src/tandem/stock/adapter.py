@@ -27,8 +27,8 @@ from tandem.router.workers.adapter import HOST, AdapterStart
 from tandem.stock.dialect import Dialect
 from tandem.stock.http_engine import CONNECT_S, HttpEngine
 from tandem.stock.model_files import ModelFiles
-from tandem.stock.node import StockNode
-from tandem.stock.rooms import OwnRoom, RemoteRoom, Rooms, Source
+from tandem.stock.node import StockNode, Surroundings
+from tandem.stock.rooms import Meeting, RemoteRooms, Rooms
 from tandem.stock.vllm_dialect import VllmDialect
 from tandem.telemetry.log import configure
 from tandem.vllm.node.outputs import HandOffParams
@@ -39,6 +39,11 @@ from tandem.wire.keys import ChannelKey, cluster_key, is_loopback
 
 DIALECTS: Mapping[str, Callable[[HttpEngine], Dialect]] = {"vllm": VllmDialect}
 assert tuple(DIALECTS) == ADOPTED
+
+# An engine that does not answer a poll within this many heartbeat intervals counts as lost: within 5 s by default. The
+# maximum and the time for decode to ask for a prompt's blocks are shorter than their lease, 30 s by default: after its
+# end, decode's engine could read blocks of other requests.
+POLL_INTERVALS, MAX_POLL_S = 10, 15.0
 
 _STDIN = 0
 
@@ -60,30 +65,30 @@ class Adapter:
         key: ChannelKey | None,
     ) -> None:
         self._session, self._host, self._port, self._rooms = session, host, port, Rooms()
-        # All nodes of a model share its files. An error is not cached.
-        files = cache(lambda model: ModelFiles(model, start.tokenizer_dir))
+        around = Surroundings(
+            host=host,
+            port=port,
+            key=key,
+            heartbeat=heartbeat_of(start.heartbeat_interval_ms),
+            # All nodes of a model share its files. An error is not cached.
+            files=cache(lambda model: ModelFiles(model, start.tokenizer_dir)),
+            rooms=self._rooms,
+            meeting=self._meeting,
+        )
+        poll_s = min(POLL_INTERVALS * around.heartbeat.interval_s, MAX_POLL_S) or MAX_POLL_S
         self.nodes = {
-            target.path: StockNode(
-                DIALECTS[target.engine](HttpEngine(target.http_url, session)),
-                target.role,
-                files=files,
-                rooms=self._rooms,
-                source=self._source,
-                host=host,
-                room_port=port,
-                key=key,
-                heartbeat=heartbeat_of(start.heartbeat_interval_ms),
+            each.path: StockNode(
+                DIALECTS[each.engine](HttpEngine(each.http_url, session, poll_s)), each.role, around
             )
-            for target in start.targets
+            for each in start.targets
         }
 
-    def _source(self, hand_off: HandOffParams) -> Source:
+    def _meeting(self, hand_off: HandOffParams) -> Meeting:
         host, port = hand_off.bootstrap_host, hand_off.bootstrap_port
-        room = Room(hand_off.room)
         if port == self._port and (host == self._host or is_loopback(host)):
-            return OwnRoom(self._rooms, room)
+            return self._rooms
         bracketed = f"[{host}]" if ":" in host else host
-        return RemoteRoom(self._session, f"http://{bracketed}:{port}", room)
+        return RemoteRooms(self._session, f"http://{bracketed}:{port}")
 
     def app(self) -> web.Application:
         """Return the HTTP application. The last part of a path names a node's route, the parts before it the node."""
@@ -122,7 +127,7 @@ class Adapter:
         return await self._rooms.take(Room(int(request.match_info["room"])))
 
     async def _confirm(self, request: web.Request) -> object:
-        self._rooms.confirm(Room(int(request.match_info["room"])))
+        await self._rooms.confirm(Room(int(request.match_info["room"])))
         return {}
 
     async def run(self, sock: socket.socket, stopping: asyncio.Event) -> None:

@@ -5,9 +5,9 @@ from typing import Protocol
 
 import msgspec
 
-from tandem.stock.rooms import Offer, Source
+from tandem.stock.rooms import Meeting, Offer
 from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
-from tandem.wire.generation import GenerateRequest
+from tandem.wire.generation import GenerateRequest, Room
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,5 +57,7 @@ class Dialect(Protocol):
     def prefill(self, body: dict[str, object], offer: Offer) -> AsyncIterator[StepOutput]:
         """Compute a prompt, and wait until decode has its KV. Yields no token."""
 
-    def decode(self, body: dict[str, object], source: Source) -> AsyncIterator[StepOutput]:
+    def decode(
+        self, body: dict[str, object], rooms: Meeting, room: Room
+    ) -> AsyncIterator[StepOutput]:
         """Fetch the KV of a prompt, and generate."""

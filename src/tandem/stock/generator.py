@@ -5,39 +5,24 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from tandem.stock.dialect import Dialect
-from tandem.stock.rooms import Rooms, Source
+from tandem.stock.rooms import Meeting, Rooms
 from tandem.telemetry.log import get_logger
 from tandem.vllm.hand_offs import WorkerReports
-from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
-from tandem.wire.errors import EngineFailed, InvalidRequest, PeerLost, TandemError
+from tandem.vllm.node.outputs import EngineCounts, HandOffParams, NoAdapters, StepOutput
+from tandem.wire.errors import EngineFailed, PeerLost, TandemError
 from tandem.wire.generation import Finish, GenerateRequest, Room
-from tandem.wire.messages import ChangeAdapter, LoadedAdapter, ModelInfo
+from tandem.wire.messages import ModelInfo
 
 log = get_logger(__name__)
 
 Checked = tuple[dict[str, object], HandOffParams | None]
 
 
-class NoAdapters:
-    """The adapters of a stock node: none. Implements `AdapterStore`."""
-
-    def loaded(self) -> list[LoadedAdapter]:
-        """Return an empty list."""
-        return []
-
-    def change(self, _change: ChangeAdapter, _answer: Callable[[str | TandemError], None]) -> None:
-        """Raise `InvalidRequest`."""
-        raise InvalidRequest("stock engines serve their base model only through this router")
-
-    def poll(self) -> None:
-        """Do nothing."""
-
-
 class StockGenerator:
     """Runs requests on one life of an engine. Implements `Generator`.
 
     Args:
-        source: Returns decode's side of the room of a hand-off.
+        meeting: Returns the rooms of a hand-off, for decode.
 
     Attributes:
         on_news: Called when `step` or `take_transfers` has something to return.
@@ -50,9 +35,9 @@ class StockGenerator:
         dialect: Dialect,
         model: ModelInfo,
         rooms: Rooms,
-        source: Callable[[HandOffParams], Source],
+        meeting: Callable[[HandOffParams], Meeting],
     ) -> None:
-        self._dialect, self._rooms, self._source = dialect, rooms, source
+        self._dialect, self._rooms, self._meeting = dialect, rooms, meeting
         self.model, self.adapters = model, NoAdapters()
         self.load, self.suspect = EngineCounts(), asyncio.Event()
         self.on_news: Callable[[], None] = lambda: None
@@ -110,7 +95,8 @@ class StockGenerator:
             if hand_off is None:
                 await self._pass(request_id, self._dialect.whole(body))
             elif hand_off.is_decode:
-                await self._pass(request_id, self._dialect.decode(body, self._source(hand_off)))
+                rooms, room = self._meeting(hand_off), Room(hand_off.room)
+                await self._pass(request_id, self._dialect.decode(body, rooms, room))
             else:
                 with self._rooms.offering(Room(hand_off.room)) as offer:
                     await self._pass(request_id, self._dialect.prefill(body, offer))

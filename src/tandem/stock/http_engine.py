@@ -29,25 +29,21 @@ class HttpEngine:
 
     Args:
         session: Session with keep-alive and without a limit of connections.
+        poll_s: Time limit of a poll.
     """
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
-        self.url, self.session = url, session
+    def __init__(self, url: str, session: aiohttp.ClientSession, poll_s: float) -> None:
+        self.url, self.session, self.poll_s = url, session, poll_s
 
-    async def get(self, path: str, limit_s: float) -> bytes:
-        """Return the body of a GET."""
-        async with self._request("GET", path, None, limit_s) as response:
-            return await response.read()
-
-    async def post(
-        self, path: str, body: Mapping[str, object], limit_s: float | None = None
+    async def ask(
+        self, path: str, body: Mapping[str, object] | None = None, limit_s: float | None = None
     ) -> bytes:
-        """Return the body of the answer to a POST.
+        """Return the body of the answer to a GET, or with a body to a POST.
 
         Raises:
             TandemError: The engine answers with an error; the class follows its status.
         """
-        async with self._request("POST", path, body, limit_s) as response:
+        async with self._request(path, body, limit_s) as response:
             return await response.read()
 
     async def events(self, path: str, body: Mapping[str, object]) -> AsyncIterator[bytes]:
@@ -57,7 +53,7 @@ class HttpEngine:
             PeerLost: The stream ends without the end marker.
             TandemError: The engine answers with an error; the class follows its status.
         """
-        async with self._request("POST", path, body, None) as response:
+        async with self._request(path, body, None) as response:
             rest = b""
             async for chunk in response.content.iter_any():
                 *lines, rest = (rest + chunk).split(b"\n")
@@ -71,9 +67,10 @@ class HttpEngine:
 
     @asynccontextmanager
     async def _request(
-        self, method: str, path: str, body: Mapping[str, object] | None, limit_s: float | None
+        self, path: str, body: Mapping[str, object] | None, limit_s: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=limit_s or CONNECT_S)
+        method = "GET" if body is None else "POST"
         try:
             async with self.session.request(
                 method, self.url + path, json=body, timeout=timeout

@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 import zmq
@@ -21,7 +22,7 @@ from tandem.node.loop import EngineLoop
 from tandem.stock.dialect import Dialect, EngineFacts
 from tandem.stock.generator import StockGenerator
 from tandem.stock.model_files import ModelFiles
-from tandem.stock.rooms import Rooms, Source
+from tandem.stock.rooms import Meeting, Rooms
 from tandem.telemetry.log import get_logger
 from tandem.vllm.node.outputs import HandOffParams
 from tandem.vllm.node.role import VllmRole
@@ -41,23 +42,34 @@ TURN_S = 0.1
 MAX_WAITING = 1 << 16
 
 
-class StockLife:
-    """One life of an engine, on an engine link of its own. The node's loop runs inside asyncio's.
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the nodes of one adapter share.
 
-    Args:
-        host: Address on which the link listens.
+    Attributes:
+        host: Address on which the nodes' links listen.
+        port: Port of the adapter's HTTP, where the halves of requests meet.
+        files: Returns the files of a model by its name on the engine. Called in a thread.
+        rooms: Rooms of this adapter's prefill nodes.
+        meeting: Returns the rooms of a hand-off, for decode.
     """
 
-    def __init__(
-        self,
-        role: NodeRole,
-        generator: StockGenerator,
-        host: str,
-        key: ChannelKey | None,
-        heartbeat: Heartbeat,
-    ) -> None:
+    host: str
+    port: int
+    key: ChannelKey | None
+    heartbeat: Heartbeat
+    files: Callable[[str], ModelFiles]
+    rooms: Rooms
+    meeting: Callable[[HandOffParams], Meeting]
+
+
+class StockLife:
+    """One life of an engine, on an engine link of its own. The node's loop runs inside asyncio's."""
+
+    def __init__(self, role: NodeRole, generator: StockGenerator, around: Surroundings) -> None:
         self.epoch, self._asyncio = new_epoch(), asyncio.get_running_loop()
-        self.inbox: Inbox[ToEngine] = Inbox(tcp_address(host, 0), ToEngine, key, heartbeat)
+        address, heartbeat = tcp_address(around.host, 0), around.heartbeat
+        self.inbox: Inbox[ToEngine] = Inbox(address, ToEngine, around.key, heartbeat)
         answers = Answers(self.inbox, self.epoch)
         self.role = VllmRole(role, generator, answers, max_running=0, max_waiting=MAX_WAITING)
         self._waker = Waker()
@@ -99,30 +111,12 @@ class StockLife:
 class StockNode:
     """A node whose engine is another process's.
 
-    Args:
-        files: Returns the files of a model by its name on the engine. Called in a thread.
-        room_port: Port of the adapter's HTTP, where the halves meet.
-
     Attributes:
         reason: Why the node cannot be used; empty while it can.
     """
 
-    def __init__(
-        self,
-        dialect: Dialect,
-        role: NodeRole,
-        *,
-        files: Callable[[str], ModelFiles],
-        rooms: Rooms,
-        source: Callable[[HandOffParams], Source],
-        host: str,
-        room_port: int,
-        key: ChannelKey | None,
-        heartbeat: Heartbeat,
-    ) -> None:
-        self._dialect, self._role, self._files = dialect, role, files
-        self._rooms, self._source, self._host, self._room_port = rooms, source, host, room_port
-        self._key, self._heartbeat = key, heartbeat
+    def __init__(self, dialect: Dialect, role: NodeRole, around: Surroundings) -> None:
+        self._dialect, self._role, self._around = dialect, role, around
         self.reason = "its engine has not been reached yet"
         self._life: StockLife | None = None
         self._info: NodeInfo | None = None
@@ -146,12 +140,13 @@ class StockNode:
     async def _live(self) -> None:
         """Serve one life of the engine. Raises the error that ends it."""
         facts = await self._dialect.learn()
-        files = await asyncio.to_thread(self._files, facts.model)
+        around = self._around
+        files = await asyncio.to_thread(around.files, facts.model)
         model = files.info(facts)
-        generator = StockGenerator(self._dialect, model, self._rooms, self._source)
+        generator = StockGenerator(self._dialect, model, around.rooms, around.meeting)
         generator.load = await self._dialect.poll()
         self.tokenizer = files.tokenizer
-        life = self._life = StockLife(self._role, generator, self._host, self._key, self._heartbeat)
+        life = self._life = StockLife(self._role, generator, around)
         self._info = self._node_info(facts, life, model)
         self.reason = ""
         log.info("stock_node.up", engine=self._dialect.engine, model=facts.name)
@@ -178,9 +173,9 @@ class StockNode:
             epoch=life.epoch,
             engine_port=life.inbox.port,
             model=model,
-            bootstrap_port=None if is_decode else facts.bootstrap_port or self._room_port,
+            bootstrap_port=None if is_decode else facts.bootstrap_port or self._around.port,
             max_prompt_tokens=facts.max_prompt_tokens,
-            heartbeat_interval_ms=1000 * self._heartbeat.interval_s,
+            heartbeat_interval_ms=1000 * self._around.heartbeat.interval_s,
             takes_prompts=is_decode,
             engine=self._dialect.engine,
             continues_sampling=False,

@@ -13,40 +13,27 @@ import msgspec
 
 from tandem.stock.dialect import EngineFacts
 from tandem.stock.http_engine import HttpEngine
-from tandem.stock.rooms import Offer, Source
+from tandem.stock.rooms import Meeting, Offer
 from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
 from tandem.wire.errors import EngineFailed, NoNodeAvailable, PeerLost
-from tandem.wire.generation import Finish, GenerateRequest, Grammar, TokenLogprobs
+from tandem.wire.generation import Finish, GenerateRequest, Grammar, Room, TokenLogprobs
 
 # `/inference/v1/generate` needs `--enable-scale-out`.
 PATH = "/v1/completions"
 LEARN_S = 20.0
-# Longest time in which an engine answers a poll. Longer pauses count as a loss, also because the lease of a prompt's
-# blocks, 30 s by default, could end during one: the engine would then read blocks of other requests.
-POLL_S = 5.0
 # Time for decode to ask for a prompt's blocks. Once it has, its engine renews the lease.
 LEASE_S = 10.0
-ASK = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+ASK = {"do_remote_decode": True, "do_remote_prefill": False}
+# Parameters with the same name and meaning.
 _SAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
+    *("temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 )
 _LOAD = (b"num_requests_running", b"num_requests_waiting", b"kv_cache_usage_perc")
 _NAMES = b"|".join((*_LOAD, b"cache_config_info", b"process_start_time_seconds"))
 _SAMPLE = re.compile(rb"^(?:vllm:)?(" + _NAMES + rb")(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
+_GRAMMARS = {"json_schema": "json", "ebnf": "grammar"}
 _TOKEN = len("token_id:")
 _UNKNOWN = "unknown"
 
@@ -102,8 +89,8 @@ class VllmDialect:
     async def learn(self) -> EngineFacts:
         """Return the engine's facts; raise `NoNodeAvailable` if it has no NixlConnector."""
         http = self._http
-        cards = msgspec.json.decode(await http.get("/v1/models", LEARN_S), type=_Cards).data
-        version = json.loads(await http.get("/version", LEARN_S))["version"]
+        cards = msgspec.json.decode(await http.ask("/v1/models", limit_s=LEARN_S), type=_Cards).data
+        version = json.loads(await http.ask("/version", limit_s=LEARN_S))["version"]
         values, pool = await self._metrics(LEARN_S)
         # One block is vLLM's null block, which no request owns.
         self._num_blocks, self._block_size = (
@@ -111,7 +98,7 @@ class VllmDialect:
             int(pool["block_size"]),
         )
         probe = {"prompt": [1], "max_tokens": 1, "ignore_eos": True, "kv_transfer_params": ASK}
-        reference = _COMPLETION.decode(await http.post(PATH, probe, LEARN_S)).kv_transfer_params
+        reference = _COMPLETION.decode(await http.ask(PATH, probe, LEARN_S)).kv_transfer_params
         if not reference or "remote_engine_id" not in reference:
             raise NoNodeAvailable(
                 f"{http.url} runs vLLM without NixlConnector: start it with --kv-transfer-config "
@@ -133,7 +120,7 @@ class VllmDialect:
 
     async def poll(self) -> EngineCounts:
         """Return the load; raise `PeerLost` also if another process answers."""
-        values, _pool = await self._metrics(POLL_S)
+        values, _pool = await self._metrics(self._http.poll_s)
         if _life_of(values) != self._life:
             raise PeerLost(f"{self._http.url} was restarted")
         used = values[b"kv_cache_usage_perc"]
@@ -150,7 +137,9 @@ class VllmDialect:
         """Return the used metrics, each with a value per data-parallel rank, and the facts of a rank's pool."""
         values: dict[bytes, list[float]] = {}
         pool: dict[str, str] = {}
-        for name, labels, value in _SAMPLE.findall(await self._http.get("/metrics", limit_s)):
+        for name, labels, value in _SAMPLE.findall(
+            await self._http.ask("/metrics", limit_s=limit_s)
+        ):
             values.setdefault(name, []).append(float(value))
             if name == b"cache_config_info":
                 pool = {key.decode(): text.decode() for key, text in _LABEL.findall(labels)}
@@ -181,7 +170,7 @@ class VllmDialect:
     async def whole(self, body: dict[str, object]) -> AsyncIterator[StepOutput]:
         """Generate without another node."""
         if "prompt_logprobs" in body:  # streams have none
-            yield _output(body, _COMPLETION.decode(await self._http.post(PATH, body)))
+            yield _output(body, _COMPLETION.decode(await self._http.ask(PATH, body)))
             return
         async for output in self._stream(body):
             yield output
@@ -189,7 +178,7 @@ class VllmDialect:
     async def prefill(self, body: dict[str, object], offer: Offer) -> AsyncIterator[StepOutput]:
         """Compute a prompt, and wait until decode has its KV."""
         asked = body | {"kv_transfer_params": ASK}
-        answer = _COMPLETION.decode(await self._http.post(PATH, asked))
+        answer = _COMPLETION.decode(await self._http.ask(PATH, asked))
         reference = answer.kv_transfer_params
         if not reference:
             raise EngineFailed(f"{self._http.url} returned no reference to its KV")
@@ -201,12 +190,14 @@ class VllmDialect:
         yield StepOutput("", prompt_logprobs=output.prompt_logprobs)
         await offer.offer(reference, LEASE_S)
 
-    async def decode(self, body: dict[str, object], source: Source) -> AsyncIterator[StepOutput]:
+    async def decode(
+        self, body: dict[str, object], rooms: Meeting, room: Room
+    ) -> AsyncIterator[StepOutput]:
         """Pull the KV of a prompt, and generate. The first token is sent only once the pull is known to be valid."""
-        reference, is_confirmed = await source.take(), False
+        reference, is_confirmed = await rooms.take(room), False
         async for output in self._stream(body | {"kv_transfer_params": reference}):
             if not is_confirmed:
-                await source.confirm()
+                await rooms.confirm(room)
                 is_confirmed = True
             yield output
 
@@ -235,8 +226,6 @@ def _sampling(request: GenerateRequest) -> dict[str, object]:
     params |= {
         "max_tokens": num_new,
         "min_tokens": max(0, min(sampling.min_new_tokens - num_prior, num_new)),
-        "stop_token_ids": sampling.stop_token_ids,
-        "ignore_eos": sampling.ignore_eos,
     }
     if sampling.seed is not None:
         # vLLM cannot skip draws. With the same seed, a replay would repeat those of the first tokens.
@@ -251,15 +240,9 @@ def _sampling(request: GenerateRequest) -> dict[str, object]:
 
 
 def _structured(grammar: Grammar) -> dict[str, object]:
-    match grammar.kind:
-        case "json_schema":
-            return {"json": grammar.text}
-        case "json_object":
-            return {"json_object": True}
-        case "ebnf":
-            return {"grammar": grammar.text}
-        case _:
-            return {grammar.kind: grammar.text}
+    if grammar.kind == "json_object":
+        return {"json_object": True}
+    return {_GRAMMARS.get(grammar.kind, grammar.kind): grammar.text}
 
 
 def _output(body: Mapping[str, object], answer: _Completion) -> StepOutput:
@@ -288,13 +271,8 @@ def _output(body: Mapping[str, object], answer: _Completion) -> StepOutput:
         for entry in choice.prompt_logprobs or ()
         if entry
     ]
-    return StepOutput(
-        "",
-        ids,
-        logprobs,
-        finish=_finish(choice, ids),
-        prompt_logprobs=prompt_logprobs,
-    )
+    finish = _finish(choice, ids)
+    return StepOutput("", ids, logprobs, finish=finish, prompt_logprobs=prompt_logprobs)
 
 
 def _row(logprob: float | None, top: Mapping[int, float], num_top: object) -> TokenLogprobs:

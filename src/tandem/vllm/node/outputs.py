@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandem.vllm.hand_offs import WorkerReports
-from tandem.wire.errors import TandemError
+from tandem.wire.errors import InvalidRequest, TandemError
 from tandem.wire.generation import Finish, GenerateRequest, TokenLogprobs
 from tandem.wire.messages import ChangeAdapter, LoadedAdapter, ModelInfo, TierLoad
 
@@ -83,6 +83,21 @@ class AdapterStore(Protocol):
 
     def poll(self) -> None:
         """Continue the changes."""
+
+
+class NoAdapters:
+    """The adapters of an engine that serves its base model only. Implements `AdapterStore`."""
+
+    def loaded(self) -> list[LoadedAdapter]:
+        """Return an empty list."""
+        return []
+
+    def change(self, _change: ChangeAdapter, _answer: Callable[[str | TandemError], None]) -> None:
+        """Raise `InvalidRequest`."""
+        raise InvalidRequest("this engine serves its base model only")
+
+    def poll(self) -> None:
+        """Do nothing."""
 
 
 class Generator(Protocol):
