@@ -294,6 +294,13 @@ def test_decode_receives_the_error_if_prefill_can_start_no_thread(ends, monkeypa
     assert prefill.agent.statistics().num_refused == 1
 
 
+def test_decode_with_more_pipeline_stages_is_refused(cluster):
+    prefill, decode = cluster.prefill(), cluster.decode(stage=1)
+    prefill.agent.expect(rig.ROOM)
+    rig.request(decode, prefill)
+    assert decode.next(RoomFailed).error.code == "layout_mismatch"
+
+
 def test_room_over_two_links_is_lost_if_only_one_thread_can_start(cluster, stack, monkeypatch):
     decode, prefill = cluster.decode(), rig.fake_prefill(stack)
     rig.meet(prefill, decode)

@@ -1,3 +1,4 @@
+import contextlib
 import socket
 import threading
 
@@ -41,9 +42,14 @@ def test_ranks_learn_the_host_of_each_rank(played):
     assert played.join(0, (HOST, 0, b"", "same"), (OTHER, 0, b"", "same")) == [HOST, HOST, OTHER]
 
 
-def test_hosts_with_different_settings_do_not_join(played):
-    with pytest.raises(ConfigInvalid, match="have different models or flags"):
-        played.join(1, (OTHER, 0, b"", "other"))
+def test_hosts_with_different_settings_do_not_join_and_end_with_each_other(played):
+    with socket.create_server((HOST, 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigInvalid, match="have different models or flags"):
+            played.join(1, (HOST, port, b"token", "other"))
+        connection, _ = server.accept()
+        connection.close()
+    assert played.lost.wait(PATIENCE_S)
 
 
 def test_first_rank_notices_the_end_of_any_other(played):
@@ -64,6 +70,18 @@ def test_connection_without_the_token_is_no_rank(played):
         assert not played.lost.is_set()
         rank.close()
         assert played.lost.wait(PATIENCE_S)
+
+
+def test_silent_connections_do_not_keep_ranks_out(played):
+    played.join(0, (OTHER, 0, b"", "same"))
+    _, _, token, _ = played.own
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(played.connect(b""))
+        with played.connect(token) as rank:
+            assert not played.lost.is_set()
+            rank.close()
+            assert played.lost.wait(PATIENCE_S)
 
 
 def test_rank_that_never_connects_is_lost(played, monkeypatch):

@@ -135,6 +135,13 @@ def test_failure_of_the_device_ends_the_worker():
         assert eventually(failed.is_set, step)
 
 
+def test_devices_are_divided_among_the_ranks_of_a_host():
+    hosts = ("a", "a", "b", "b")
+    assert [Rank(each, 4, hosts=hosts).on_host() for each in range(4)] == [(0, 2), (1, 2)] * 2
+    assert [Rank(each, 2, 1, 2, hosts).on_host() for each in range(2)] == [(0, 2), (1, 2)]
+    assert Rank(3, 4).on_host() == (3, 4)
+
+
 def test_different_prompt_in_the_room_fails_the_request(pair):
     pair.decode.follow(WorkerOrders(grants=[pair.grant("a", [5])]))
     pair.compute("a", prompt=0xB)

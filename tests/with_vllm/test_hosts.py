@@ -42,7 +42,7 @@ def test_answers_match_one_process(tmp_path, model, flags, sizes):
         check_answers(cluster, asked, expected, is_exact_at_once=True)
         for node in cluster.nodes:
             status, body = get(f"{node.joined_url}/health")
-            assert (status, "first host" in str(body)) == (200, True)
+            assert (status, "first host" in str(body)) == (503, True)
 
 
 @pytest.mark.parametrize("victim", [pytest.param("process", marks=pytest.mark.thorough), "joined"])

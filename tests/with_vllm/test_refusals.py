@@ -14,6 +14,8 @@ from tests.with_vllm.models import tiny
 # vLLM's dependencies raise deprecation warnings on import.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
+TWO_HOSTS = ["--nnodes", "2", "--tensor-parallel-size", "2"]
+
 
 @pytest.mark.parametrize(
     "sampling",
@@ -72,6 +74,9 @@ def test_two_endpoints_of_kv_events_are_rejected(tmp_path):
     [
         (["--data-parallel-size", "2"], "--data-parallel-size"),
         (["--distributed-executor-backend", "ray"], "ray"),
+        (["--node-rank", "1"], "--node-rank needs --nnodes"),
+        ([*TWO_HOSTS, "--master-addr", "10.0.0.1"], "GLOO_SOCKET_IFNAME|--master-addr 10.0.0.1"),
+        ([*TWO_HOSTS, "--data-parallel-size", "2"], "--data-parallel-size"),
     ],
 )
 def test_flags_for_several_engines_or_hosts_are_rejected(tmp_path, words, flag):

@@ -160,8 +160,6 @@ class LocalBackend:
 
     def health(self) -> Health:
         """Return whether the node serves, and a description of its state."""
-        if self.life.state is NodeState.JOINED:
-            return Health(is_serving=True, detail=self.life.describe())
         if self._client is None or self.life.is_loading:
             return Health(is_serving=False, detail=self.life.describe())
         if not self.is_linked:

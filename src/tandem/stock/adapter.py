@@ -22,7 +22,6 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from tandem.router.config import ADOPTED
 from tandem.router.workers.adapter import HOST, AdapterStart
 from tandem.stock.dialect import Dialect
 from tandem.stock.http_engine import CONNECT_S, HttpEngine
@@ -38,7 +37,6 @@ from tandem.wire.generation import Room
 from tandem.wire.keys import ChannelKey, cluster_key, is_loopback
 
 DIALECTS: Mapping[str, Callable[[HttpEngine], Dialect]] = {"vllm": VllmDialect}
-assert tuple(DIALECTS) == ADOPTED
 
 # An engine that does not answer a poll within this many heartbeat intervals counts as lost: within 5 s by default. The
 # maximum and the time for decode to ask for a prompt's blocks are shorter than their lease, 30 s by default: after its

@@ -286,8 +286,14 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             torch.distributed.all_gather_object(gathered, own, group=world.cpu_group)
             return gathered
 
-        host = get_ip() if host in ("0.0.0.0", "::") else host
-        settings = _digest(config, length=config.model_config.max_model_len)
+        if host in ("0.0.0.0", "::") and (host := get_ip()) == "0.0.0.0":
+            raise ConfigInvalid(
+                "this host's address is unknown; set --host to it",
+                topic="docs/vllm.md#several-hosts",
+            )
+        own = {"host": "", "fingerprint": ""}  # the fingerprint depends on the stage
+        shared = msgspec.to_builtins(msgspec.structs.replace(self._config, **own))
+        settings = _digest(config, hand_off=shared, length=config.model_config.max_model_len)
         return join_hosts(host, index, settings, gather)
 
     @override

@@ -1,4 +1,4 @@
-"""The ranks of a node on several hosts: their addresses, and connections that end all ranks with any one. Imports no vLLM.
+"""The ranks of a node on several hosts: their addresses, and connections by which the end of one ends all. No vLLM.
 
 ```
  rank 0 ◀── a connection of every other rank, on which nothing is sent; its end means that a rank has ended
@@ -24,8 +24,6 @@ log = get_logger(__name__)
 
 # Time for the other ranks to connect, which they do at once.
 JOIN_S = 60.0
-# Time for an accepted connection to send the token.
-TOKEN_S = 1.0
 TOKEN_BYTES = 16
 # A host that no longer answers is noticed after 5 + 3 * 2 s.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
@@ -43,7 +41,7 @@ def join_hosts(
     Args:
         host: IP address of this rank's host.
         index: Index of this rank.
-        settings: What must be equal on all hosts, such as a hash of the model.
+        settings: Digest of the settings that all hosts share.
         gather: Returns what each rank gave it, by index.
         on_lost: Called in a thread when a rank has ended; by default this process ends.
 
@@ -54,18 +52,12 @@ def join_hosts(
         ConfigInvalid: The hosts have different settings.
         EngineFailed: Rank 0 cannot be reached.
     """
-    on_lost, token = on_lost or _end, secrets.token_bytes(TOKEN_BYTES)
+    on_lost, token = on_lost or end_with_node, secrets.token_bytes(TOKEN_BYTES)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     server = None if index else socket.create_server((host, 0), family=family)
     port = 0 if server is None else server.getsockname()[1]
     ranks = gather((host, port, token, settings))
     hosts = [each[0] for each in ranks]
-    if others := {each[0] for each in ranks if each[3] != settings}:
-        raise ConfigInvalid(
-            f"{host} and {', '.join(sorted(others))} have different models or flags; start all hosts of a node with the same "
-            "ones, except --host and --node-rank",
-            topic="docs/vllm.md#several-hosts",
-        )
     if server is not None:
         watch = threading.Thread(
             target=_watch, args=(server, token, len(hosts) - 1, on_lost), daemon=True
@@ -79,36 +71,59 @@ def join_hosts(
             raise EngineFailed(
                 f"rank {index} does not reach rank 0 at {first}, port {port}: {error}; set --host to addresses that reach each other"
             ) from error
-        watch = threading.Thread(target=_wait, args=([connection], on_lost), daemon=True)
+        watch = threading.Thread(target=watch_until_lost, args=([connection], on_lost), daemon=True)
     watch.start()
+    if others := {each[0] for each in ranks if each[3] != settings}:
+        raise ConfigInvalid(
+            f"{host} and {', '.join(sorted(others))} have different models or flags; start all hosts of a node with the same "
+            "ones, except --host and --node-rank",
+            topic="docs/vllm.md#several-hosts",
+        )
     return hosts
 
 
 def _watch(
     server: socket.socket, token: bytes, num_others: int, on_lost: Callable[[], None]
 ) -> None:
-    connections: list[socket.socket] = []
+    """Accept the connections of the other ranks, then watch them."""
+    ranks: list[socket.socket] = []
     end_s = time.monotonic() + JOIN_S
-    with server:
-        while len(connections) < num_others and (left_s := end_s - time.monotonic()) > 0:
-            server.settimeout(left_s)
-            try:
-                connection, _ = server.accept()
-                connection.settimeout(TOKEN_S)
-                sent = connection.recv(TOKEN_BYTES, socket.MSG_WAITALL)
-            except OSError:
-                continue
-            if secrets.compare_digest(sent, token):
-                connections.append(connection)
-            else:
-                connection.close()
-    _wait(connections, on_lost, are_all=len(connections) == num_others)
+    with server, selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        while len(ranks) < num_others and (left_s := end_s - time.monotonic()) > 0:
+            for key, _events in selector.select(left_s):
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                if connection is server:
+                    accepted, _ = server.accept()
+                    accepted.setblocking(False)
+                    selector.register(accepted, selectors.EVENT_READ)
+                    continue
+                selector.unregister(connection)
+                if _has_sent(connection, token):
+                    ranks.append(connection)
+                else:
+                    connection.close()
+        for key in [*selector.get_map().values()]:
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+    if len(ranks) == num_others:
+        watch_until_lost(ranks, on_lost)
+    else:
+        for each in ranks:
+            each.close()
+        on_lost()
 
 
-def _wait(
-    connections: Sequence[socket.socket], on_lost: Callable[[], None], *, are_all: bool = True
-) -> None:
-    """Wait until a connection ends, unless one is missing. Nothing is sent on them, so each event is an end."""
+def _has_sent(connection: socket.socket, token: bytes) -> bool:
+    try:
+        return secrets.compare_digest(connection.recv(TOKEN_BYTES), token)
+    except OSError:
+        return False
+
+
+def watch_until_lost(connections: Sequence[socket.socket], on_lost: Callable[[], None]) -> None:
+    """Call `on_lost` when a connection ends. Nothing is sent on them, so each event is an end."""
     with ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         for each in connections:
@@ -117,11 +132,11 @@ def _wait(
             for option, value in KEEPALIVE.items():
                 each.setsockopt(socket.IPPROTO_TCP, option, value)
             selector.register(each, selectors.EVENT_READ)
-        if are_all:
-            selector.select()
+        selector.select()
     on_lost()
 
 
-def _end() -> None:
+def end_with_node() -> None:
+    """End this process, because a rank of its node has ended."""
     log.error("hosts.rank_lost", effect="the ranks of the node on this host end")
     os._exit(1)

@@ -108,6 +108,14 @@ class Rank:
         """Index among all ranks of the node."""
         return self.stage * self.count + self.number
 
+    def on_host(self) -> tuple[int, int]:
+        """Return its number among the ranks of its stage on its host, and their count."""
+        stage = range(self.stage * self.count, (self.stage + 1) * self.count)
+        own = [
+            each for each in stage if not self.hosts or self.hosts[each] == self.hosts[self.index]
+        ]
+        return own.index(self.index), len(own)
+
     def addresses(self, first_port: int) -> Sequence[RankAddress]:
         """Return the addresses of all ranks, of which only the first is known to peers. Empty if there is only one."""
         size = self.count * self.num_stages
@@ -419,7 +427,8 @@ def make_worker(
 
 
 def _transports(config: HandOffConfig, caches: Caches, rank: Rank) -> list[Transport]:
-    settings = config.of_transports(config.host, rank.number, rank.count, rank.stage)
+    number, count = rank.on_host()
+    settings = config.of_transports(config.host, number, count, rank.stage)
     return transports(config.backend, settings, caches.region.device, is_own_pool=False)
 
 

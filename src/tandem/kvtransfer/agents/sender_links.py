@@ -333,7 +333,10 @@ class BootstrapPort:
                 end.shard.model_kv_heads or end.layout.num_kv_heads
             )
             is_same = is_same_model and layout.holds_same_heads(end.layout)
-            if hello.stage == end.stage and not is_same:  # other stages have other layers
+            is_first = end.shard.tp_rank == end.stage == 0
+            is_known = hello.stage * end.shard.tp_size < max(len(end.ranks), 1) or not is_first
+            # Ranks of other stages have other layers, and compare their own.
+            if not is_known or (hello.stage == end.stage and not is_same):
                 why = end.obstacle if hello.tp_size != end.shard.tp_size else ""
                 raise LayoutMismatch(ours, _describe(hello.fingerprint, layout, theirs), why)
             return layout, pair_ranks(sources, held_heads(theirs, layout.num_kv_heads))

@@ -84,8 +84,8 @@ class Parts:
 MakeRole = Callable[[Parts], Role[Any]]
 
 
-class Ordered(Protocol):
-    """What carries out the parent's orders in the engine process. Any thread may call it."""
+class OrderHandler(Protocol):
+    """Carries out the parent's orders in the engine process. Any thread may call it."""
 
     def order(self, order: Order) -> None:
         """Carry out an order."""
@@ -114,7 +114,7 @@ class Parent:
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
-        self._loop: Ordered | None = None
+        self._loop: OrderHandler | None = None
 
     def report(self, message: EngineReport) -> None:
         """Send a report."""
@@ -137,7 +137,7 @@ class Parent:
             target=self._take_orders, args=(close,), name="parent-watch", daemon=True
         ).start()
 
-    def follow(self, loop: Ordered) -> None:
+    def follow(self, loop: OrderHandler) -> None:
         """Pass the parent's orders to the loop from now on; stop the loop when the parent ends."""
         self._loop = loop
 

@@ -185,9 +185,13 @@ class Supervisor:
             self._status = 1
             self._engine.kill()
             self._apply(LifeEvent.FORCE)
-        elif self._apply(LifeEvent.END) is NodeState.LEAVING:
-            self._drain_engine(timeout_s)
-            asyncio.get_running_loop().call_later(timeout_s + HAND_OVER_S, self._on_too_late)
+        else:
+            # The first host may be signalled later, and its drain needs the ranks here.
+            more_s = HAND_OVER_S if self._life.state is NodeState.JOINED else 0.0
+            if self._apply(LifeEvent.END) is NodeState.LEAVING:
+                self._drain_engine(timeout_s)
+                after_s = timeout_s + HAND_OVER_S + more_s
+                asyncio.get_running_loop().call_later(after_s, self._on_too_late)
         self._is_ending = True
 
     def _on_too_late(self) -> None:
@@ -315,7 +319,6 @@ class Supervisor:
 
     async def _run_ranks(self) -> int:
         """Run ranks of a node that serves on a different host, until they end with it; return the exit status."""
-        self._announcer.stop()
         self._apply(LifeEvent.JOINED)
         log.info("node.joined", detail=self._life.describe())
         async with asyncio.TaskGroup() as tasks:

@@ -14,6 +14,7 @@ from tandem.vllm.node.adapters import add_argument
 from tandem.vllm.node.data_parallel import check_interface
 from tandem.vllm.node.environment import extra_config
 from tandem.wire.errors import ConfigInvalid
+from tandem.wire.hosts import is_address
 from tandem.wire.keys import is_loopback
 
 # Default of --max-cpu-loras: adapters that a node keeps in memory.
@@ -92,6 +93,11 @@ def _check_hosts(config: NodeConfig, parallel: ParallelConfig) -> None:
             topic="docs/vllm.md",
         )
     if parallel.nnodes == 1:
+        if parallel.node_rank:
+            raise ConfigInvalid(
+                "--node-rank needs --nnodes, the number of hosts; set it on all of them",
+                topic=SEVERAL_HOSTS,
+            )
         return
     if config.role == "colocated" or parallel.data_parallel_size > 1:
         raise ConfigInvalid(
@@ -99,10 +105,15 @@ def _check_hosts(config: NodeConfig, parallel: ParallelConfig) -> None:
             topic=SEVERAL_HOSTS,
         )
     check_interface("--master-addr", parallel.master_addr)
-    if is_loopback(config.host) and not is_loopback(parallel.master_addr):
+    if not is_address(config.host) or is_loopback(config.host) != is_loopback(parallel.master_addr):
         raise ConfigInvalid(
-            f"--host {config.host}: the other hosts of this node and its peers connect to it; set --host to an address of "
-            "this host",
+            f"--host {config.host}, --master-addr {parallel.master_addr}: the hosts of a node connect to each other; set "
+            "--host to the IP address of this host, and --master-addr to that of the first",
+            topic=SEVERAL_HOSTS,
+        )
+    if parallel.node_rank and config.routers:
+        raise ConfigInvalid(
+            "--router: only the first host of a node announces it; remove it from the others",
             topic=SEVERAL_HOSTS,
         )
 

@@ -1,5 +1,6 @@
 """`python -m tandem.vllm.node.engine`: the engine process of a node that runs vLLM."""
 
+import multiprocessing
 from typing import TYPE_CHECKING
 
 from tandem.node.answers import Answers
@@ -99,9 +100,12 @@ class VllmProcess:
         return int(is_lost)
 
     def close(self) -> None:
-        """Stop vLLM's workers and close all links."""
+        """Stop vLLM's workers, also those that still start, and close all links."""
         if self._running is not None:
             self._running.close()
+        # If a worker has died, vLLM waits for the others in a thread, which ends with this process.
+        for worker in multiprocessing.active_children():
+            worker.kill()
 
 
 if __name__ == "__main__":

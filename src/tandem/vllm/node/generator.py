@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import multiprocessing
 import time
 from collections.abc import Mapping, Sequence, Set
 from functools import partial
@@ -378,9 +377,6 @@ class VllmGenerator:
         if self._tiers is not None:
             self._tiers.close()
         self._core.shutdown()
-        # If a worker has died, vLLM waits for the others in a thread, which ends with this process.
-        for worker in multiprocessing.active_children():
-            worker.kill()
 
 
 def _local_worker() -> PrefillWorker | DecodeWorker | None:
