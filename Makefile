@@ -82,7 +82,7 @@ properties: setup ## Run the property tests with thousands of new examples.
 test-vllm: ## Run the quick tests with a real vLLM, in a separate environment (needs vLLM's wheel for CPUs).
 	@$(WITH_VLLM) $(ON_VLLM) $(TWO) $(or $(ARGS),tests/with_vllm)
 
-test-vllm-all: ## Run every test with a real vLLM (half an hour; longer without AVX-512).
+test-vllm-all: ## Run every test with a real vLLM (47 minutes on two cores; longer without AVX-512).
 	@$(WITH_VLLM) $(ON_VLLM) -m "" $(TWO) tests/with_vllm
 
 test-browser: setup ## Test the router's page in a browser (needs /usr/bin/chromium).
