@@ -45,7 +45,8 @@ def test_answers_match_one_process(tmp_path, model, flags, sizes):
             assert (status, "first host" in str(body)) == (503, True)
 
 
-@pytest.mark.parametrize("victim", [pytest.param("process", marks=pytest.mark.thorough), "joined"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", ["process", "joined"])
 def test_streams_continue_when_a_host_dies(tmp_path, model, victim):
     asked = prompts(320, block=32, longest=200)[:8]
     questions = [(ids, {"max_tokens": NUM_TOKENS}) for ids in asked]
