@@ -33,7 +33,7 @@ def new_request_id() -> RequestId:
 
 def new_room() -> Room:
     """Return a random room. Over 63 bits collisions are so rare that nothing handles them."""
-    return Room(secrets.randbelow(NUM_ROOMS))
+    return Room(secrets.randbits(63))
 
 
 def new_epoch() -> Epoch:

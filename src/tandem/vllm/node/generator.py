@@ -29,6 +29,8 @@ from tandem.kvtransfer.agents.receiver import DecodeAgent
 from tandem.kvtransfer.agents.sender import PrefillAgent
 from tandem.kvtransfer.events import ReceiverTimes, SenderTimes
 from tandem.node.config import NodeConfig
+from tandem.node.life.ending import end_process_after
+from tandem.node.process.engine_host import RANK_LOST_GRACE_S
 from tandem.node.ranks.pool import Piece, pool_pages
 from tandem.node.tiers.tiers import open_stack
 from tandem.vllm.connector import (
@@ -114,7 +116,13 @@ class VllmGenerator:
             self._group = DataParallelGroup(vllm_config, config.role, config.step_timeout_s)
             self._lockstep = self._group.lockstep
         try:
-            self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+            self._core = EngineCore(
+                vllm_config,
+                Executor.get_class(vllm_config),
+                log_stats=False,
+                # A step may wait minutes for the answer of a rank on a different host that has ended.
+                executor_fail_callback=partial(end_process_after, RANK_LOST_GRACE_S),
+            )
         except zmq.ZMQError as error:
             raise ConfigInvalid(
                 f"vLLM cannot publish KV events: {error}; set a different --kv-events-endpoint or "
