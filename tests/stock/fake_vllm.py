@@ -53,6 +53,8 @@ class FakeVllm:
             yield self
         finally:
             await self.kill()
+            for _ in range(3):  # a connection that was accepted meanwhile ends with its client
+                await asyncio.sleep(0)
 
     async def start(self) -> None:
         app = web.Application()
