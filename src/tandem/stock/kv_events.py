@@ -258,8 +258,11 @@ class KvEventSubscriber:
                     with sub.get_monitor_socket(events) as monitor:
                         sub.setsockopt(zmq.SUBSCRIBE, self._topic)
                         sub.connect(address)
-                        await self._follow(sub, monitor)
-                        sub.disable_monitor()
+                        try:
+                            await self._follow(sub, monitor)
+                        finally:
+                            # Before the monitor closes: libzmq's thread would block when it reports to nobody.
+                            sub.disable_monitor()
             except (PeerLost, zmq.ZMQError) as error:
                 if str(error) != self._reason:
                     self._reason = str(error)
