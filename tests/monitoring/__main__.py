@@ -66,7 +66,7 @@ def main() -> int:
         server = stack.enter_context(running_prometheus(directory, roles))
         load(cluster, serve)
         for role, urls in roles.items():
-            promtool("check", "metrics", given=ask(f"{urls[0]}/metrics")[1], what=role)
+            promtool("check", "metrics", given=own_metrics(f"{urls[0]}/metrics"), what=role)
         check("every target is scraped", lambda: check_targets(server, 5))
         check("every query of the dashboard draws something", lambda: check_panels(server))
         check("every rule is evaluated, and no alert fires", lambda: check_rules(server))
@@ -84,6 +84,11 @@ def promtool(*arguments: str, given: str | None = None, what: str = "") -> None:
     if done.returncode or (given is not None and said.strip()):
         sys.exit(f"promtool {' '.join(arguments)} {what}:\n{said}")
     print(f"ok: promtool {' '.join(Path(a).name for a in arguments)} {what}")
+
+
+def own_metrics(url: str) -> str:
+    """Return the page without the gauges under SGLang's names, whose colons promtool refuses."""
+    return "".join(line for line in ask(url)[1].splitlines(keepends=True) if "sglang:" not in line)
 
 
 def check(what: str, run: Callable[[], str]) -> None:
