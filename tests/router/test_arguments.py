@@ -12,6 +12,7 @@ from tandem.router.config import (
 )
 from tandem.router.membership.sources import sources_of
 from tandem.settings.flags import SettingInvalid
+from tandem.wire.events.endpoints import EngineEvents
 
 P, Q, D, E = "http://p:7000", "http://q:7000", "http://d:7001", "http://e:7001"
 
@@ -94,6 +95,11 @@ def test_both_launch_forms_name_the_same_nodes(line, prefills, decodes):
         ("--max-payload-size 9", "http", HttpOptions(max_body_bytes=9)),
         ("--request-timeout-secs 9", "http", HttpOptions(request_timeout_s=9)),
         ("--log-level WARNING", "log_level", "warning"),
+        (
+            "--kv-events-endpoint tcp://*:5557",
+            "engine_events",
+            EngineEvents(endpoint="tcp://*:5557"),
+        ),
         ("--tokenizer /models/m", "tokenizer_dir", "/models/m"),
         (
             "--mini-lb --prometheus-port 29000 --mini-lb",
@@ -127,6 +133,11 @@ def test_flags_of_other_routers_are_accepted(flags, field, value):
         (f"--prefill {P} 99999 --decode {D}", "use 1 to 65535"),
         (f"--prefill {P} {Q} --prefill-bootstrap-ports 1 --decode {D}", "1 ports for 2 prefill"),
         (f"--prefill {P} --decode {D} {D}", "pass each node once"),
+        (f"--prefill {P} --decode {D} --kv-events-endpoint :5557", "is not an endpoint"),
+        (
+            f"--prefill {P} --decode {D} --kv-events-replay-endpoint tcp://*:5558",
+            "needs --kv-events-endpoint",
+        ),
         (f"--prefill {P} --decode {D} --workers 0", "at least 1"),
         (f"--prefill {P} --decode {D} --port 70000", "--port is 70000"),
         (f"--prefill {P} --decode ftp://d:1", "use http://HOST:PORT or https://HOST:PORT"),

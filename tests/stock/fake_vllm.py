@@ -26,9 +26,11 @@ class FakeVllm:
     Attributes:
         bodies: Bodies of the completions that it received, without probes.
         num_running: Completions that it runs.
+        pause_s: Time between two tokens of a stream.
         stop_at: Number of tokens after which streams wait for `going`.
         life: What differs between two lives.
         unfrozen: While it is not set, nothing is answered, as after SIGSTOP.
+        reports: While it is not set, polls are not answered.
         end: Reason of the last token of a stream.
         error, status: Answer to every completion, unless the error is empty.
     """
@@ -39,8 +41,11 @@ class FakeVllm:
         self.model, self.has_connector, self.generation = model, True, None
         self.bodies: list[dict] = []
         self.num_running, self.stop_at, self.life = 0, 1 << 30, 1.0
+        self.pause_s = 0.0
         self.engine_id, self.going, self.unfrozen = self._new_id(), asyncio.Event(), asyncio.Event()
         self.unfrozen.set()
+        self.reports = asyncio.Event()
+        self.reports.set()
         self.blocks: dict[str, list[int]] = {}
         self.end, self.error, self.status = "length", "", 500
         self._runner: web.AppRunner | None = None
@@ -98,6 +103,7 @@ class FakeVllm:
 
     async def _metrics(self, _request):
         await self.unfrozen.wait()
+        await self.reports.wait()
         labels = 'engine="0",model_name="m"'
         lines = [
             f"process_start_time_seconds {self.life}",
@@ -168,6 +174,7 @@ class FakeVllm:
         for number, token in enumerate(tokens):
             if number == self.stop_at:
                 await self.going.wait()
+            await asyncio.sleep(self.pause_s)
             is_last = number == len(tokens) - 1
             choice = {"token_ids": [token], "finish_reason": self.end if is_last else None}
             if "logprobs" in body:

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from tandem.router.workers.adapter import AdapterStart, EngineTarget
 from tandem.stock.adapter import serve
+from tandem.wire.events.endpoints import EngineEvents
 from tests.patience import until_async
 from tests.router.test_backend import watched
 from tests.stock.fake_vllm import FakeVllm, connect
@@ -46,7 +47,7 @@ def model_files(directory, **more):
 
 
 @asynccontextmanager
-async def adapter(targets, tokenizer_dir="") -> str:
+async def adapter(targets, tokenizer_dir="", events="") -> str:
     """Run an adapter; yield the start of its nodes' URLs."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         start = AdapterStart(
@@ -54,6 +55,7 @@ async def adapter(targets, tokenizer_dir="") -> str:
             socket_fd=-1,
             heartbeat_interval_ms=500.0,
             tokenizer_dir=tokenizer_dir,
+            events=EngineEvents(endpoint=events),
             log_level="info",
             log_format="auto",
         )
@@ -72,8 +74,12 @@ def target(engine: FakeVllm, role: str) -> EngineTarget:
 
 
 @asynccontextmanager
-async def fleet(directory, num_prefills=1, num_decodes=1, num_adapters=1, **settings):
-    """Run fake engines and the backend. With two adapters, prefill and decode have one each."""
+async def fleet(directory, num_prefills=1, num_decodes=1, num_adapters=1, events="", **settings):
+    """Run fake engines and the backend. With two adapters, prefill and decode have one each.
+
+    Args:
+        events: Where all engines publish KV events.
+    """
     model = str(model_files(directory / "model"))
     prefills = [FakeVllm(model) for _ in range(num_prefills)]
     decodes = [FakeVllm(model) for _ in range(num_decodes)]
@@ -90,7 +96,7 @@ async def fleet(directory, num_prefills=1, num_decodes=1, num_adapters=1, **sett
             groups = [groups[0] + groups[1]]
         urls = {"prefill": [], "decode": []}
         for group in groups:
-            base = await stack.enter_async_context(adapter(group))
+            base = await stack.enter_async_context(adapter(group, events=events))
             for each in group:
                 urls[each.role].append(NodeUrl(f"{base}/{each.path}"))
         found = Fleet(prefills, decodes)

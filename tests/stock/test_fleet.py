@@ -1,12 +1,15 @@
 """The router over stock engines: hand-off, failover, cancellation."""
 
 import asyncio
+from contextlib import closing
 
 import pytest
 
+from tandem.cli.up import free_ports
 from tandem.stock import adapter
 from tandem.stock import node as stock_node
 from tandem.wire.errors import AttemptsUsedUp, InvalidRequest
+from tandem.wire.events.publisher import KvEventPublisher, KvEventsConfig
 from tandem.wire.generation import (
     GenerateRequest,
     Grammar,
@@ -14,6 +17,7 @@ from tandem.wire.generation import (
     SamplingParams,
     new_request_id,
 )
+from tandem.wire.prefixes import block_names
 from tests.patience import until_async
 from tests.stock.fake_vllm import continued
 from tests.stock.fleet import fleet
@@ -99,6 +103,20 @@ async def test_frozen_decode_is_given_up_after_the_limit_of_a_poll(tmp_path, mon
         await found.until_up(decode)
 
 
+async def test_engine_that_sends_tokens_is_not_lost_when_it_answers_no_poll(tmp_path, monkeypatch):
+    monkeypatch.setattr(adapter, "MAX_POLL_S", 0.3)
+    async with fleet(tmp_path) as found:
+        (decode,) = found.decodes
+        before = found.node(decode).info.epoch
+        decode.pause_s = 0.02
+        task = asyncio.create_task(tokens(found, request(num=80)))
+        await until_async(lambda: decode.num_running)
+        decode.reports.clear()
+        assert await task == continued(PROMPT, 80)
+        assert found.node(decode).info.epoch == before
+        await until_async(lambda: not found.node(decode).is_up)
+
+
 async def test_restart_under_the_same_address_starts_a_new_life(tmp_path):
     async with fleet(tmp_path) as found:
         before = found.node(found.decodes[0]).info.epoch
@@ -133,6 +151,43 @@ async def test_prefill_lost_before_the_first_token_is_replayed(tmp_path):
         await until_async(lambda: not found.node(prefill).is_up)
         decode.going.set()
         assert await task == continued(PROMPT, 12)
+
+
+def prompts_of(engine) -> list[list[int]]:
+    return [body["prompt"] for body in engine.bodies]
+
+
+def known(found, engine):
+    """Return the blocks that the router takes for cached on an engine."""
+    return found.node(engine).prefixes.cached.names
+
+
+async def test_prompt_goes_again_to_the_engine_that_was_sent_it(tmp_path):
+    prompt = [3 + number % 90 for number in range(300)]
+    async with fleet(tmp_path, num_prefills=3, policy="cache_aware") as found:
+        await tokens(found, request(prompt))
+        (first,) = [each for each in found.prefills if prompt in prompts_of(each)]
+        await until_async(lambda: known(found, first) >= {*block_names(prompt)})
+        for _ in range(4):
+            await tokens(found, request(prompt))
+        assert prompts_of(first).count(prompt) == 5
+
+
+async def test_published_prefixes_are_known_to_the_router(tmp_path):
+    prompt = [3 + number % 90 for number in range(300)]
+    endpoint = f"tcp://[::1]:{free_ports(1)[0]}"
+    with closing(KvEventPublisher(KvEventsConfig(endpoint=endpoint))) as publisher:
+        async with fleet(tmp_path, events=endpoint) as found:
+            await tokens(found, request(prompt))
+            (prefill,) = found.prefills
+
+            def is_known():
+                publisher.on_stored(
+                    7, None, prompt[:128]
+                )  # again, since the subscriber may come late
+                return known(found, prefill) == {*block_names(prompt[:128])}
+
+            await until_async(is_known)
 
 
 async def test_cancelled_request_ends_on_the_engine(tmp_path):

@@ -38,7 +38,7 @@ from tandem.wire.keys import ChannelKey, cluster_key, is_loopback
 
 DIALECTS: Mapping[str, Callable[[HttpEngine], Dialect]] = {"vllm": VllmDialect}
 
-# An engine that does not answer a poll within this many heartbeat intervals counts as lost: within 5 s by default. The
+# An engine that is polled and sends nothing for this many heartbeat intervals counts as lost: after 5 s by default. The
 # maximum and the time for decode to ask for a prompt's blocks are shorter than their lease, 30 s by default: after its
 # end, decode's engine could read blocks of other requests.
 POLL_INTERVALS, MAX_POLL_S = 10, 15.0
@@ -72,6 +72,7 @@ class Adapter:
             files=cache(lambda model: ModelFiles(model, start.tokenizer_dir)),
             rooms=self._rooms,
             meeting=self._meeting,
+            events=start.events,
         )
         poll_s = min(POLL_INTERVALS * around.heartbeat.interval_s, MAX_POLL_S) or MAX_POLL_S
         self.nodes = {

@@ -27,6 +27,7 @@ from tandem.stock.adapter import serve
 from tandem.telemetry.log import LogFormat, configure, get_logger
 from tandem.wire.channel import heartbeat_of
 from tandem.wire.errors import ConfigInvalid
+from tandem.wire.events.endpoints import EngineEvents
 from tandem.wire.hosts import HOST
 from tandem.wire.keys import ChannelKey, cluster_key, warn_of_weak_secret
 
@@ -65,6 +66,7 @@ class AdoptConfig(msgspec.Struct, frozen=True, kw_only=True):
             help="directory of the model's config.json and tokenizer files (default: the engine's --model)",
         ),
     ] = ""
+    events: EngineEvents = EngineEvents()
     log_level: Annotated[str, LOG_LEVEL] = "info"
     log_format: Annotated[LogFormat, LOG_FORMAT] = "auto"
 
@@ -105,6 +107,7 @@ def main(argv: Sequence[str]) -> int:
             socket_fd=sock.fileno(),
             heartbeat_interval_ms=config.heartbeat_interval_ms,
             tokenizer_dir=config.tokenizer_dir,
+            events=config.events,
             log_level=config.log_level,
             log_format=config.log_format,
         )

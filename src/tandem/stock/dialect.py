@@ -17,6 +17,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
         life: Differs between two processes at one address.
         kind: Engine, version, model and connector: a pair needs the same.
         model: Name or directory with which the engine was started.
+        num_ranks: Number of data-parallel ranks, among which the engine itself divides requests.
         bootstrap_port: Port on which prefill's engine itself accepts decode's; None: the halves meet in the adapter.
     """
 
@@ -27,6 +28,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     context_length: int
     max_prompt_tokens: int
+    num_ranks: int = 1
     bootstrap_port: int | None = None
 
 
@@ -37,6 +39,7 @@ class Dialect(Protocol):
     """
 
     engine: str
+    url: str
 
     async def learn(self) -> EngineFacts:
         """Return the engine's facts.

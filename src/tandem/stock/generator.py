@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from tandem.stock.dialect import Dialect
 from tandem.stock.rooms import Meeting, Rooms
+from tandem.stock.sent import SentPrefixes
 from tandem.telemetry.log import get_logger
 from tandem.vllm.hand_offs import WorkerReports
 from tandem.vllm.node.outputs import EngineCounts, HandOffParams, NoAdapters, StepOutput
@@ -15,7 +16,7 @@ from tandem.wire.messages import ModelInfo
 
 log = get_logger(__name__)
 
-Checked = tuple[dict[str, object], HandOffParams | None]
+Checked = tuple[GenerateRequest, dict[str, object], HandOffParams | None]
 
 
 class StockGenerator:
@@ -23,6 +24,7 @@ class StockGenerator:
 
     Args:
         meeting: Returns the rooms of a hand-off, for decode.
+        sent: Told of the prompts sent to the engine.
 
     Attributes:
         on_news: Called when `step` or `take_transfers` has something to return.
@@ -36,8 +38,9 @@ class StockGenerator:
         model: ModelInfo,
         rooms: Rooms,
         meeting: Callable[[HandOffParams], Meeting],
+        sent: SentPrefixes,
     ) -> None:
-        self._dialect, self._rooms, self._meeting = dialect, rooms, meeting
+        self._dialect, self._rooms, self._meeting, self._sent = dialect, rooms, meeting, sent
         self.model, self.adapters = model, NoAdapters()
         self.load, self.suspect = EngineCounts(), asyncio.Event()
         self.on_news: Callable[[], None] = lambda: None
@@ -55,12 +58,14 @@ class StockGenerator:
 
     def check(self, request: GenerateRequest, hand_off: HandOffParams | None) -> Checked:
         """Convert a request for `add`, or raise `InvalidRequest`."""
-        return self._dialect.body(request, hand_off), hand_off
+        return request, self._dialect.body(request, hand_off), hand_off
 
     def add(self, request_id: str, checked: object) -> None:
         """Send a checked request to the engine."""
         assert isinstance(checked, tuple)
-        self._tasks[request_id] = asyncio.create_task(self._run(request_id, *checked))
+        request, body, hand_off = checked
+        self._sent.note(request)
+        self._tasks[request_id] = asyncio.create_task(self._run(request_id, body, hand_off))
 
     def abort(self, request_id: str) -> None:
         """Abort a request; an unknown id is ignored."""

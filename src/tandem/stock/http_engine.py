@@ -3,6 +3,7 @@
 A stream is cancelled by closing its connection, which happens when its reader stops reading.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -29,11 +30,12 @@ class HttpEngine:
 
     Args:
         session: Session with keep-alive and without a limit of connections.
-        poll_s: Time limit of a poll.
+        poll_s: Time without a byte after which a polled engine is lost.
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, poll_s: float) -> None:
-        self.url, self.session, self.poll_s = url, session, poll_s
+        self.url, self._session, self._poll_s = url, session, poll_s
+        self._num_heard = 0  # chunks that the engine has sent
 
     async def ask(
         self, path: str, body: Mapping[str, object] | None = None, limit_s: float | None = None
@@ -44,7 +46,28 @@ class HttpEngine:
             TandemError: The engine answers with an error; the class follows its status.
         """
         async with self._request(path, body, limit_s) as response:
-            return await response.read()
+            answer = await response.read()
+            self._num_heard += 1
+            return answer
+
+    async def poll(self, path: str) -> bytes:
+        """Return the answer to a GET, however late, as long as the engine sends anything, such as tokens.
+
+        Raises:
+            PeerLost: It has sent nothing in two consecutive halves of `poll_s`. After the first one, a process that was
+                itself delayed has read what had arrived.
+        """
+        asking = asyncio.create_task(self.ask(path))
+        num_silent = 0
+        try:
+            while num_silent < 2:
+                num_heard = self._num_heard
+                if (await asyncio.wait([asking], timeout=self._poll_s / 2))[0]:
+                    return asking.result()
+                num_silent = num_silent + 1 if self._num_heard == num_heard else 0
+        finally:
+            asking.cancel()
+        raise PeerLost(f"{self.url} has sent nothing for {self._poll_s:g} s")
 
     async def events(self, path: str, body: Mapping[str, object]) -> AsyncIterator[bytes]:
         """Yield the data of each event of a stream, without the end marker.
@@ -56,6 +79,7 @@ class HttpEngine:
         async with self._request(path, body, None) as response:
             rest = b""
             async for chunk in response.content.iter_any():
+                self._num_heard += 1
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
                     if line.startswith(_DATA):
@@ -72,7 +96,7 @@ class HttpEngine:
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=limit_s or CONNECT_S)
         method = "GET" if body is None else "POST"
         try:
-            async with self.session.request(
+            async with self._session.request(
                 method, self.url + path, json=body, timeout=timeout
             ) as response:
                 if response.status >= 400:

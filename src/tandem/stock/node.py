@@ -9,9 +9,10 @@
 
 import asyncio
 import random
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -21,16 +22,20 @@ from tandem.node.config import NodeRole
 from tandem.node.loop import EngineLoop
 from tandem.stock.dialect import Dialect, EngineFacts
 from tandem.stock.generator import StockGenerator
+from tandem.stock.kv_events import KvEventSubscriber
 from tandem.stock.model_files import ModelFiles
 from tandem.stock.rooms import Meeting, Rooms
+from tandem.stock.sent import SentPrefixes
 from tandem.telemetry.log import get_logger
 from tandem.vllm.node.outputs import HandOffParams
 from tandem.vllm.node.role import VllmRole
 from tandem.wire.channel import Heartbeat, Inbox, Waker, tcp_address
 from tandem.wire.errors import PeerLost, TandemError
+from tandem.wire.events.endpoints import EngineEvents
 from tandem.wire.generation import new_epoch
 from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import ModelInfo, NodeInfo, ToEngine
+from tandem.wire.prefixes import BLOCK_TOKENS, PrefixJournal
 
 log = get_logger(__name__)
 
@@ -52,6 +57,7 @@ class Surroundings:
         files: Returns the files of a model by its name on the engine. Called in a thread.
         rooms: Rooms of this adapter's prefill nodes.
         meeting: Returns the rooms of a hand-off, for decode.
+        events: Where engines publish KV events.
     """
 
     host: str
@@ -61,16 +67,23 @@ class Surroundings:
     files: Callable[[str], ModelFiles]
     rooms: Rooms
     meeting: Callable[[HandOffParams], Meeting]
+    events: EngineEvents
 
 
 class StockLife:
     """One life of an engine, on an engine link of its own. The node's loop runs inside asyncio's."""
 
-    def __init__(self, role: NodeRole, generator: StockGenerator, around: Surroundings) -> None:
+    def __init__(
+        self,
+        role: NodeRole,
+        generator: StockGenerator,
+        journal: PrefixJournal,
+        around: Surroundings,
+    ) -> None:
         self.epoch, self._asyncio = new_epoch(), asyncio.get_running_loop()
         address, heartbeat = tcp_address(around.host, 0), around.heartbeat
         self.inbox: Inbox[ToEngine] = Inbox(address, ToEngine, around.key, heartbeat)
-        answers = Answers(self.inbox, self.epoch)
+        answers = Answers(self.inbox, self.epoch, journal)
         self.role = VllmRole(role, generator, answers, max_running=0, max_waiting=MAX_WAITING)
         self._waker = Waker()
         self._loop = EngineLoop(self.role, self.inbox, answers, self._waker, heartbeat=heartbeat)
@@ -143,19 +156,40 @@ class StockNode:
         around = self._around
         files = await asyncio.to_thread(around.files, facts.model)
         model = files.info(facts)
-        generator = StockGenerator(self._dialect, model, around.rooms, around.meeting)
-        generator.load = await self._dialect.poll()
+        load = await self._dialect.poll()
+        sent = SentPrefixes(load.num_pages * load.page_size // BLOCK_TOKENS)
+        generator = StockGenerator(self._dialect, model, around.rooms, around.meeting, sent)
+        generator.load = load
         self.tokenizer = files.tokenizer
-        life = self._life = StockLife(self._role, generator, around)
-        self._info = self._node_info(facts, life, model)
-        self.reason = ""
-        log.info("stock_node.up", engine=self._dialect.engine, model=facts.name)
-        while True:
-            generator.suspect.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_interval_s()):
-                    await generator.suspect.wait()
-            generator.load = await self._dialect.poll()
+        async with self._cached_prefixes(facts, sent) as journal:
+            life = self._life = StockLife(self._role, generator, journal, around)
+            self._info = self._node_info(facts, life, model)
+            self.reason = ""
+            log.info("stock_node.up", engine=self._dialect.engine, model=facts.name)
+            while True:
+                generator.suspect.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_interval_s()):
+                        await generator.suspect.wait()
+                generator.load = await self._dialect.poll()
+
+    @asynccontextmanager
+    async def _cached_prefixes(
+        self, facts: EngineFacts, sent: SentPrefixes
+    ) -> AsyncIterator[PrefixJournal]:
+        """Yield what the engine publishes that it caches, else what it was sent."""
+        events = self._around.events.on(urlsplit(self._dialect.url).hostname or "")
+        # Which rank serves a request is the engine's choice, so what one of them caches is of no use.
+        if not events.endpoint or facts.num_ranks > 1:
+            yield sent.journal
+            return
+        subscriber = KvEventSubscriber(events.endpoint, events.replay_endpoint)
+        following = asyncio.create_task(subscriber.run())
+        try:
+            yield subscriber.follower.journal
+        finally:
+            following.cancel()
+            await asyncio.wait([following])
 
     def _end(self, reason: str) -> None:
         if reason != self.reason:

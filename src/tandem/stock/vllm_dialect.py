@@ -81,7 +81,7 @@ class VllmDialect:
     engine = "vllm"
 
     def __init__(self, http: HttpEngine) -> None:
-        self._http = http
+        self._http, self.url = http, http.url
         self._life, self._engine_id = _UNKNOWN, ""
         self._num_blocks = self._block_size = 0
         self._generation: object = None
@@ -91,7 +91,7 @@ class VllmDialect:
         http = self._http
         cards = msgspec.json.decode(await http.ask("/v1/models", limit_s=LEARN_S), type=_Cards).data
         version = json.loads(await http.ask("/version", limit_s=LEARN_S))["version"]
-        values, pool = await self._metrics(LEARN_S)
+        values, pool = self._metrics(await http.ask("/metrics", limit_s=LEARN_S))
         # One block is vLLM's null block, which no request owns.
         self._num_blocks, self._block_size = (
             int(pool["num_gpu_blocks"]) - 1,
@@ -115,12 +115,13 @@ class VllmDialect:
             version=version,
             model=card.root,
             context_length=card.max_model_len,
+            num_ranks=len(values[b"kv_cache_usage_perc"]),
             max_prompt_tokens=min(card.max_model_len, self._num_blocks * self._block_size) - 1,
         )
 
     async def poll(self) -> EngineCounts:
         """Return the load; raise `PeerLost` also if another process answers."""
-        values, _pool = await self._metrics(self._http.poll_s)
+        values, _pool = self._metrics(await self._http.poll("/metrics"))
         if _life_of(values) != self._life:
             raise PeerLost(f"{self._http.url} was restarted")
         used = values[b"kv_cache_usage_perc"]
@@ -133,13 +134,11 @@ class VllmDialect:
             page_size=self._block_size,
         )
 
-    async def _metrics(self, limit_s: float) -> tuple[dict[bytes, list[float]], dict[str, str]]:
+    def _metrics(self, page: bytes) -> tuple[dict[bytes, list[float]], dict[str, str]]:
         """Return the used metrics, each with a value per data-parallel rank, and the facts of a rank's pool."""
         values: dict[bytes, list[float]] = {}
         pool: dict[str, str] = {}
-        for name, labels, value in _SAMPLE.findall(
-            await self._http.ask("/metrics", limit_s=limit_s)
-        ):
+        for name, labels, value in _SAMPLE.findall(page):
             values.setdefault(name, []).append(float(value))
             if name == b"cache_config_info":
                 pool = {key.decode(): text.decode() for key, text in _LABEL.findall(labels)}

@@ -19,6 +19,7 @@ import msgspec
 
 from tandem.router.config import PrefillTarget, RouterConfig, engine_of
 from tandem.telemetry.log import LogFormat, get_logger
+from tandem.wire.events.endpoints import EngineEvents
 
 log = get_logger(__name__)
 
@@ -57,6 +58,7 @@ class AdapterStart(msgspec.Struct, frozen=True, kw_only=True):
     socket_fd: int
     heartbeat_interval_ms: float
     tokenizer_dir: str
+    events: EngineEvents
     log_level: str
     log_format: LogFormat
 
@@ -126,6 +128,7 @@ def adapted(config: RouterConfig) -> Iterator[tuple[RouterConfig, AdapterProcess
             socket_fd=sock.fileno(),
             heartbeat_interval_ms=config.heartbeat_interval_ms,
             tokenizer_dir=config.tokenizer_dir,
+            events=config.engine_events,
             log_level=config.log_level,
             log_format=config.log_format,
         )

@@ -1,0 +1,18 @@
+"""Addresses at which engines publish KV events."""
+
+import pytest
+
+from tandem.wire.events.endpoints import EngineEvents
+
+
+@pytest.mark.parametrize(
+    ("given", "host", "used"),
+    [
+        ("tcp://*:5557", "d1", "tcp://d1:5557"),
+        ("tcp://*:5557", "fd00::1", "tcp://[fd00::1]:5557"),
+        ("tcp://events:5557", "d1", "tcp://events:5557"),
+        ("", "d1", ""),
+    ],
+)
+def test_star_is_the_host_of_the_engine(given, host, used):
+    assert EngineEvents(endpoint=given).on(host).endpoint == used
