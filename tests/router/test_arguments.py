@@ -10,9 +10,9 @@ from tandem.router.config import (
     RouterConfig,
     host_of,
 )
+from tandem.router.engines import EngineOptions
 from tandem.router.membership.sources import sources_of
 from tandem.settings.flags import SettingInvalid
-from tandem.wire.events.endpoints import EngineEvents
 
 P, Q, D, E = "http://p:7000", "http://q:7000", "http://d:7001", "http://e:7001"
 
@@ -97,8 +97,8 @@ def test_both_launch_forms_name_the_same_nodes(line, prefills, decodes):
         ("--log-level WARNING", "log_level", "warning"),
         (
             "--kv-events-endpoint tcp://*:5557",
-            "engine_events",
-            EngineEvents(endpoint="tcp://*:5557"),
+            "engines",
+            EngineOptions(kv_events_endpoint="tcp://*:5557"),
         ),
         ("--tokenizer /models/m", "tokenizer_dir", "/models/m"),
         (

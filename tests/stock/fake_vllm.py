@@ -1,13 +1,18 @@
-"""A `vllm serve` with NixlConnector in this process: its HTTP, and tokens that depend on the prompt alone."""
+"""A `vllm serve` in this process: its HTTP, and tokens that depend on the prompt alone.
+
+It has NixlConnector, and takes MooncakeConnector's transfers with a bootstrap server on the same port.
+"""
 
 import asyncio
 import json
 import uuid
 from contextlib import asynccontextmanager
+from functools import partial
 
 from aiohttp import web
 
 from tandem.cli.up import free_ports
+from tests.patience import until_async
 
 GARBAGE = 99
 
@@ -29,6 +34,7 @@ class FakeVllm:
         pause_s: Time between two tokens of a stream.
         stop_at: Number of tokens after which streams wait for `going`.
         life: What differs between two lives.
+        computing: While it is not set, prefill's halves wait.
         unfrozen: While it is not set, nothing is answered, as after SIGSTOP.
         reports: While it is not set, polls are not answered.
         end: Reason of the last token of a stream.
@@ -44,6 +50,8 @@ class FakeVllm:
         self.pause_s = 0.0
         self.engine_id, self.going, self.unfrozen = self._new_id(), asyncio.Event(), asyncio.Event()
         self.unfrozen.set()
+        self.computing = asyncio.Event()
+        self.computing.set()
         self.reports = asyncio.Event()
         self.reports.set()
         self.blocks: dict[str, list[int]] = {}
@@ -68,6 +76,7 @@ class FakeVllm:
                 web.get("/v1/models", self._models),
                 web.get("/version", self._version),
                 web.get("/metrics", self._metrics),
+                web.get("/query", self._query),
                 web.post("/v1/completions", self._completions),
             ]
         )
@@ -114,6 +123,9 @@ class FakeVllm:
         ]
         return web.Response(text="\n".join(lines) + "\n")
 
+    async def _query(self, _request):
+        return web.json_response({"0": {"engine_id": self.engine_id, "worker_addr": {}}})
+
     async def _completions(self, request):
         body = await request.json()
         params = body.get("kv_transfer_params") or {}
@@ -127,25 +139,30 @@ class FakeVllm:
             if self.error:
                 return web.json_response({"error": {"message": self.error}}, status=self.status)
             if params.get("do_remote_decode") and self.has_connector:
+                await self.computing.wait()
                 return web.json_response(self._prefilled(body))
             if body.get("stream"):
-                return await self._streamed(request, body, self._prompt_of(body, params))
+                return await self._streamed(request, body, await self._prompt_of(body, params))
             return web.json_response(self._whole(body))
         finally:
             self.num_running -= 1
             self._open.discard(transport)
 
-    def _prompt_of(self, body, params) -> list[int]:
+    async def _prompt_of(self, body, params) -> list[int]:
         """Return the prompt whose KV decode reads: that of the reference, or garbage."""
         if not params.get("do_remote_prefill"):
             return body["prompt"]
-        return self.pull(params) or [GARBAGE]
+        return await self.pull(params) or [GARBAGE]
 
-    def pull(self, params) -> list[int] | None:
+    async def pull(self, params) -> list[int] | None:
         """Set by `connect`."""
         raise NotImplementedError
 
     def _prefilled(self, body) -> dict:
+        name = body["kv_transfer_params"].get("transfer_id")
+        if name:
+            self.blocks[name] = body["prompt"]
+            return self._whole(body)
         name = f"cmpl-{uuid.uuid4()}"
         self.blocks[name] = body["prompt"]
         params = {
@@ -188,10 +205,13 @@ class FakeVllm:
 def connect(prefills, decodes) -> None:
     """Let decode's engines read the blocks of prefill's."""
 
-    def pull(params):
+    async def pull(params):
         for prefill in prefills:
             if prefill.engine_id == params["remote_engine_id"]:
-                return prefill.blocks.pop(params["remote_request_id"], None)
+                if name := params.get("transfer_id"):
+                    await until_async(partial(prefill.blocks.__contains__, name))
+                    assert params["remote_bootstrap_addr"] == prefill.url
+                return prefill.blocks.pop(name or params["remote_request_id"], None)
         return None
 
     for decode in decodes:

@@ -5,9 +5,9 @@ import json
 import socket
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from tandem.router.engines import EngineOptions
 from tandem.router.workers.adapter import AdapterStart, EngineTarget
 from tandem.stock.adapter import serve
-from tandem.wire.events.endpoints import EngineEvents
 from tests.patience import until_async
 from tests.router.test_backend import watched
 from tests.stock.fake_vllm import FakeVllm, connect
@@ -47,7 +47,7 @@ def model_files(directory, **more):
 
 
 @asynccontextmanager
-async def adapter(targets, tokenizer_dir="", events="") -> str:
+async def adapter(targets, tokenizer_dir="", **options) -> str:
     """Run an adapter; yield the start of its nodes' URLs."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         start = AdapterStart(
@@ -55,7 +55,7 @@ async def adapter(targets, tokenizer_dir="", events="") -> str:
             socket_fd=-1,
             heartbeat_interval_ms=500.0,
             tokenizer_dir=tokenizer_dir,
-            events=EngineEvents(endpoint=events),
+            options=EngineOptions(**options),
             log_level="info",
             log_format="auto",
         )
@@ -70,15 +70,15 @@ async def adapter(targets, tokenizer_dir="", events="") -> str:
 
 
 def target(engine: FakeVllm, role: str) -> EngineTarget:
-    return EngineTarget(engine="vllm", http_url=engine.url, role=role)
+    return EngineTarget(engine="vllm", http_url=engine.url, role=role, bootstrap_port=engine.port)
 
 
 @asynccontextmanager
-async def fleet(directory, num_prefills=1, num_decodes=1, num_adapters=1, events="", **settings):
+async def fleet(directory, num_prefills=1, num_decodes=1, num_adapters=1, options=None, **settings):
     """Run fake engines and the backend. With two adapters, prefill and decode have one each.
 
     Args:
-        events: Where all engines publish KV events.
+        options: Fields of `EngineOptions`.
     """
     model = str(model_files(directory / "model"))
     prefills = [FakeVllm(model) for _ in range(num_prefills)]
@@ -96,7 +96,7 @@ async def fleet(directory, num_prefills=1, num_decodes=1, num_adapters=1, events
             groups = [groups[0] + groups[1]]
         urls = {"prefill": [], "decode": []}
         for group in groups:
-            base = await stack.enter_async_context(adapter(group, events=events))
+            base = await stack.enter_async_context(adapter(group, **options or {}))
             for each in group:
                 urls[each.role].append(NodeUrl(f"{base}/{each.path}"))
         found = Fleet(prefills, decodes)

@@ -23,6 +23,7 @@ from tests.stock.fake_vllm import continued
 from tests.stock.fleet import fleet
 
 PROMPT = [5, 6, 7, 8, 9]
+MOONCAKE = {"kv_connector": "mooncake"}
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +75,29 @@ async def test_decode_continues_from_the_blocks_that_prefill_names(tmp_path):
     assert prefill["max_tokens"] == 1
     assert prefill["prompt"] == decode["prompt"] == PROMPT
     assert decode["kv_transfer_params"]["remote_engine_id"] == found.prefills[0].engine_id
+
+
+async def test_both_halves_name_the_transfer_that_mooncake_makes(tmp_path):
+    async with fleet(tmp_path, options=MOONCAKE) as found:
+        assert await tokens(found) == continued(PROMPT, 12)
+        prefill, decode = found.prefills[0].bodies[-1], found.decodes[0].bodies[-1]
+        asked, fetched = prefill["kv_transfer_params"], decode["kv_transfer_params"]
+        assert asked["transfer_id"] == fetched["transfer_id"]
+        assert fetched["remote_engine_id"] == found.prefills[0].engine_id
+        assert not any(found.backend.leftovers.values())
+
+
+async def test_decode_that_waits_for_a_transfer_from_a_lost_prefill_is_replayed(tmp_path):
+    async with fleet(tmp_path, num_prefills=2, options=MOONCAKE) as found:
+        for prefill in found.prefills:
+            prefill.computing.clear()
+        task = asyncio.create_task(tokens(found))
+        await until_async(lambda: found.decodes[0].num_running == 1)
+        (prefill,) = [each for each in found.prefills if each.num_running]
+        await prefill.kill()
+        for each in found.prefills:
+            each.computing.set()
+        assert await task == continued(PROMPT, 12)
 
 
 async def test_halves_of_two_adapters_meet_over_http(tmp_path):
@@ -177,7 +201,7 @@ async def test_published_prefixes_are_known_to_the_router(tmp_path):
     prompt = [3 + number % 90 for number in range(300)]
     endpoint = f"tcp://[::1]:{free_ports(1)[0]}"
     with closing(KvEventPublisher(KvEventsConfig(endpoint=endpoint))) as publisher:
-        async with fleet(tmp_path, events=endpoint) as found:
+        async with fleet(tmp_path, options={"kv_events_endpoint": endpoint}) as found:
             await tokens(found, request(prompt))
             (prefill,) = found.prefills
 

@@ -39,10 +39,7 @@ class Server:
 
     def num_received(self) -> int:
         """Return how many prompt tokens came from prefill."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
-        found = re.findall(r"^vllm:external_prefix_cache_hits_total{.*} (.*)$", text, re.MULTILINE)
-        return sum(int(float(value)) for value in found)
+        return num_received(self.url)
 
     def ask(self, prompt_ids, params, max_tokens=NUM_TOKENS):
         """Return the HTTP status and body. `prompt_ids`: token ids of one prompt, or a list of those of several."""
@@ -64,6 +61,14 @@ class Server:
         status, answer = self.ask(prompt_ids, params, max_tokens)
         assert status == 200, answer
         return answer["choices"][0]["token_ids"]
+
+
+def num_received(url: str) -> int:
+    """Return how many prompt tokens decode's engine got from prefill."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    found = re.findall(r"^vllm:external_prefix_cache_hits_total{.*} (.*)$", text, re.MULTILINE)
+    return sum(int(float(value)) for value in found)
 
 
 def body_of(prompt_ids, params, max_tokens: int) -> dict:

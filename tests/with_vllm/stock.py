@@ -1,4 +1,4 @@
-"""Fleets of unmodified `vllm serve` processes with NixlConnector, a router in front, and clients that stream."""
+"""Fleets of unmodified `vllm serve` processes with a KV connector, a router in front, and clients that stream."""
 
 import asyncio
 import contextlib
@@ -20,20 +20,29 @@ FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--
 SLOW = ("--heartbeat-interval-ms", str(INTERVAL_MS))
 POOL = ("--num-gpu-blocks-override", "512")
 TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+ROLES = {"p": "kv_producer", "d": "kv_consumer"}
 
 
 class Engine:
-    """A `vllm serve` at one address, across restarts. `name` begins with `alone` if it has no connector."""
+    """A `vllm serve` at one address, across restarts.
 
-    def __init__(self, name: str, model: Path, directory: Path) -> None:
+    Args:
+        name: Begins with `alone` if it has no connector, else with p for prefill or d for decode.
+        is_mooncake: Whether the connector is TandemConnector, which takes MooncakeConnector's transfers.
+    """
+
+    def __init__(self, name: str, model: Path, directory: Path, *, is_mooncake: bool) -> None:
         self.name, self._model, self._log = name, model, directory / f"{name}.log"
-        self.port, self._side = free_ports(2)
+        self._is_mooncake = is_mooncake
+        self.port, self._side, self.bootstrap_port = free_ports(3)
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: Process
 
     def start(self) -> None:
         connector = (
-            () if self.name.startswith("alone") else ("--kv-transfer-config", json.dumps(TRANSFER))
+            ()
+            if self.name.startswith("alone")
+            else ("--kv-transfer-config", json.dumps(self._transfer()))
         )
         self.process = start(
             self._log,
@@ -46,6 +55,18 @@ class Engine:
                 "VLLM_NO_USAGE_STATS": "1",
             },
         )
+
+    def _transfer(self) -> dict:
+        if not self._is_mooncake:
+            return TRANSFER
+        return {
+            "kv_connector": "TandemConnector",
+            "kv_role": ROLES[self.name[0]],
+            "kv_connector_extra_config": {
+                "bootstrap_port": self._side,
+                "query_port": self.bootstrap_port,
+            },
+        }
 
     def is_up(self) -> bool:
         assert self.process.is_running(), self._log.read_text()[-3000:]
@@ -72,9 +93,13 @@ class Engine:
 class Fleet:
     """Engines by name, and a router in front of those whose names begin with p (prefill) and d (decode)."""
 
-    def __init__(self, model: Path, directory: Path, names: Sequence[str]) -> None:
-        self._directory = directory
-        self.engines = {name: Engine(name, model, directory) for name in names}
+    def __init__(
+        self, model: Path, directory: Path, names: Sequence[str], *, is_mooncake: bool = False
+    ) -> None:
+        self._directory, self._is_mooncake = directory, is_mooncake
+        self.engines = {
+            name: Engine(name, model, directory, is_mooncake=is_mooncake) for name in names
+        }
         self.url = f"http://127.0.0.1:{free_ports(1)[0]}"
         self.router: Process | None = None
 
@@ -108,6 +133,9 @@ class Fleet:
             for url in self.urls(role)
             for word in (f"--{role}", f"vllm+{url}")
         ]
+        if self._is_mooncake:
+            ports = [str(e.bootstrap_port) for name, e in self.engines.items() if name[0] == "p"]
+            nodes += ["--prefill-bootstrap-ports", *ports, "--kv-connector", "mooncake"]
         port = self.url.rpartition(":")[2]
         words = ("tandem", "lb", *nodes, "--port", port, *SLOW, *flags)
         self.router = start(self._directory / "lb.log", *words)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.patience import until_async
 from tests.with_vllm.models import tiny_with_tokenizer
+from tests.with_vllm.servers import num_received
 from tests.with_vllm.stock import Fleet, answers, client, stream, streams
 
 NUM_NEW, NUM_LONG, NUM_STREAMS = 24, 200, 16
@@ -50,12 +51,17 @@ async def _alone(fleet):
     return seen
 
 
-async def test_answers_are_those_of_decode_alone(model, tmp_path):
-    with Fleet(model, tmp_path, ("p1", "d1")) as fleet:
+@pytest.mark.parametrize(
+    "is_mooncake", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["nixl", "mooncake"]
+)
+async def test_answers_are_those_of_decode_alone(model, tmp_path, is_mooncake):
+    with Fleet(model, tmp_path, ("p1", "d1"), is_mooncake=is_mooncake) as fleet:
         fleet.wait_up()
         fleet.route()
         async with client() as session:
             expected = await answers(session, fleet["d1"].url, prompts(10), NUM_NEW)
+            assert await answers(session, fleet.url, prompts(10, seed=8), NUM_NEW)
+            assert num_received(fleet["d1"].url) > 0
             assert await answers(session, fleet.url, prompts(10), NUM_NEW) == expected
 
 

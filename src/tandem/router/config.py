@@ -15,11 +15,11 @@ from tandem.frontend.options import (
     load_authorities,
 )
 from tandem.frontend.replies.parser import reply_formats
+from tandem.router.engines import EngineOptions
 from tandem.settings.flags import HEARTBEAT, LOG_FORMAT, LOG_LEVEL, PORT, Flag
 from tandem.telemetry.log import LogFormat
 from tandem.wire.channel import Heartbeat, heartbeat_of
 from tandem.wire.errors import ConfigInvalid
-from tandem.wire.events.endpoints import EngineEvents
 from tandem.wire.hosts import HOST
 
 PolicyName = Literal[
@@ -346,7 +346,7 @@ class RouterConfig:
             help="CA certificates for https:// nodes (default: those of the system)",
         ),
     ] = ""
-    engine_events: EngineEvents = field(default_factory=EngineEvents)
+    engines: EngineOptions = field(default_factory=EngineOptions)
     discovers_announced: Annotated[
         bool,
         Flag(

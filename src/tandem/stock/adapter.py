@@ -22,7 +22,8 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from tandem.router.workers.adapter import HOST, AdapterStart
+from tandem.router.engines import EngineOptions
+from tandem.router.workers.adapter import HOST, AdapterStart, EngineTarget
 from tandem.stock.dialect import Dialect
 from tandem.stock.http_engine import CONNECT_S, HttpEngine
 from tandem.stock.model_files import ModelFiles
@@ -36,7 +37,9 @@ from tandem.wire.errors import PeerLost, TandemError
 from tandem.wire.generation import Room
 from tandem.wire.keys import ChannelKey, cluster_key, is_loopback
 
-DIALECTS: Mapping[str, Callable[[HttpEngine], Dialect]] = {"vllm": VllmDialect}
+DIALECTS: Mapping[str, Callable[[HttpEngine, EngineTarget, EngineOptions], Dialect]] = {
+    "vllm": VllmDialect
+}
 
 # An engine that is polled and sends nothing for this many heartbeat intervals counts as lost: after 5 s by default. The
 # maximum and the time for decode to ask for a prompt's blocks are shorter than their lease, 30 s by default: after its
@@ -72,12 +75,16 @@ class Adapter:
             files=cache(lambda model: ModelFiles(model, start.tokenizer_dir)),
             rooms=self._rooms,
             meeting=self._meeting,
-            events=start.events,
+            options=start.options,
         )
         poll_s = min(POLL_INTERVALS * around.heartbeat.interval_s, MAX_POLL_S) or MAX_POLL_S
         self.nodes = {
             each.path: StockNode(
-                DIALECTS[each.engine](HttpEngine(each.http_url, session, poll_s)), each.role, around
+                DIALECTS[each.engine](
+                    HttpEngine(each.http_url, session, poll_s), each, start.options
+                ),
+                each.role,
+                around,
             )
             for each in start.targets
         }

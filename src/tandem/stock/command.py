@@ -12,6 +12,7 @@ import uvloop
 
 from tandem.frontend.http.server import listen
 from tandem.router.config import engine_of, listed_url
+from tandem.router.engines import EngineOptions
 from tandem.router.workers.adapter import AdapterStart, EngineTarget
 from tandem.settings.flags import (
     HEARTBEAT,
@@ -27,7 +28,6 @@ from tandem.stock.adapter import serve
 from tandem.telemetry.log import LogFormat, configure, get_logger
 from tandem.wire.channel import heartbeat_of
 from tandem.wire.errors import ConfigInvalid
-from tandem.wire.events.endpoints import EngineEvents
 from tandem.wire.hosts import HOST
 from tandem.wire.keys import ChannelKey, cluster_key, warn_of_weak_secret
 
@@ -66,7 +66,17 @@ class AdoptConfig(msgspec.Struct, frozen=True, kw_only=True):
             help="directory of the model's config.json and tokenizer files (default: the engine's --model)",
         ),
     ] = ""
-    events: EngineEvents = EngineEvents()
+    bootstrap_port: Annotated[
+        int | None,
+        Flag(
+            "--bootstrap-port",
+            metavar="PORT",
+            ge=1,
+            le=65535,
+            help="bootstrap port of a prefill engine that has one (default: the engine's default)",
+        ),
+    ] = None
+    engine: EngineOptions = EngineOptions()
     log_level: Annotated[str, LOG_LEVEL] = "info"
     log_format: Annotated[LogFormat, LOG_FORMAT] = "auto"
 
@@ -99,7 +109,10 @@ def main(argv: Sequence[str]) -> int:
     warn_of_weak_secret(os.environ.get("TANDEM_CLUSTER_KEY", ""))
     key = cluster_key(config.host, is_insecure=config.is_insecure)
     target = EngineTarget(
-        engine=engine, http_url=config.url.removeprefix(f"{engine}+"), role=config.role
+        engine=engine,
+        http_url=config.url.removeprefix(f"{engine}+"),
+        role=config.role,
+        bootstrap_port=config.bootstrap_port,
     )
     with listen(config.host, config.port) as sock:
         start = AdapterStart(
@@ -107,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
             socket_fd=sock.fileno(),
             heartbeat_interval_ms=config.heartbeat_interval_ms,
             tokenizer_dir=config.tokenizer_dir,
-            events=config.events,
+            options=config.engine,
             log_level=config.log_level,
             log_format=config.log_format,
         )

@@ -37,6 +37,11 @@ class HttpEngine:
         self.url, self._session, self._poll_s = url, session, poll_s
         self._num_heard = 0  # chunks that the engine has sent
 
+    def on_port(self, port: int) -> "HttpEngine":
+        """Return another server on the engine's host."""
+        host = self.url.partition("://")[2].rpartition(":")[0]
+        return HttpEngine(f"http://{host}:{port}", self._session, self._poll_s)
+
     async def ask(
         self, path: str, body: Mapping[str, object] | None = None, limit_s: float | None = None
     ) -> bytes:

@@ -20,6 +20,7 @@ import zmq
 from tandem.node.answers import Answers
 from tandem.node.config import NodeRole
 from tandem.node.loop import EngineLoop
+from tandem.router.engines import EngineOptions
 from tandem.stock.dialect import Dialect, EngineFacts
 from tandem.stock.generator import StockGenerator
 from tandem.stock.kv_events import KvEventSubscriber
@@ -31,7 +32,6 @@ from tandem.vllm.node.outputs import HandOffParams
 from tandem.vllm.node.role import VllmRole
 from tandem.wire.channel import Heartbeat, Inbox, Waker, tcp_address
 from tandem.wire.errors import PeerLost, TandemError
-from tandem.wire.events.endpoints import EngineEvents
 from tandem.wire.generation import new_epoch
 from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import ModelInfo, NodeInfo, ToEngine
@@ -57,7 +57,7 @@ class Surroundings:
         files: Returns the files of a model by its name on the engine. Called in a thread.
         rooms: Rooms of this adapter's prefill nodes.
         meeting: Returns the rooms of a hand-off, for decode.
-        events: Where engines publish KV events.
+        options: What engines do not report of themselves.
     """
 
     host: str
@@ -67,7 +67,7 @@ class Surroundings:
     files: Callable[[str], ModelFiles]
     rooms: Rooms
     meeting: Callable[[HandOffParams], Meeting]
-    events: EngineEvents
+    options: EngineOptions
 
 
 class StockLife:
@@ -178,12 +178,13 @@ class StockNode:
         self, facts: EngineFacts, sent: SentPrefixes
     ) -> AsyncIterator[PrefixJournal]:
         """Yield what the engine publishes that it caches, else what it was sent."""
-        events = self._around.events.on(urlsplit(self._dialect.url).hostname or "")
+        host = urlsplit(self._dialect.url).hostname or ""
+        endpoint, replay_endpoint = self._around.options.events_of(host)
         # Which rank serves a request is the engine's choice, so what one of them caches is of no use.
-        if not events.endpoint or facts.num_ranks > 1:
+        if not endpoint or facts.num_ranks > 1:
             yield sent.journal
             return
-        subscriber = KvEventSubscriber(events.endpoint, events.replay_endpoint)
+        subscriber = KvEventSubscriber(endpoint, replay_endpoint)
         following = asyncio.create_task(subscriber.run())
         try:
             yield subscriber.follower.journal

@@ -1,7 +1,7 @@
 """Rooms, in which prefill's half of a request leaves the reference to its KV for decode's half.
 
 ```
- prefill ── offer ──▶ room ── take, once ──▶ decode pulls the KV, computes the first token
+ prefill ─── put ───▶ room ── take, once ──▶ decode pulls the KV, computes the first token
    ▲ holds the half                            │
    └──────────────── confirm ◀─────────────────┘   refused if prefill was lost meanwhile: its blocks may have been reused
 ```
@@ -47,13 +47,16 @@ class Offer:
         self.taken, self.confirmed = asyncio.Event(), asyncio.Event()
         self.is_closed = False
 
-    async def offer(self, reference: Reference, limit_s: float) -> None:
-        """Offer a reference until decode has confirmed it.
+    def put(self, reference: Reference) -> None:
+        """Leave the reference for decode."""
+        self.reference.set_result(reference)
+
+    async def landed(self, limit_s: float) -> None:
+        """Wait until decode has confirmed it.
 
         Raises:
             TransferTimeout: Decode did not take it within `limit_s`; the engine frees its blocks soon.
         """
-        self.reference.set_result(reference)
         try:
             async with asyncio.timeout(limit_s):
                 await self.taken.wait()

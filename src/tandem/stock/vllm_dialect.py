@@ -1,4 +1,7 @@
-"""`vllm serve` with NixlConnector. Prefill computes first; its answer tells decode's engine which blocks to pull.
+"""`vllm serve` with NixlConnector, or with a connector that takes MooncakeConnector's transfers.
+
+With NixlConnector, prefill computes first; its answer tells decode's engine which blocks to pull. With the others, both
+halves run at once, and name their transfer alike.
 
 Decode's engine computes the last prompt token and draws the first token itself. The token that prefill must draw is
 ignored, so it is drawn in the cheapest way, and the two engines need not agree on it.
@@ -6,11 +9,14 @@ ignored, so it is drawn in the cheapest way, and the two engines need not agree 
 
 import json
 import re
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
 
+from tandem.router.engines import EngineOptions
+from tandem.router.workers.adapter import EngineTarget
 from tandem.stock.dialect import EngineFacts
 from tandem.stock.http_engine import HttpEngine
 from tandem.stock.rooms import Meeting, Offer
@@ -24,6 +30,9 @@ LEARN_S = 20.0
 # Time for decode to ask for a prompt's blocks. Once it has, its engine renews the lease.
 LEASE_S = 10.0
 ASK = {"do_remote_decode": True, "do_remote_prefill": False}
+FETCH = {"do_remote_decode": False, "do_remote_prefill": True}
+# vLLM's default, on prefill.
+BOOTSTRAP_PORT = 8998
 # Parameters with the same name and meaning.
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos"),
@@ -80,14 +89,16 @@ class VllmDialect:
 
     engine = "vllm"
 
-    def __init__(self, http: HttpEngine) -> None:
-        self._http, self.url = http, http.url
+    def __init__(self, http: HttpEngine, target: EngineTarget, options: EngineOptions) -> None:
+        self._http, self.url, self._target = http, http.url, target
+        self._connector = options.kv_connector
+        self._bootstrap = http.on_port(target.bootstrap_port or BOOTSTRAP_PORT)
         self._life, self._engine_id = _UNKNOWN, ""
         self._num_blocks = self._block_size = 0
         self._generation: object = None
 
     async def learn(self) -> EngineFacts:
-        """Return the engine's facts; raise `NoNodeAvailable` if it has no NixlConnector."""
+        """Return the engine's facts; raise `NoNodeAvailable` if it has another connector."""
         http = self._http
         cards = msgspec.json.decode(await http.ask("/v1/models", limit_s=LEARN_S), type=_Cards).data
         version = json.loads(await http.ask("/version", limit_s=LEARN_S))["version"]
@@ -97,21 +108,18 @@ class VllmDialect:
             int(pool["num_gpu_blocks"]) - 1,
             int(pool["block_size"]),
         )
-        probe = {"prompt": [1], "max_tokens": 1, "ignore_eos": True, "kv_transfer_params": ASK}
-        reference = _COMPLETION.decode(await http.ask(PATH, probe, LEARN_S)).kv_transfer_params
-        if not reference or "remote_engine_id" not in reference:
-            raise NoNodeAvailable(
-                f"{http.url} runs vLLM without NixlConnector: start it with --kv-transfer-config "
-                '\'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\''
-            )
-        self._engine_id = _engine_of(reference)
-        self._generation = reference.get("remote_registration_generation")
+        if self._connector == "nixl":
+            reference = await self._probe()
+            self._engine_id = _engine_of(reference)
+            self._generation = reference.get("remote_registration_generation")
+        elif self._target.role == "prefill":
+            self._engine_id = await self._registered_id()
         card = cards[0]
         self._life = _life_of(values)
         return EngineFacts(
             life=self._life,
             name=card.id,
-            kind=f"vllm-{version}-nixl-{card.id}",
+            kind=f"vllm-{version}-{self._connector}-{card.id}",
             version=version,
             model=card.root,
             context_length=card.max_model_len,
@@ -119,11 +127,34 @@ class VllmDialect:
             max_prompt_tokens=min(card.max_model_len, self._num_blocks * self._block_size) - 1,
         )
 
+    async def _probe(self) -> dict[str, Any]:
+        """Return a reference to KV; raise `NoNodeAvailable` if the engine has no NixlConnector."""
+        probe = {"prompt": [1], "max_tokens": 1, "ignore_eos": True, "kv_transfer_params": ASK}
+        answer = _COMPLETION.decode(await self._http.ask(PATH, probe, LEARN_S))
+        reference = answer.kv_transfer_params
+        if not reference or "remote_engine_id" not in reference:
+            raise NoNodeAvailable(
+                f"{self.url} runs vLLM without NixlConnector: start it with --kv-transfer-config "
+                '\'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\', or start the router with --kv-connector'
+            )
+        return reference
+
+    async def _registered_id(self) -> str:
+        """Return the id under which prefill's engine has registered at its bootstrap server."""
+        ranks = json.loads(await self._bootstrap.ask("/query", limit_s=LEARN_S))
+        if len(ranks) != 1:
+            raise NoNodeAvailable(
+                f"{self._bootstrap.url}/query lists {len(ranks)} data-parallel ranks: --kv-connector mooncake serves "
+                "engines with one"
+            )
+        (rank,) = ranks.values()
+        return str(rank["engine_id"])
+
     async def poll(self) -> EngineCounts:
         """Return the load; raise `PeerLost` also if another process answers."""
         values, _pool = self._metrics(await self._http.poll("/metrics"))
         if _life_of(values) != self._life:
-            raise PeerLost(f"{self._http.url} was restarted")
+            raise PeerLost(f"{self.url} was restarted")
         used = values[b"kv_cache_usage_perc"]
         num_pages = len(used) * self._num_blocks
         return EngineCounts(
@@ -144,7 +175,7 @@ class VllmDialect:
                 pool = {key.decode(): text.decode() for key, text in _LABEL.findall(labels)}
         if not pool or any(name not in values for name in _LOAD):
             raise NoNodeAvailable(
-                f"{self._http.url} reports no load at /metrics: start vLLM there, without --disable-log-stats"
+                f"{self.url} reports no load at /metrics: start vLLM there, without --disable-log-stats"
             )
         return values, pool
 
@@ -177,17 +208,27 @@ class VllmDialect:
     async def prefill(self, body: dict[str, object], offer: Offer) -> AsyncIterator[StepOutput]:
         """Compute a prompt, and wait until decode has its KV."""
         asked = body | {"kv_transfer_params": ASK}
+        if self._connector == "mooncake":
+            name = {"transfer_id": f"xfer-{uuid.uuid4()}"}
+            asked["kv_transfer_params"] = ASK | name
+            address = {"remote_bootstrap_addr": self._bootstrap.url}
+            offer.put(FETCH | name | address | {"remote_engine_id": self._engine_id})
         answer = _COMPLETION.decode(await self._http.ask(PATH, asked))
-        reference = answer.kv_transfer_params
+        if self._connector == "nixl":
+            offer.put(self._checked(answer.kv_transfer_params))
+        output = _output(asked, answer)
+        yield StepOutput("", prompt_logprobs=output.prompt_logprobs)
+        await offer.landed(LEASE_S)
+
+    def _checked(self, reference: dict[str, Any] | None) -> dict[str, Any]:
+        """Return a reference of the engine that `learn` has met."""
         if not reference:
-            raise EngineFailed(f"{self._http.url} returned no reference to its KV")
+            raise EngineFailed(f"{self.url} returned no reference to its KV")
         generation = reference.get("remote_registration_generation")
         if _engine_of(reference) != self._engine_id or generation != self._generation:
             self._life = _UNKNOWN  # the next poll ends this life of the node
-            raise PeerLost(f"{self._http.url} was restarted")
-        output = _output(asked, answer)
-        yield StepOutput("", prompt_logprobs=output.prompt_logprobs)
-        await offer.offer(reference, LEASE_S)
+            raise PeerLost(f"{self.url} was restarted")
+        return reference
 
     async def decode(
         self, body: dict[str, object], rooms: Meeting, room: Room

@@ -18,8 +18,8 @@ from typing import Literal
 import msgspec
 
 from tandem.router.config import PrefillTarget, RouterConfig, engine_of
+from tandem.router.engines import EngineOptions
 from tandem.telemetry.log import LogFormat, get_logger
-from tandem.wire.events.endpoints import EngineEvents
 
 log = get_logger(__name__)
 
@@ -33,7 +33,7 @@ class EngineTarget(msgspec.Struct, frozen=True, kw_only=True):
     """An engine of which the adapter makes a node.
 
     Attributes:
-        bootstrap_port: Bootstrap port of a prefill engine that has one; None: the one that it reports.
+        bootstrap_port: Bootstrap port of a prefill engine that has one; None: the one that it reports, or its default.
     """
 
     engine: str
@@ -58,7 +58,7 @@ class AdapterStart(msgspec.Struct, frozen=True, kw_only=True):
     socket_fd: int
     heartbeat_interval_ms: float
     tokenizer_dir: str
-    events: EngineEvents
+    options: EngineOptions
     log_level: str
     log_format: LogFormat
 
@@ -128,7 +128,7 @@ def adapted(config: RouterConfig) -> Iterator[tuple[RouterConfig, AdapterProcess
             socket_fd=sock.fileno(),
             heartbeat_interval_ms=config.heartbeat_interval_ms,
             tokenizer_dir=config.tokenizer_dir,
-            events=config.engine_events,
+            options=config.engines,
             log_level=config.log_level,
             log_format=config.log_format,
         )

@@ -22,7 +22,6 @@ import zmq
 from tandem.settings.flags import Flag
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid
-from tandem.wire.events.endpoints import checked_endpoint
 from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS
 
 log = get_logger(__name__)
@@ -39,6 +38,14 @@ MAX_KEPT_BYTES = 64 << 20
 MAX_QUEUED = 2 * MAX_BLOCKS
 END_NUMBER = (-1).to_bytes(8, "big", signed=True)
 CLEARED = {"type": "AllBlocksCleared"}
+
+
+def checked_endpoint(flag: str, text: str) -> str:
+    """Return a ZMQ endpoint; raise `ConfigInvalid` if it is none of TCP."""
+    host, _, port = text.removeprefix("tcp://").rpartition(":")
+    if text and not (text.startswith("tcp://") and host and port.isdigit() and int(port) < 65536):
+        raise ConfigInvalid(f"{flag} {text} is not an endpoint: use one such as tcp://*:5557")
+    return text
 
 
 class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
-"""Addresses at which engines publish KV events."""
+"""Options of engines that do not implement the node protocol."""
 
 import pytest
 
-from tandem.wire.events.endpoints import EngineEvents
+from tandem.router.engines import EngineOptions
 
 
 @pytest.mark.parametrize(
@@ -15,4 +15,4 @@ from tandem.wire.events.endpoints import EngineEvents
     ],
 )
 def test_star_is_the_host_of_the_engine(given, host, used):
-    assert EngineEvents(endpoint=given).on(host).endpoint == used
+    assert EngineOptions(kv_events_endpoint=given).events_of(host) == (used, "")
