@@ -12,6 +12,7 @@ import contextlib
 import random
 import signal
 import tempfile
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from benchmarks.rig import parse, parser_of, result
 from tandem.cli.up import free_ports
 from tests.patience import eventually, until_async
 from tests.with_vllm.models import tiny_with_tokenizer
-from tests.with_vllm.nodes import START_S, get, start
+from tests.with_vllm.nodes import START_S, start
 from tests.with_vllm.stock import Fleet, client, stream, streams
 
 NUM_BEFORE = 20
@@ -53,10 +54,18 @@ def vllm_router(python: Path, fleet: Fleet, log: Path) -> Iterator[str]:
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        assert eventually(lambda: get(f"{url}/health")[0] == 200, within_s=START_S), log.read_text()
+        assert eventually(lambda: _is_healthy(url), within_s=START_S), log.read_text()
         yield url
     finally:
         process.kill()
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5):
+            return True
+    except OSError:  # not yet, or an error status
+        return False
 
 
 async def count(
