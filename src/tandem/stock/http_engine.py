@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import aiohttp
+import msgspec
 
 from tandem.wire.errors import (
     EngineFailed,
@@ -22,6 +23,7 @@ from tandem.wire.hosts import reason_of
 # Time to open a connection. The engines' own networks answer within milliseconds.
 CONNECT_S = 5.0
 MAX_QUOTED = 300
+_HEADERS = {"Content-Type": "application/json"}
 _DATA, _DONE = b"data: ", b"[DONE]"
 
 
@@ -99,10 +101,10 @@ class HttpEngine:
         self, path: str, body: Mapping[str, object] | None, limit_s: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=limit_s or CONNECT_S)
-        method = "GET" if body is None else "POST"
+        method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
         try:
             async with self._session.request(
-                method, self.url + path, json=body, timeout=timeout
+                method, self.url + path, data=data, headers=_HEADERS, timeout=timeout
             ) as response:
                 if response.status >= 400:
                     text = (await response.text(errors="replace"))[:MAX_QUOTED]
