@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 
 import aiohttp
 import pytest
@@ -96,11 +97,12 @@ ROUTERS = {"sglang-router": ["sglang_router.launch_router"], "smg": ["smg", "lau
 
 
 @contextlib.contextmanager
-def router(name: str, prefill: str, decode: str, bootstrap_port: int):
+def router(name: str, prefill: str, decodes: Sequence[str], bootstrap_port: int):
     """The real router, until it serves; yields its URL."""
     port, metrics_port = free_ports(2)
     argv = ["--host", "127.0.0.1", "--port", port, "--policy", "round_robin"]
-    argv += ["--pd-disaggregation", "--prefill", prefill, bootstrap_port, "--decode", decode]
+    argv += ["--pd-disaggregation", "--prefill", prefill, bootstrap_port]
+    argv += [word for decode in decodes for word in ("--decode", decode)]
     argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -137,5 +139,5 @@ def assert_same(found: dict, expected: dict) -> None:
 @pytest.mark.parametrize("name", ROUTERS)
 def test_router_drives_our_nodes(pair, model, expected, name):
     prefill, decode, bootstrap_port = pair
-    with router(name, prefill, decode, bootstrap_port) as url:
+    with router(name, prefill, [decode], bootstrap_port) as url:
         assert_same(asyncio.run(answers(url, model)), expected)
