@@ -39,7 +39,7 @@ def test_sglang_disaggregation_flags_are_accepted():
         *["--enable-p2p-check", "--enable-metrics", "--tp", "1"],
     )
     assert (config.transfer.backend, config.transfer.bootstrap_port) == ("tcp", 5)
-    assert config.served_model_name == "n"
+    assert config.served_model_names == ("n",)
     assert meaningless == ["--enable-p2p-check", "--enable-metrics"]
 
 

@@ -568,7 +568,7 @@ async def test_new_request_waits_for_a_node_if_the_cluster_has_served():
     async with cluster(node_wait_s=60) as setup:
         setup.decodes[0].engine.close()  # before anybody asked what is served
         await until_async(lambda: not setup.backend.health().is_serving)
-        assert setup.backend.model().name == "m"
+        assert setup.backend.models().choose(None).name == "m"
         async with reading(setup) as reader:
             setup.decodes[0].restart_engine()
             prefill, start_prefill, *_ = await setup.pair_of()
@@ -758,7 +758,7 @@ async def test_without_a_node_health_names_the_missing_role():
             with pytest.raises(NoNodeAvailable, match="refused"):
                 await read(backend)
             with pytest.raises(NoNodeAvailable):
-                backend.model()
+                backend.models().choose(None)
 
 
 async def test_health_names_both_fingerprints_of_nodes_with_different_models():
@@ -773,7 +773,7 @@ async def test_health_names_both_fingerprints_of_nodes_with_different_models():
 async def test_served_model_comes_from_the_nodes():
     prefills = [FakeNode("prefill", max_prompt_tokens=60)]
     async with cluster(prefills=prefills) as setup:
-        model = setup.backend.model()
+        model = setup.backend.models().choose(None)
         assert (model.name, model.context_length, model.max_prompt_tokens) == ("m", 100, 60)
         assert model.tokenizer is None
 

@@ -2,7 +2,7 @@
 
 import ssl
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +33,13 @@ REASONING_PARSER = Flag(
     help="format of the model's reasoning, such as qwen3 (see docs/parsers.md), which chats return as reasoning_content "
     "(default: reasoning stays in the content)",
 )
+
+
+def served_names(groups: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    """Return the names in the values of each `--served-model-name`, without empty and repeated ones."""
+    return tuple(dict.fromkeys(name for group in groups for name in group if name))
+
+
 CHAT_TEMPLATE = Flag(
     "--chat-template",
     metavar="FILE",

@@ -13,6 +13,7 @@ from tandem.frontend.options import (
     TOOL_CALL_PARSER,
     HttpOptions,
     load_authorities,
+    served_names,
 )
 from tandem.frontend.replies.parser import reply_formats
 from tandem.settings.flags import HEARTBEAT, LOG_FORMAT, LOG_LEVEL, PORT, Flag
@@ -404,15 +405,18 @@ class RouterConfig:
     http: HttpOptions = field(default_factory=HttpOptions)
     log_level: Annotated[str, LOG_LEVEL] = "info"
     log_format: Annotated[LogFormat, LOG_FORMAT] = "auto"
-    served_model_name: Annotated[
-        str,
+    served_model_names: Annotated[
+        tuple[str, ...],
         Flag(
             "--served-model-name",
             group="model",
             metavar="NAME",
-            help="model name that clients see (default: the name that nodes report)",
+            nargs="+",
+            help="model name that clients see, and more names that they may use; the router then serves one model "
+            "(default: the names that nodes report)",
+            parse=served_names,
         ),
-    ] = ""
+    ] = ()
     tokenizer_dir: Annotated[
         str,
         Flag(
@@ -450,6 +454,11 @@ class RouterConfig:
         if self.node_ca_certs:
             self.node_tls()
         reply_formats(self.tool_call_parser, self.reasoning_parser)
+
+    @property
+    def is_one_model(self) -> bool:
+        """Whether it describes the model, so that nodes of a different one are not used."""
+        return bool(self.served_model_names or self.tokenizer_dir or self.chat_template)
 
     @property
     def heartbeat(self) -> Heartbeat:
