@@ -5,10 +5,14 @@ import dataclasses
 import pytest
 
 from tandem.frontend.backend import ServedModels
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.replies.parser import formats_by_model
 from tandem.wire.errors import NoNodeAvailable
-from tests.frontend.fakes import length, say
-from tests.frontend.helpers import post, post_large
+from tests.frontend.conftest import serve
+from tests.frontend.fakes import length, say, stop
+from tests.frontend.helpers import ROUTES, each, post, post_large
 from tests.frontend.test_adapters import ALL, BY_MODEL, SQL
+from tests.frontend.test_tool_calls import SAID, WEATHER
 
 NAMES = "'smol', 'tiny', 'big', 'sql'"
 PROMPTS = {
@@ -125,6 +129,16 @@ async def test_adapter_is_loaded_on_the_model_that_the_body_names(client, served
 async def test_adapter_is_unloaded_from_its_model(client, served):
     async with client.post("/v1/unload_lora_adapter", json={"lora_name": "sql"}):
         assert served.models_asked == ["big"]
+
+
+async def test_each_model_has_its_own_parsers(served, tokenizer):
+    served.script = say(*each(tokenizer, SAID), stop(2))
+    options = FrontendOptions(model_formats=formats_by_model(["tiny=hermes"], []))
+    body = ROUTES["/v1/chat/completions"] | {"tools": WEATHER}
+    async with serve(served, options) as client:
+        for name, reason in [("smol", "tool_calls"), ("big", "stop")]:
+            _, answer = await post(client, "/v1/chat/completions", body | {"model": name})
+            assert answer["choices"][0]["finish_reason"] == reason
 
 
 async def test_generate_on_a_server_of_one_model_ignores_unknown_names(client, backend):

@@ -15,7 +15,7 @@ from tandem.frontend.options import (
     load_authorities,
     served_names,
 )
-from tandem.frontend.replies.parser import reply_formats
+from tandem.frontend.replies.parser import formats_by_model
 from tandem.settings.flags import HEARTBEAT, LOG_FORMAT, LOG_LEVEL, PORT, Flag
 from tandem.telemetry.log import LogFormat
 from tandem.wire.channel import Heartbeat, heartbeat_of
@@ -155,6 +155,13 @@ def _dns_target(text: str) -> DnsTarget:
     except ConfigInvalid:
         raise invalid from None
     return DnsTarget(host, int(port), role)
+
+
+def _for_each_model(flag: Flag) -> Flag:
+    """Return a flag whose value is for all models, or for one of them."""
+    text, default = flag.help.split(" (default: ")
+    text += "; MODEL=NAME sets it for one of several models; may be repeated"
+    return Flag(*flag.names, metavar="[MODEL=]NAME", help=f"{text} (default: {default}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,8 +436,8 @@ class RouterConfig:
         ),
     ] = ""
     chat_template: Annotated[str, CHAT_TEMPLATE] = ""
-    tool_call_parser: Annotated[str, TOOL_CALL_PARSER] = ""
-    reasoning_parser: Annotated[str, REASONING_PARSER] = ""
+    tool_call_parsers: Annotated[tuple[str, ...], _for_each_model(TOOL_CALL_PARSER)] = ()
+    reasoning_parsers: Annotated[tuple[str, ...], _for_each_model(REASONING_PARSER)] = ()
     generation_config: Annotated[Literal["auto", "none"], GENERATION_CONFIG] = "auto"
     cluster_secret: str = field(default="", repr=False)
     ignored_flags: tuple[str, ...] = ()
@@ -453,7 +460,7 @@ class RouterConfig:
         heartbeat_of(self.heartbeat_interval_ms)
         if self.node_ca_certs:
             self.node_tls()
-        reply_formats(self.tool_call_parser, self.reasoning_parser)
+        formats_by_model(self.tool_call_parsers, self.reasoning_parsers)
 
     @property
     def is_one_model(self) -> bool:
