@@ -15,6 +15,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         life: Differs between two processes at one address.
+        aliases: As in `ModelInfo`.
         kind: Engine, version, model and connector: a pair needs the same.
         model: Name or directory with which the engine was started.
         bootstrap_port: Port on which prefill's engine itself accepts decode's; None: the halves meet in the adapter.
@@ -28,6 +29,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     max_prompt_tokens: int
     bootstrap_port: int | None = None
+    aliases: list[str] = []
 
 
 class Dialect(Protocol):

@@ -255,7 +255,7 @@ class Cluster:
         fleets = self.fleets
         if len(fleets) == 1:
             return fleets[0].health()
-        healths = {fleet.names[0]: fleet.health() for fleet in fleets}
+        healths = {fleet.name: fleet.health() for fleet in fleets}
         if all(fleet.last_model is None for fleet in fleets):
             return explain(self.snapshot(), None)  # no two nodes fit together
         return Health(

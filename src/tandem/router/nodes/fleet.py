@@ -148,6 +148,11 @@ class Fleet:
         self._outlook = _Outlook(-1, None, Health(is_serving=False, detail=""))
         self._was_serving = False
 
+    @property
+    def name(self) -> str:
+        """The first of its names; empty before a node is reached."""
+        return next(iter(self.names), "")
+
     def assign(self, nodes: Sequence[NodeInfo], others: frozenset[str]) -> None:
         """Set its nodes.
 
@@ -224,7 +229,7 @@ class Fleet:
         if health.is_serving != self._was_serving:
             self._was_serving = health.is_serving
             event = "cluster.serving" if health.is_serving else "cluster.not_serving"
-            log.info(event, model=self.names[0] if self.names else "", detail=health.detail)
+            log.info(event, model=self.name, detail=health.detail)
 
     def _model_of(self, fingerprint: str) -> ServedModel:
         infos = [node.info for node in self._nodes if node.info is not None and node.is_up]

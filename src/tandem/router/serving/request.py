@@ -278,7 +278,9 @@ class Request:
     def begin(self, progress: Progress, group: PairGroup) -> None:
         """Start serving `progress`, until `release`."""
         self._progress, self._group = progress, group
-        self._suspect, self._num_lost = self._shared.suspects.known(progress.request)
+        self._suspect, self._num_lost = self._shared.suspects.known(
+            progress.request, self._fleet.name
+        )
 
     def abort(self) -> None:
         """End the request with reason `abort`, also while it waits."""
@@ -424,7 +426,7 @@ class Request:
         if self._num_lost and not await self._hears_a_node():
             return  # the network of this router may be the cause
         self._num_lost += 1
-        self._suspect = self._suspect or name_of(self._progress.request)
+        self._suspect = self._suspect or name_of(self._progress.request, self._fleet.name)
         try:
             self._shared.suspects.note_loss(self._suspect, self._num_lost)
         except RequestEndedEngine:
