@@ -7,7 +7,7 @@ import pytest
 
 from tandem.router.nodes import cluster as cluster_module
 from tandem.wire.errors import InvalidRequest, ModelNotFound, NoNodeAvailable
-from tandem.wire.messages import LoadedAdapter, ModelInfo, NodeLoad, StartDecode, StartPrefill
+from tandem.wire.messages import LoadedAdapter, ModelInfo, NodeLoad, Pong, StartDecode, StartPrefill
 from tests.patience import until_async
 from tests.router.fake_node import FakeNode, request
 from tests.router.test_backend import cluster
@@ -151,6 +151,19 @@ async def test_full_node_of_one_model_does_not_delay_the_other():
         a[0].engine.say(start, 0, [7], reason="stop")
         await first
         assert backend.counts().num_queued == 0
+
+
+async def test_waiting_request_starts_when_a_node_of_its_model_reports_room():
+    a, b = pair("a"), pair("b")
+    b[1].engine.load = NodeLoad(num_pages=9, page_size=16)
+    async with serving(*a, *b) as backend, asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(answered(backend, b, "b", "b1"))
+        await until_async(lambda: backend.counts().num_queued == 1)
+        await answered(backend, a, "a", "a1")
+        assert backend.counts().num_queued == 1
+        b[1].engine.load = load = NodeLoad(num_pages=9, pages_free=9, page_size=16)
+        b[1].engine.send(Pong(epoch=b[1].engine.epoch, load=load))
+        await waiting
 
 
 async def test_adapter_is_loaded_on_the_nodes_of_its_model_only():
