@@ -108,6 +108,21 @@ async def test_model_that_never_had_a_pair_leaves_the_only_other_one_the_default
         await answered(backend, a, "", "a1")
 
 
+async def test_decode_nodes_compute_prompts_unless_a_prefill_node_has_a_different_model():
+    a = pair("a")
+    lonely = FakeNode("decode", model=model("b"), takes_prompts=True)
+    async with serving(*a, lonely) as backend:
+        assert names(backend) == [("a",), ("b",)]
+    wrong = FakeNode("prefill", model=model("a"))
+    lonely = FakeNode("decode", model=model("b"), takes_prompts=True)
+    async with serving(wrong, lonely) as backend:
+        health = backend.health()
+        assert not health.is_serving
+        assert "prefill serves fp-a and decode serves fp-b" in health.detail
+        with pytest.raises(NoNodeAvailable, match="prefill serves fp-a and decode serves fp-b"):
+            backend.models()
+
+
 async def test_nodes_with_equal_fingerprints_serve_one_model_under_all_their_names():
     prefill = FakeNode("prefill", model=model("a", "same"))
     decode = FakeNode("decode", model=model("b", "same"))

@@ -256,10 +256,11 @@ class Cluster:
         if len(fleets) == 1:
             return fleets[0].health()
         healths = {fleet.name: fleet.health() for fleet in fleets}
-        if all(fleet.last_model is None for fleet in fleets):
-            return explain(self.snapshot(), None)  # no two nodes fit together
+        is_serving = any(health.is_serving for health in healths.values())
+        if not is_serving and any(fleet.is_unmatched for fleet in fleets):
+            return explain(self.snapshot(), None)
         return Health(
-            is_serving=any(health.is_serving for health in healths.values()),
+            is_serving=is_serving,
             detail="; ".join(f"{name}: {health.detail}" for name, health in healths.items()),
         )
 
@@ -315,8 +316,10 @@ class Cluster:
             nodes.setdefault(fleet, {})[node.url] = node.info
         self._fleets = sorted(nodes, key=lambda fleet: fleet.names)
         reached = frozenset(url for urls in nodes.values() for url in urls)
+        roles = {fleet: {info.role for info in own.values()} for fleet, own in nodes.items()}
         for fleet, own in nodes.items():
             fleet.assign(list(own.values()), reached - own.keys())
+            fleet.is_unmatched = roles[fleet] == {"decode"} and {"prefill"} in roles.values()
 
     def _fleet_for(self, name: str, fleets: Iterable[Fleet]) -> Fleet:
         for fleet in fleets:

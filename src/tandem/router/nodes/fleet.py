@@ -122,6 +122,8 @@ class Fleet:
         names: Names of the model that its nodes report; empty before a node is reached.
         has_nodes: Whether a member of the cluster reports this model.
         absent_s: Seconds for which it has had no nodes.
+        is_unmatched: Whether it has only decode nodes and another fleet only prefill nodes. Then the models of the nodes
+            are probably a mistake, which must be reported: decode nodes do not replace prefill nodes.
         last_model: The model that is served, or was served last; None before the first.
         last_fingerprint: Fingerprint of the pairs that were used last; empty before the first.
     """
@@ -134,7 +136,8 @@ class Fleet:
         tokenizer: Callable[[str], Tokenizer | None],
     ) -> None:
         self.names: tuple[str, ...] = ()
-        self.has_nodes, self.absent_s = False, 0.0
+        self.has_nodes = self.is_unmatched = False
+        self.absent_s = 0.0
         self.last_model: ServedModel | None = None
         self._nodes, self._all_snapshot, self._tokenizer = nodes, all_snapshot, tokenizer
         self._threshold = config.local_prefill_threshold
@@ -180,7 +183,8 @@ class Fleet:
 
     def servable(self) -> ClusterSnapshot:
         """Return the nodes to choose a pair from, with decode nodes in place of missing prefill nodes."""
-        return with_stand_ins(self.snapshot(), self._threshold)
+        snapshot = self.snapshot()
+        return snapshot if self.is_unmatched else with_stand_ins(snapshot, self._threshold)
 
     def fingerprint(self) -> str:
         """Return the fingerprint served now. Raises `NoNodeAvailable`."""
