@@ -79,11 +79,11 @@ def ask_all(url: str, calls: dict[str, tuple[str, dict]]) -> dict[str, tuple[int
 
 
 async def stream(
-    session, url: str, prompt, started: asyncio.Event, num_new: int = NUM_NEW
+    session, url: str, prompt, started: asyncio.Event, num_new: int = NUM_NEW, **fields
 ) -> list[int]:
     """Return all tokens of one stream; `started` is set when some have come."""
     params = {"max_new_tokens": num_new, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": params, "stream": True}
+    body = {"input_ids": prompt, "sampling_params": params, "stream": True, **fields}
     token_ids: list[int] = []
     async with session.post(f"{url}/generate", json=body) as response:
         assert response.status == 200
@@ -99,13 +99,15 @@ async def stream(
     return token_ids
 
 
-async def stream_all(url: str, when_all_flow=None, num_new: int = NUM_NEW) -> list[list[int]]:
+async def stream_all(
+    url: str, when_all_flow=None, num_new: int = NUM_NEW, **fields
+) -> list[list[int]]:
     """Return the tokens of all `PROMPTS`."""
     timeout = aiohttp.ClientTimeout(total=START_TIMEOUT_S)  # it guards against a hang alone
     async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as tasks:
         started = [asyncio.Event() for _ in PROMPTS]
         streams = [
-            tasks.create_task(stream(session, url, prompt, event, num_new))
+            tasks.create_task(stream(session, url, prompt, event, num_new, **fields))
             for prompt, event in zip(PROMPTS, started, strict=True)
         ]
         for event in started:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 
-from tandem.frontend.backend import Bootstrap, Health, ServedModel
+from tandem.frontend.backend import Bootstrap, Health, ServedModel, ServedModels
 from tandem.frontend.text.tokenizer import Tokenizer
 from tandem.wire.errors import AdapterNotFound, TandemError
 from tandem.wire.generation import Finish, GenerateRequest, SamplingDefaults, TokenLogprobs
@@ -66,6 +66,9 @@ class FakeBackend:
             tokenizer=tokenizer,
             default_sampling=SamplingDefaults(),
         )
+        self.others: list[ServedModel] = []
+        self.unavailable: dict[str, str] = {}
+        self.models_asked: list[str] = []
         self.script: Script = repeat_prompt
         self.requests: list[GenerateRequest] = []
         self.bootstraps: list[Bootstrap | None] = []
@@ -79,17 +82,19 @@ class FakeBackend:
         self.node_loads: list[NodeLoad] = []
         self.no_model: TandemError | None = None
 
-    def model(self) -> ServedModel:
+    def models(self) -> ServedModels:
         if self.no_model is not None:
             raise self.no_model
-        return self.served
+        return ServedModels((self.served, *self.others), self.unavailable)
 
     async def generate(
         self,
         request: GenerateRequest,
         bootstrap: Bootstrap | None = None,
         tap: Tap | None = None,
+        model: str = "",
     ) -> AsyncGenerator[TokenDelta, None]:
+        self.models_asked.append(model)
         self.requests.append(request)
         self.bootstraps.append(bootstrap)
         is_finished = False
@@ -156,10 +161,12 @@ class FakeBackend:
     async def flush_cache(self) -> None:
         self.num_flushes += 1
 
-    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
+    async def load_adapter(self, name: str, path: str, *, in_place: bool, model: str = "") -> None:
+        self.models_asked.append(model)
         self.adapter_changes.append((name, path, in_place))
 
-    async def unload_adapter(self, name: str) -> None:
+    async def unload_adapter(self, name: str, model: str = "") -> None:
+        self.models_asked.append(model)
         if name not in self.served.adapters:
             raise AdapterNotFound(name)
         self.adapter_changes.append((name,))

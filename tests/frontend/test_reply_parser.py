@@ -21,7 +21,7 @@ from tandem.frontend.replies.formats import (
     TOOL_FORMATS,
     ReasoningMarks,
 )
-from tandem.frontend.replies.parser import reply_formats
+from tandem.frontend.replies.parser import formats_by_model, reply_formats
 from tandem.frontend.replies.tool_calls import (
     AfterReasoning,
     ForcedCalls,
@@ -357,6 +357,18 @@ def test_unknown_parser_error_names_it():
         reply_formats("nosuch", "")
     with pytest.raises(ConfigInvalid, match=r"--reasoning-parser: unknown parser 'nosuch'.*think"):
         reply_formats("", "nosuch")
+
+
+def test_parsers_of_one_model_override_those_of_all_models():
+    found = formats_by_model(["hermes", "big=llama3", "small="], ["big=think"])
+    assert found == {
+        "": reply_formats("hermes", ""),
+        "big": reply_formats("llama3", "think"),
+        "small": reply_formats("", ""),
+    }
+    assert formats_by_model([], []) == {"": reply_formats("", "")}
+    with pytest.raises(ConfigInvalid, match="unknown parser 'nosuch'"):
+        formats_by_model(["big=nosuch"], [])
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -33,7 +33,7 @@ class WireBackend(FakeBackend):
         super().__init__(tokenizer)
         self.client, self.is_straight, self.num_straight = client, is_straight, 0
 
-    async def generate(self, request, bootstrap=None, tap=None):
+    async def generate(self, request, bootstrap=None, tap=None, model=""):
         tap = Counted(self, tap) if tap is not None and self.is_straight else None
         with self.client.generate(StartColocated(request=request)) as stream:
             async for delta in stream.read(tap):

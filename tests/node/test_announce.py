@@ -17,7 +17,7 @@ from tandem.node.process.announce import TTL_S, Announcer, warn_of_loopback
 from tandem.wire.keys import operator_key
 from tests.patience import PATIENCE_S
 
-CONFIG = NodeConfig(role="decode", served_model_name="m", engine=EngineConfig(model_dir="m"))
+CONFIG = NodeConfig(role="decode", served_model_names=("m",), engine=EngineConfig(model_dir="m"))
 
 
 class FakeRouter:

@@ -25,7 +25,7 @@ HEAVY = {"torch", "transformers", "xgrammar", "numba", "triton"}
 
 def config_of(path, role="prefill", **settings) -> NodeConfig:
     engine = EngineConfig(model_dir=str(path), page_size=8, **settings)
-    return NodeConfig(role=role, served_model_name="m", engine=engine, log_format="json")
+    return NodeConfig(role=role, served_model_names=("m",), engine=engine, log_format="json")
 
 
 @pytest.fixture

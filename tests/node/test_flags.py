@@ -32,6 +32,13 @@ def test_flags_of_sglang_and_vllm_set_their_fields(argv, field, value):
     assert getattr(config.engine, field) == value
 
 
+def test_first_served_name_is_that_of_answers():
+    config, _ = read("--model-path", "/m/llama", "--served-model-name", "n", "alias")
+    assert (config.served_model_name, config.served_model_names) == ("n", ("n", "alias"))
+    config, _ = read("--model-path", "/m/llama", "--served-model-name", "")
+    assert config.served_model_names == ("llama",)
+
+
 def test_sglang_disaggregation_flags_are_accepted():
     config, meaningless = read(
         *["--model-path", "/m", "--served-model-name", "n", "--disaggregation-mode", "prefill"],
@@ -39,7 +46,7 @@ def test_sglang_disaggregation_flags_are_accepted():
         *["--enable-p2p-check", "--enable-metrics", "--tp", "1"],
     )
     assert (config.transfer.backend, config.transfer.bootstrap_port) == ("tcp", 5)
-    assert config.served_model_name == "n"
+    assert config.served_model_names == ("n",)
     assert meaningless == ["--enable-p2p-check", "--enable-metrics"]
 
 

@@ -21,7 +21,7 @@ from tandem.wire.messages import ModelInfo, NodeLoad, Pong, StartColocated, ToEn
 from tests.patience import until_async
 from tests.router.fake_node import FakeEngine
 
-CONFIG = NodeConfig(role="decode", served_model_name="m", engine=EngineConfig(model_dir="m"))
+CONFIG = NodeConfig(role="decode", served_model_names=("m",), engine=EngineConfig(model_dir="m"))
 READY = Ready(
     epoch=1,
     engine_port=1,
@@ -70,11 +70,11 @@ async def test_node_loads_replaces_and_unloads_adapters_by_itself(backend):
         tasks.create_task(linked.run())
         await until_async(lambda: linked.is_up)
         await backend.load_adapter("sql", "/old", in_place=False)
-        assert backend.model().adapters == {"sql": "sql@1"}
+        assert backend.models().choose(None).adapters == {"sql": "sql@1"}
         await backend.load_adapter("sql", "/new", in_place=True)
         assert [each.id for each in engine.load.adapters] == ["sql@2"]
         await backend.unload_adapter("sql")
-        assert backend.model().adapters == {}
+        assert backend.models().choose(None).adapters == {}
         with pytest.raises(AdapterNotFound):
             await backend.unload_adapter("sql")
         linked.stop()

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tandem.router.nodes.adapters import AdapterChanges
-from tandem.router.nodes.cluster import servable_adapters
+from tandem.router.nodes.fleet import servable_adapters
 from tandem.router.nodes.snapshot import ClusterSnapshot, NodeSnapshot
 from tandem.wire.errors import (
     AdapterGone,
@@ -40,7 +40,7 @@ async def loaded(disks=(DISK, DISK), *names, roles=("prefill", "decode"), **sett
 
 
 def served(setup):
-    return dict(setup.backend.model().adapters)
+    return dict(setup.backend.models().choose(None).adapters)
 
 
 def held(node):
@@ -159,7 +159,7 @@ async def test_load_in_place_serves_the_old_content_until_the_last_node_has_the_
 async def test_two_routers_that_load_in_place_at_once_do_not_unload_each_others_content():
     disk = DISK | {"/other": "3"}
     async with loaded((disk, disk), "sql") as setup:
-        (decode,), second = setup.decodes, AdapterChanges(setup.backend._cluster.clients)
+        (decode,), second = setup.decodes, AdapterChanges(setup.backend._cluster.fleets[0].clients)
         decode.engine.is_loading = True
         loads = [
             asyncio.create_task(load(setup, path="/new", in_place=True)),

@@ -171,6 +171,22 @@ def test_timeout_flag_of_other_routers_is_rejected_with_ours(capsys):
     assert capsys.readouterr().err == answer
 
 
+def test_model_flags_take_several_names_and_a_parser_for_each_model():
+    config = parse(
+        [
+            *("--prefill", P, "--decode", D, "--served-model-name", "m", "alias", "m"),
+            *("--tool-call-parser", "hermes", "--tool-call-parser", "b=llama3"),
+            *("--reasoning-parser", "b=think"),
+        ]
+    )
+    assert config.served_model_names == ("m", "alias")
+    assert config.tool_call_parsers == ("hermes", "b=llama3")
+    assert config.reasoning_parsers == ("b=think",)
+    assert config.is_one_model
+    with pytest.raises(SettingInvalid, match="unknown parser 'nosuch'"):
+        parse(["--prefill", P, "--decode", D, "--reasoning-parser", "b=nosuch"])
+
+
 def test_old_name_of_the_workers_flag_works_as_a_variable(monkeypatch):
     monkeypatch.setenv("TANDEM_DETOKENIZERS", "3")
     assert parse(f"--prefill {P} --decode {D}".split()).num_workers == 3

@@ -568,7 +568,7 @@ async def test_new_request_waits_for_a_node_if_the_cluster_has_served():
     async with cluster(node_wait_s=60) as setup:
         setup.decodes[0].engine.close()  # before anybody asked what is served
         await until_async(lambda: not setup.backend.health().is_serving)
-        assert setup.backend.model().name == "m"
+        assert setup.backend.models().choose(None).name == "m"
         async with reading(setup) as reader:
             setup.decodes[0].restart_engine()
             prefill, start_prefill, *_ = await setup.pair_of()
@@ -758,7 +758,7 @@ async def test_without_a_node_health_names_the_missing_role():
             with pytest.raises(NoNodeAvailable, match="refused"):
                 await read(backend)
             with pytest.raises(NoNodeAvailable):
-                backend.model()
+                backend.models().choose(None)
 
 
 async def test_health_names_both_fingerprints_of_nodes_with_different_models():
@@ -773,7 +773,7 @@ async def test_health_names_both_fingerprints_of_nodes_with_different_models():
 async def test_served_model_comes_from_the_nodes():
     prefills = [FakeNode("prefill", max_prompt_tokens=60)]
     async with cluster(prefills=prefills) as setup:
-        model = setup.backend.model()
+        model = setup.backend.models().choose(None)
         assert (model.name, model.context_length, model.max_prompt_tokens) == ("m", 100, 60)
         assert model.tokenizer is None
 
@@ -875,7 +875,7 @@ async def test_prompt_that_was_on_two_lost_nodes_is_tried_on_no_third_pair():
         # The client repeats it, with another id and seed.
         with pytest.raises(RequestEndedEngine):
             await read(setup.backend, request(request_id="r2"))
-        assert told == [name_of(request())]
+        assert told == [name_of(request(), "m")]
         assert sum(use.num_started for use in setup.backend.pairing.uses.values()) == 2
         async with reading(setup, request(prompt_ids=(1, 2))) as other:
             start_prefill, decode, start_decode = await next_attempt(setup)
@@ -909,7 +909,7 @@ async def test_loss_that_only_a_node_reports_refuses_no_prompt():
                     _, decode, start_decode = await next_attempt(setup)
                     decode.engine.fail(start_decode, PeerLost("prefill cannot be reached"))
         assert raised.group_contains(AttemptsUsedUp)
-        assert setup.backend.suspects.known(request()) == ("", 0)
+        assert setup.backend.suspects.known(request(), "m") == ("", 0)
 
 
 @pytest.mark.parametrize("max_attempts", [1, 2])
@@ -930,10 +930,10 @@ async def test_lost_nodes_count_over_all_requests_with_the_same_prompt(max_attem
 async def test_refused_prompt_is_computed_again_after_a_while():
     async with cluster(num_decodes=1) as setup:
         known, now_s = setup.backend.suspects, asyncio.get_running_loop().time()
-        known.refuse(name_of(request()))
+        known.refuse(name_of(request(), "m"))
         with pytest.raises(RequestEndedEngine):
             await read(setup.backend)
-        known._records[name_of(request())].noted_s = now_s - KEPT_S - 1
+        known._records[name_of(request(), "m")].noted_s = now_s - KEPT_S - 1
         async with reading(setup) as reader:
             await serve(setup, reader)
 
@@ -1018,11 +1018,11 @@ async def test_choices_of_one_request_count_a_lost_node_once():
 async def test_equal_prompts_that_are_lost_at_once_count_one_loss():
     known, asked = suspects.Suspects(), request()
     for _ in range(3):
-        known.note_loss(name_of(asked), 1)
-    assert known.known(asked) == (name_of(asked), 1)
-    known.note_loss(name_of(asked), 2)
+        known.note_loss(name_of(asked, "m"), 1)
+    assert known.known(asked, "m") == (name_of(asked, "m"), 1)
+    known.note_loss(name_of(asked, "m"), 2)
     with pytest.raises(RequestEndedEngine):
-        known.note_loss(name_of(asked), 3)
+        known.note_loss(name_of(asked, "m"), 3)
 
 
 async def test_first_token_clears_a_suspected_prompt():

@@ -270,13 +270,16 @@ async def test_tokenizer_is_freed_when_no_node_serves_its_model():
     )
     async with prefill.serving(), decode.serving(), watched([prefill], [decode]) as backend:
         await until_async(lambda: backend.health().is_serving)
-        held = weakref.ref(backend.model().tokenizer)
+        held = weakref.ref(backend.models().choose(None).tokenizer)
         for each in (prefill, decode):
             each.now_has(files[1], models[1])
         await until_async(
-            lambda: backend.health().is_serving and backend.model().tokenizer is not held()
+            lambda: (
+                backend.health().is_serving
+                and backend.models().choose(None).tokenizer is not held()
+            )
         )
-        assert backend.model().tokenizer.encode("b") == [0]
+        assert backend.models().choose(None).tokenizer.encode("b") == [0]
         gc.collect()
         assert held() is None
 
@@ -287,7 +290,7 @@ async def test_tokenizer_is_fetched_once_for_all_nodes():
     prefills = [FakeNode("prefill", tokenizer_files=files, model=model) for _ in range(2)]
     decodes = [FakeNode("decode", tokenizer_files=files, model=model)]
     async with cluster(prefills=prefills, decodes=decodes) as setup:
-        assert setup.backend.model().tokenizer.encode("b") == [1]
+        assert setup.backend.models().choose(None).tokenizer.encode("b") == [1]
         assert sum(node.num_tokenizer_fetches for node in prefills + decodes) == 1
 
 
@@ -330,7 +333,7 @@ async def test_chat_template_of_the_router_overrides_that_of_the_nodes():
     nodes = [FakeNode(role, tokenizer_files=files, model=model) for role in ("prefill", "decode")]
     template = "{{ messages | length }}"
     async with cluster(prefills=nodes[:1], decodes=nodes[1:], chat_template=template) as setup:
-        assert setup.backend.model().tokenizer.render_chat([{}, {}]) == "2"
+        assert setup.backend.models().choose(None).tokenizer.render_chat([{}, {}]) == "2"
 
 
 async def test_served_model_lists_the_adapters_of_the_nodes():
@@ -338,7 +341,7 @@ async def test_served_model_lists_the_adapters_of_the_nodes():
     for node in nodes:
         node.engine.load = NodeLoad(adapters=[LoadedAdapter(id="sql@1", path="/sql")])
     async with cluster(prefills=nodes[:1], decodes=nodes[1:]) as setup:
-        assert setup.backend.model().adapters == {"sql": "sql@1"}
+        assert setup.backend.models().choose(None).adapters == {"sql": "sql@1"}
 
 
 @pytest.mark.parametrize("taken", ["auto", "none"])
@@ -349,7 +352,7 @@ async def test_sampling_defaults_come_from_nodes_unless_generation_config_disabl
     ]
     async with cluster(prefills=nodes[:1], decodes=nodes[1:], generation_config=taken) as setup:
         expected = told if taken == "auto" else SamplingDefaults()
-        assert setup.backend.model().default_sampling == expected
+        assert setup.backend.models().choose(None).default_sampling == expected
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ async def test_announced_node_is_listed_with_its_state():
             "id": ID,
             "url": URL,
             "role": "decode",
+            "model": "",
             "state": "down",
             "reason": "not reached yet",
             "source": "announced",

@@ -1,6 +1,7 @@
 import pytest
 
-from tandem.router.nodes.cluster import Roster, explain
+from tandem.router.nodes.cluster import Roster
+from tandem.router.nodes.fleet import explain
 from tandem.router.nodes.node import Node, NodeUnusable
 from tandem.router.nodes.snapshot import ClusterSnapshot, NodeSnapshot
 from tandem.wire.messages import ModelInfo, NodeInfo

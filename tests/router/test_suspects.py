@@ -24,7 +24,7 @@ REQUEST = GenerateRequest(
     ],
 )
 def test_retried_prompt_keeps_its_name(changed):
-    assert name_of(msgspec.structs.replace(REQUEST, **changed)) == name_of(REQUEST)
+    assert name_of(msgspec.structs.replace(REQUEST, **changed), "m") == name_of(REQUEST, "m")
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,8 @@ def test_retried_prompt_keeps_its_name(changed):
     ],
 )
 def test_other_computation_has_another_name(changed):
-    assert name_of(msgspec.structs.replace(REQUEST, **changed)) != name_of(REQUEST)
+    assert name_of(msgspec.structs.replace(REQUEST, **changed), "m") != name_of(REQUEST, "m")
+
+
+def test_equal_prompts_of_two_models_have_different_names():
+    assert name_of(REQUEST, "a") != name_of(REQUEST, "b")

@@ -105,7 +105,8 @@ class FakeVllm:
     async def _models(self, _request):
         await self.unfrozen.wait()
         card = {"id": "m", "root": self.model, "max_model_len": 512, "object": "model"}
-        return web.json_response({"object": "list", "data": [card]})
+        alias, adapter = card | {"id": "alias"}, card | {"id": "sql", "root": "/sql", "parent": "m"}
+        return web.json_response({"object": "list", "data": [card, alias, adapter]})
 
     async def _version(self, _request):
         return web.json_response({"version": "0.32.0"})

@@ -48,6 +48,11 @@ async def tokens(found, asked=None) -> list[int]:
     return ids
 
 
+async def test_engine_serves_its_model_under_all_its_names(tmp_path):
+    async with fleet(tmp_path) as found:
+        assert found.backend.models().choose(None).names == ("m", "alias")
+
+
 async def streaming(found, asked=None):
     """Start a request that waits in the middle of its stream; return its task, and decode's engine."""
     for decode in found.decodes:

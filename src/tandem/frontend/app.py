@@ -39,7 +39,8 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
         backend: Generates tokens. It may become ready after the app.
     """
     options = options or FrontendOptions()
-    options.reply_formats.load()
+    for formats in (options.reply_formats, *options.model_formats.values()):
+        formats.load()
     endpoint = options.http.traces_endpoint
     tracing = create_tracing(endpoint, options.service) if endpoint else None
     keys = AcceptedKeys(options) if options.http.has_keys else None

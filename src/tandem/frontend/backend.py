@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandem.frontend.text.tokenizer import Tokenizer
-from tandem.wire.errors import ModelNotFound
+from tandem.wire.errors import InvalidRequest, ModelNotFound, NoNodeAvailable
 from tandem.wire.generation import GenerateRequest, SamplingDefaults
 from tandem.wire.messages import NodeLoad, TokenDelta
 from tandem.wire.token_stream import Tap
@@ -41,12 +41,14 @@ class ServedModel:
     """The model's properties that the frontend needs.
 
     Attributes:
+        name: The name in answers.
         context_length: Limit of prompt plus generated tokens.
         max_prompt_tokens: Limit of the prompt: `context_length - 1`, or less if the KV pool is small.
         tokenizer: None if the model has none. Requests and answers then contain token ids only.
         default_sampling: Sampling parameters of requests that set none.
         weight_version: As in `ModelInfo`.
         adapters: Ids of the LoRA adapters, by the names that requests may use.
+        aliases: More names that requests may use.
     """
 
     name: str
@@ -58,10 +60,16 @@ class ServedModel:
     default_sampling: SamplingDefaults
     weight_version: str = "default"
     adapters: Mapping[str, str] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the base model; the first is the one in answers."""
+        return (self.name, *self.aliases)
 
     def is_base(self, name: str) -> bool:
         """Return whether a body's `model` names the base model."""
-        return name in {_ANY_MODEL, self.name}
+        return name == _ANY_MODEL or name in self.names
 
     def resolve_adapter(self, name: str | None) -> str:
         """Return the name of the adapter in a body's `model`. Empty: the base model.
@@ -72,8 +80,54 @@ class ServedModel:
         if name is None or self.is_base(name):
             return ""
         if name not in self.adapters:
-            raise ModelNotFound(name, self.name, *self.adapters)
+            raise ModelNotFound(name, *self.names, *self.adapters)
         return name
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """The models that one server serves.
+
+    Attributes:
+        models: At least one model.
+        unavailable: Names of models that nodes report but no pair serves, with the reasons.
+    """
+
+    models: tuple[ServedModel, ...]
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """All names that a body's `model` may have."""
+        names = [name for model in self.models for name in (*model.names, *model.adapters)]
+        return list(dict.fromkeys([*names, *self.unavailable]))
+
+    def choose(self, name: object) -> ServedModel:
+        """Return the model that a body's `model` names. A missing `model` may be None or "default".
+
+        If one model is served, it is returned for every name: its API checks the name with `resolve_adapter`.
+
+        Raises:
+            InvalidRequest: Several models are served, and `name` is missing or no string.
+            ModelNotFound: Several models are served, and none has this name.
+            NoNodeAvailable: No pair serves the model of this name.
+        """
+        if len(self.models) == 1 and not self.unavailable:
+            return self.models[0]
+        if not isinstance(name, str | None):
+            raise InvalidRequest("model: must be a string")
+        name = _ANY_MODEL if name is None else name
+        found = [model for model in self.models if name in model.names]
+        found += [model for model in self.models if name in model.adapters]
+        if not found and name in self.unavailable:
+            raise NoNodeAvailable(self.unavailable[name])
+        found += self.models if len(self.models) == 1 else ()
+        if found:
+            return found[0]
+        if name == _ANY_MODEL:
+            names = ", ".join(map(repr, self.names))
+            raise InvalidRequest(f"model: is missing; this router serves {names}")
+        raise ModelNotFound(name, *self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +141,11 @@ class Health:
 class Backend(Protocol):
     """Generates tokens for the frontend."""
 
-    def model(self) -> ServedModel:
-        """Return the model served.
+    def models(self) -> ServedModels:
+        """Return the models served.
 
         Raises:
-            NoNodeAvailable: The model is unknown, because no node has been reached yet.
+            NoNodeAvailable: No model is known, because no node has been reached yet, or none can serve.
         """
 
     def generate(
@@ -99,8 +153,11 @@ class Backend(Protocol):
         request: GenerateRequest,
         bootstrap: Bootstrap | None = None,
         tap: Tap | None = None,
+        model: str = "",
     ) -> AsyncGenerator[TokenDelta, None]:
         """Yield the tokens of one request, each index once and in order.
+
+        `model` is the name of a model in `models`; empty: any of them.
 
         While the caller awaits the next delta, ordinary tokens may go to `tap` instead: ids only, in
         order with the deltas, never the first or the last token.
@@ -120,18 +177,19 @@ class Backend(Protocol):
     async def flush_cache(self) -> None:
         """Drop every cached page that no request is using."""
 
-    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
-        """Load a LoRA adapter on every node; requests may then name it.
+    async def load_adapter(self, name: str, path: str, *, in_place: bool, model: str = "") -> None:
+        """Load a LoRA adapter on every node of a model; requests may then name it.
 
         Args:
             in_place: Whether it may replace an adapter of this name.
+            model: As in `generate`.
 
         Raises:
             TandemError: A node cannot load it. No node has it then.
         """
 
-    async def unload_adapter(self, name: str) -> None:
-        """Unload a LoRA adapter on every node. Running requests with it end normally.
+    async def unload_adapter(self, name: str, model: str = "") -> None:
+        """Unload a LoRA adapter on every node of a model. Running requests with it end normally.
 
         Raises:
             AdapterNotFound: No node has it.

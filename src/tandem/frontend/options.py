@@ -2,7 +2,7 @@
 
 import ssl
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +33,13 @@ REASONING_PARSER = Flag(
     help="format of the model's reasoning, such as qwen3 (see docs/parsers.md), which chats return as reasoning_content "
     "(default: reasoning stays in the content)",
 )
+
+
+def served_names(groups: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    """Return the names in the values of each `--served-model-name`, without empty and repeated ones."""
+    return tuple(dict.fromkeys(name for group in groups for name in group if name))
+
+
 CHAT_TEMPLATE = Flag(
     "--chat-template",
     metavar="FILE",
@@ -248,7 +255,7 @@ class FrontendOptions:
             NGINX's default.
         health_timeout_s: How long `/health_generate` waits for a token.
         tokenizer_files: Returns the files for `/tokenizer`, empty while unknown. None: no such route.
-        reply_formats: Formats of the model's reasoning and tool calls.
+        reply_formats: Formats of reasoning and tool calls, of models that `model_formats` does not name.
         service: Service name in traces.
         operator_key: Opens every route, operator routes included.
         max_priority: Returns the highest priority of a key's requests by the key's name. Higher priorities are
@@ -264,10 +271,16 @@ class FrontendOptions:
     health_timeout_s: float = 20.0
     tokenizer_files: Callable[[], Mapping[str, str]] | None = None
     reply_formats: ReplyFormats = NO_FORMATS
+    model_formats: Mapping[str, ReplyFormats] = field(default_factory=dict)
     service: str = "tandem"
     operator_key: str = field(default="", repr=False)
     max_priority: Callable[[str], int] = lambda _client: 0
     open_paths: frozenset[str] = frozenset()
+
+    def formats_of(self, names: Iterable[str]) -> ReplyFormats:
+        """Return the formats of the model that has these names."""
+        found = (self.model_formats[name] for name in names if name in self.model_formats)
+        return next(found, self.reply_formats)
 
 
 def check_files(options: HttpOptions) -> HttpOptions:

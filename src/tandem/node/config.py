@@ -15,6 +15,7 @@ from tandem.frontend.options import (
     REASONING_PARSER,
     TOOL_CALL_PARSER,
     HttpOptions,
+    served_names,
 )
 from tandem.kvtier.spec import parse_tiers
 from tandem.kvtransfer.config import TransferConfig
@@ -158,6 +159,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
         model: Reference of the model: a path, a name on the hub, or None for the embedded model.
         chat_template: The template itself; empty: the model's own.
         engine_port: Port of the engine's links to edge workers, which read it from `/server_info`.
+        served_model_names: At least one name, once the command line was read.
         default_sampling: Defaults of sampling parameters that a request omits.
         weight_version: As in `ModelInfo`.
         vllm_args: Arguments after `--`, passed to vLLM.
@@ -175,9 +177,16 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
             "org/name[:GGUF][@REVISION]; without it, the embedded SmolLM2-135M-Instruct",
         ),
     ] = None
-    served_model_name: Annotated[
-        str, Flag("--served-model-name", metavar="NAME", help="the model's name for clients")
-    ] = ""
+    served_model_names: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--served-model-name",
+            metavar="NAME",
+            nargs="+",
+            help="the model's name in answers, and more names that clients may use",
+            parse=served_names,
+        ),
+    ] = ()
     cache_dir: Annotated[
         str,
         Flag(
@@ -277,6 +286,11 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferConfig = TransferConfig()
     simulation: SimulationConfig = SimulationConfig()
     vllm_args: tuple[str, ...] = ()
+
+    @property
+    def served_model_name(self) -> str:
+        """Name of the model in answers."""
+        return self.served_model_names[0]
 
     @property
     def heartbeat(self) -> Heartbeat:

@@ -137,9 +137,9 @@ def read_options(
             simulation=parsed.simulation.simulation(),
         )
     )
-    name = parsed.served_model_name or model_name(parsed.model)
+    names = parsed.served_model_names or (model_name(parsed.model),)
     config = msgspec.structs.replace(
-        parsed, engine=engine, served_model_name=name, vllm_args=tuple(vllm_args)
+        parsed, engine=engine, served_model_names=names, vllm_args=tuple(vllm_args)
     )
     return check(config), list(dict.fromkeys(args.ignored))
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 import msgspec
 
 from tandem import __version__
-from tandem.frontend.backend import NO_PEER, Bootstrap, Health, ServedModel
+from tandem.frontend.backend import NO_PEER, Bootstrap, Health, ServedModel, ServedModels
 from tandem.frontend.text.tokenizer import Tokenizer
 from tandem.node.config import NodeConfig, transports_of
 from tandem.node.life.engine_process import Ready
@@ -75,10 +75,10 @@ class LocalBackend:
         """Number of requests in the engine at its last report."""
         return num_left(self._load())
 
-    def model(self) -> ServedModel:
+    def models(self) -> ServedModels:
         """Return the model that the engine serves."""
         ready = self._engine()
-        return ServedModel(
+        model = ServedModel(
             name=ready.model.name,
             context_length=ready.model.context_length,
             max_prompt_tokens=ready.max_prompt_tokens,
@@ -88,15 +88,18 @@ class LocalBackend:
             default_sampling=ready.model.default_sampling,
             weight_version=ready.model.weight_version,
             adapters={each.name: each.id for each in self._load().adapters},
+            aliases=tuple(ready.model.aliases),
         )
+        return ServedModels((model,))
 
     async def generate(
         self,
         request: GenerateRequest,
         bootstrap: Bootstrap | None = None,
         tap: Tap | None = None,
+        model: str = "",
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Generate the answer of a whole request, or run this node's half of it."""
+        """Generate the answer of a whole request, or run this node's half of it. It has one `model`."""
         if self._client is None:
             raise NoNodeAvailable(self.life.describe())
         if self.life.is_draining:
@@ -136,7 +139,7 @@ class LocalBackend:
             raise NoNodeAvailable(self.life.describe())
         self._client.flush_cache()
 
-    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
+    async def load_adapter(self, name: str, path: str, *, in_place: bool, model: str = "") -> None:
         """Load a LoRA adapter, then unload the others of its name."""
         if self._client is None:
             raise NoNodeAvailable(self.life.describe())
@@ -146,7 +149,7 @@ class LocalBackend:
             {each.id for each in self._load().adapters if each.name == name} - {adapter}
         )
 
-    async def unload_adapter(self, name: str) -> None:
+    async def unload_adapter(self, name: str, model: str = "") -> None:
         """Unload a LoRA adapter."""
         adapters = {each.id for each in self._load().adapters if each.name == name}
         if not adapters:

@@ -458,7 +458,7 @@ class Admission:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._futures[waiting] = future
         self._by_id[request_id] = waiting
-        self._metrics.queued.set(len(self._queue))
+        self._metrics.queued.inc()  # the queues of all models share this gauge
         self.schedule_start()
         is_started = False
         try:
@@ -474,7 +474,7 @@ class Admission:
             if self._by_id.get(request_id) is waiting:
                 del self._by_id[request_id]
             self._queue.leave(waiting)
-            self._metrics.queued.set(len(self._queue))
+            self._metrics.queued.dec()
             if not is_started and _has_started(future):  # started and cancelled at the same moment
                 self._release_place(waiting.num_tokens)
         return is_started

@@ -13,8 +13,9 @@ from tandem.frontend.options import (
     TOOL_CALL_PARSER,
     HttpOptions,
     load_authorities,
+    served_names,
 )
-from tandem.frontend.replies.parser import reply_formats
+from tandem.frontend.replies.parser import formats_by_model
 from tandem.router.engines import EngineOptions
 from tandem.settings.flags import HEARTBEAT, LOG_FORMAT, LOG_LEVEL, PORT, Flag
 from tandem.telemetry.log import LogFormat
@@ -155,6 +156,13 @@ def _dns_target(text: str) -> DnsTarget:
     except ConfigInvalid:
         raise invalid from None
     return DnsTarget(host, int(port), role)
+
+
+def _for_each_model(flag: Flag) -> Flag:
+    """Return a flag whose value is for all models, or for one of them."""
+    text, default = flag.help.split(" (default: ")
+    text += "; MODEL=NAME sets it for one of several models; may be repeated"
+    return Flag(*flag.names, metavar="[MODEL=]NAME", help=f"{text} (default: {default}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,15 +414,18 @@ class RouterConfig:
     http: HttpOptions = field(default_factory=HttpOptions)
     log_level: Annotated[str, LOG_LEVEL] = "info"
     log_format: Annotated[LogFormat, LOG_FORMAT] = "auto"
-    served_model_name: Annotated[
-        str,
+    served_model_names: Annotated[
+        tuple[str, ...],
         Flag(
             "--served-model-name",
             group="model",
             metavar="NAME",
-            help="model name that clients see (default: the name that nodes report)",
+            nargs="+",
+            help="model name that clients see, and more names that they may use; the router then serves one model "
+            "(default: the names that nodes report)",
+            parse=served_names,
         ),
-    ] = ""
+    ] = ()
     tokenizer_dir: Annotated[
         str,
         Flag(
@@ -427,8 +438,8 @@ class RouterConfig:
         ),
     ] = ""
     chat_template: Annotated[str, CHAT_TEMPLATE] = ""
-    tool_call_parser: Annotated[str, TOOL_CALL_PARSER] = ""
-    reasoning_parser: Annotated[str, REASONING_PARSER] = ""
+    tool_call_parsers: Annotated[tuple[str, ...], _for_each_model(TOOL_CALL_PARSER)] = ()
+    reasoning_parsers: Annotated[tuple[str, ...], _for_each_model(REASONING_PARSER)] = ()
     generation_config: Annotated[Literal["auto", "none"], GENERATION_CONFIG] = "auto"
     cluster_secret: str = field(default="", repr=False)
     ignored_flags: tuple[str, ...] = ()
@@ -451,7 +462,12 @@ class RouterConfig:
         heartbeat_of(self.heartbeat_interval_ms)
         if self.node_ca_certs:
             self.node_tls()
-        reply_formats(self.tool_call_parser, self.reasoning_parser)
+        formats_by_model(self.tool_call_parsers, self.reasoning_parsers)
+
+    @property
+    def is_one_model(self) -> bool:
+        """Whether it describes the model, so that nodes of a different one are not used."""
+        return bool(self.served_model_names or self.tokenizer_dir or self.chat_template)
 
     @property
     def heartbeat(self) -> Heartbeat:

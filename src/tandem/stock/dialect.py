@@ -15,6 +15,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         life: Differs between two processes at one address.
+        aliases: As in `ModelInfo`.
         kind: Engine, version, model and connector: a pair needs the same.
         model: Name or directory with which the engine was started.
         num_ranks: Number of data-parallel ranks, among which the engine itself divides requests.
@@ -30,6 +31,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_tokens: int
     num_ranks: int = 1
     bootstrap_port: int | None = None
+    aliases: list[str] = []
 
 
 class Dialect(Protocol):

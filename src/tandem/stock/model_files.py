@@ -48,6 +48,7 @@ class ModelFiles:
         try:
             return ModelInfo(
                 name=facts.name,
+                aliases=facts.aliases,
                 fingerprint=facts.kind,
                 context_length=facts.context_length,
                 vocab_size=msgspec.convert(text_config.get("vocab_size"), int),

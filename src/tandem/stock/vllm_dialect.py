@@ -75,6 +75,7 @@ class _Card(msgspec.Struct):
     id: str
     root: str
     max_model_len: int
+    parent: str | None = None  # of an adapter
 
 
 class _Cards(msgspec.Struct):
@@ -119,6 +120,7 @@ class VllmDialect:
         return EngineFacts(
             life=self._life,
             name=card.id,
+            aliases=[each.id for each in cards[1:] if each.parent is None],
             kind=f"vllm-{version}-{self._connector}-{card.id}",
             version=version,
             model=card.root,

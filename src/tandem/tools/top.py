@@ -168,7 +168,7 @@ def _headline(overview: Overview, problem: str) -> Iterator[RenderableType]:
     yield Text.assemble(
         ("● ", "green" if overview.is_serving else "red"),
         ("Tandem ", "bold"),
-        (f"{plain(overview.model)}  ", "cyan"),
+        (f"{plain(', '.join([overview.model, *overview.other_models]))}  ", "cyan"),
         f"{plain(overview.detail)}  {clock}",
     )
     if overview.silent_workers:

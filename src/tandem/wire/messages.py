@@ -380,6 +380,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer_hash: Hash of the files at `GET /tokenizer`; empty if the model has no tokenizer.
         default_sampling: Sampling defaults of its generation_config.json.
         weight_version: Version set by the last weight update; "default" before the first.
+        aliases: More names for clients.
     """
 
     name: str
@@ -390,6 +391,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_hash: str = ""
     default_sampling: SamplingDefaults = SamplingDefaults()
     weight_version: str = "default"
+    aliases: list[str] = []
 
 
 # Default of `NodeInfo.engine`.

@@ -194,10 +194,11 @@ async def answer(
         ConnectionError: The client has disconnected.
     """
     edge = request.app[EDGE]
-    model, options = edge.backend.model(), edge.options
+    models, options = edge.backend.models(), edge.options
 
     def read_both(data: dict[str, Any]) -> tuple[CallT, str]:
         data = with_header_id(request, with_overrides(request.headers, data))
+        model = models.choose(data.get("model"))
         return read(model, options, data), session_of(request.headers, data)
 
     call, session = await edge.read(await request.read(), read_both)

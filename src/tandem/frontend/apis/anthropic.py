@@ -8,7 +8,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -49,8 +48,12 @@ async def messages(request: web.Request) -> web.StreamResponse:
 async def count_tokens(request: web.Request) -> web.Response:
     """Count the tokens of the prompt that `/v1/messages` would send to the model."""
     edge = request.app[EDGE]
-    counter = partial(count_prompt, edge.backend.model(), edge.options)
-    return json_response(TokenCount(await edge.read(await request.read(), counter)))
+    models = edge.backend.models()
+
+    def count(data: dict[str, Any]) -> int:
+        return count_prompt(models.choose(data.get("model")), edge.options, data)
+
+    return json_response(TokenCount(await edge.read(await request.read(), count)))
 
 
 class AnthropicWriter:

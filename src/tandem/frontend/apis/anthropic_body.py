@@ -345,9 +345,10 @@ def _switches(body: CountBody, model: ServedModel, options: FrontendOptions) -> 
     if body.thinking is None:
         return {}
     kind, switches = body.thinking.type, THINKING_SWITCHES & require_tokenizer(model).template_names
-    has_parser = options.reply_formats.reasoning is not None
+    formats = options.formats_of(model.names)
+    has_parser = formats.reasoning is not None
     # Without marks around the reasoning, a forced call starts at the first token.
-    is_excluded = body.tool_choice.is_forced and options.reply_formats.reasoning_marks() is None
+    is_excluded = body.tool_choice.is_forced and formats.reasoning_marks() is None
     if kind == "enabled" and not has_parser:
         raise InvalidRequest(
             "thinking: this server has no reasoning parser; leave it out, or start the server with "

@@ -58,8 +58,12 @@ PARAMETERS = NativeSampling.names() | NativeGrammar.names() | {"spaces_between_s
 
 
 class GenerateBody(GenerationBody):
-    """`/generate`, except sampling parameters, which are also accepted at the top level."""
+    """`/generate`, except sampling parameters, which are also accepted at the top level.
 
+    `model` chooses one of several models or an adapter. A server of one model ignores unknown names, as SGLang does.
+    """
+
+    model: str = ""
     text: Texts | None = None
     input_ids: Ids | None = None
     sampling_params: PerPrompt[dict[str, Any]] | None = None
@@ -130,7 +134,15 @@ def read_native(model: ServedModel, _options: FrontendOptions, data: dict[str, A
             require_tokens(sampling, "max_new_tokens")
         options.append(PromptOptions(sampling, grammar, logprobs))
     return NativeCall(
-        create_generations(model, body, prompts, ids, options=options, request_ids=names),
+        create_generations(
+            model,
+            body,
+            prompts,
+            ids,
+            options=options,
+            request_ids=names,
+            adapter=body.model if body.model in model.adapters else "",
+        ),
         is_list=prompts.is_batch or n > 1,
         is_stream=body.stream,
         has_text_in_logprobs=body.return_text_in_logprobs,

@@ -41,8 +41,9 @@ _AdapterName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\
 
 
 class LoadAdapterBody(Body):
-    """`/v1/load_lora_adapter`."""
+    """`/v1/load_lora_adapter`. `model` names the base model, if several are served."""
 
+    model: str | None = None
     lora_name: _AdapterName
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_inplace: bool = False
@@ -50,8 +51,9 @@ class LoadAdapterBody(Body):
 
 
 class UnloadAdapterBody(Body):
-    """`/v1/unload_lora_adapter`."""
+    """`/v1/unload_lora_adapter`, with `model` as for loading."""
 
+    model: str | None = None
     lora_name: _AdapterName
 
 
@@ -118,25 +120,27 @@ async def _one_token(backend: Backend) -> None:
 
 
 async def models(request: web.Request) -> web.Response:
-    """List the model and its adapters, as OpenAI and vLLM do."""
-    model = request.app[EDGE].backend.model()
-    cards = [_model_card(model, adapter) for adapter in ("", *model.adapters)]
+    """List the models by all their names, and their adapters, as OpenAI and vLLM do."""
+    served = request.app[EDGE].backend.models().models
+    cards = [
+        _model_card(model, name) for model in served for name in (*model.names, *model.adapters)
+    ]
     return json_response({"object": "list", "data": cards})
 
 
 async def one_model(request: web.Request) -> web.Response:
-    """Describe the model or an adapter by its name, as OpenAI does."""
-    model = request.app[EDGE].backend.model()
-    name = request.match_info["name"]
-    if name not in {model.name, *model.adapters}:
-        raise ModelNotFound(name, model.name, *model.adapters)
-    return json_response(_model_card(model, name if name != model.name else ""))
+    """Describe a model or an adapter by its name, as OpenAI does."""
+    models, name = request.app[EDGE].backend.models(), request.match_info["name"]
+    model = models.choose(name)
+    if name not in {*model.names, *model.adapters}:
+        raise ModelNotFound(name, *models.names)
+    return json_response(_model_card(model, name))
 
 
-def _model_card(model: ServedModel, adapter: str) -> dict[str, object]:
-    parent = {"parent": model.name} if adapter else {}
+def _model_card(model: ServedModel, name: str) -> dict[str, object]:
+    parent = {} if name in model.names else {"parent": model.name}
     return parent | {
-        "id": adapter or model.name,
+        "id": name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "tandem",
@@ -146,8 +150,8 @@ def _model_card(model: ServedModel, adapter: str) -> dict[str, object]:
 
 
 async def model_info(request: web.Request) -> web.Response:
-    """Describe the model, as SGLang does."""
-    model = request.app[EDGE].backend.model()
+    """Describe the model, as SGLang does; with several models, that of `?model=NAME`."""
+    model = request.app[EDGE].backend.models().choose(request.query.get("model"))
     return json_response(
         {
             "model_path": model.name,
@@ -190,12 +194,14 @@ async def flush_cache(request: web.Request) -> web.Response:
 async def load_adapter(request: web.Request) -> web.Response:
     """Load a LoRA adapter on every node, as vLLM does."""
     body = validate(LoadAdapterBody, read_json(await request.read()))
-    backend = request.app[EDGE].backend
-    if backend.model().is_base(body.lora_name):
-        raise InvalidRequest(
-            f"The lora adapter '{body.lora_name}' conflicts with a served base model."
-        )
-    await backend.load_adapter(body.lora_name, body.lora_path, in_place=body.load_inplace)
+    backend, name = request.app[EDGE].backend, body.lora_name
+    models = backend.models()
+    model = models.choose(body.model)
+    if any(each.is_base(name) for each in models.models):
+        raise InvalidRequest(f"The lora adapter '{name}' conflicts with a served base model.")
+    if any(name in each.adapters for each in models.models if each is not model):
+        raise InvalidRequest(f"The lora adapter '{name}' conflicts with one of another model.")
+    await backend.load_adapter(name, body.lora_path, in_place=body.load_inplace, model=model.name)
     return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -203,7 +209,9 @@ async def load_adapter(request: web.Request) -> web.Response:
 async def unload_adapter(request: web.Request) -> web.Response:
     """Unload a LoRA adapter on every node, as vLLM does."""
     body = validate(UnloadAdapterBody, read_json(await request.read()))
-    await request.app[EDGE].backend.unload_adapter(body.lora_name)
+    backend = request.app[EDGE].backend
+    model = backend.models().choose(body.model or body.lora_name)
+    await backend.unload_adapter(body.lora_name, model.name)
     return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 

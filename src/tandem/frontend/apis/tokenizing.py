@@ -58,9 +58,12 @@ async def _convert(
     convert: Callable[[ServedModel, dict[str, Any]], Tokenized | Detokenized],
 ) -> web.Response:
     edge = request.app[EDGE]
-    model = edge.backend.model()
+    models = edge.backend.models()
     # Encode in the thread that parses the body: a large answer takes as long to encode as a large body to parse.
-    answer = await edge.read(await request.read(), lambda data: encode(convert(model, data)))
+    answer = await edge.read(
+        await request.read(),
+        lambda data: encode(convert(models.choose(data.get("model")), data)),
+    )
     return web.Response(body=answer, content_type="application/json")
 
 

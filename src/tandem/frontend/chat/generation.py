@@ -154,6 +154,7 @@ class Generation:
         bootstrap: Address of its other half, if an SGLang-style router chose the pair.
         timings: Collects its timings.
         trace: Receives its timing report at the end.
+        model: Name of its model, for the backend.
     """
 
     request: GenerateRequest
@@ -162,6 +163,7 @@ class Generation:
     bootstrap: Bootstrap | None = None
     timings: Timings = field(default_factory=Timings)
     trace: TimingsSink | None = None
+    model: str = ""
 
     @property
     def id(self) -> RequestId:
@@ -228,7 +230,9 @@ def create_generations(
                 adapter=model.adapters[name] if name else "",
             )
             bootstrap = bootstraps[len(generations)]
-            generations.append(Generation(request, rules, model.tokenizer, bootstrap))
+            generations.append(
+                Generation(request, rules, model.tokenizer, bootstrap, model=model.name)
+            )
     return generations
 
 

@@ -186,7 +186,7 @@ def read_chat(
         raise InvalidRequest(
             "tool_choice: a forced call cannot be combined with a grammar; leave one of them out"
         )
-    formats = options.reply_formats.for_model(require_tokenizer(model).response_template)
+    formats = options.formats_of(model.names).for_model(require_tokenizer(model).response_template)
     grammar, reasoning, budget = None, None, Budget()
     if body_grammar is not None or choice.is_forced:
         grammar = body_grammar.served(budget) if body_grammar else choice.grammar(budget)

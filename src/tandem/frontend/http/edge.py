@@ -102,7 +102,9 @@ class Edge:
         transcript = Transcript(rules, text, sink, self.metrics.gaps)
         with self._registered(generation, transcript):
             timings.mark_sent()
-            deltas = self.backend.generate(generation.request, generation.bootstrap, transcript)
+            deltas = self.backend.generate(
+                generation.request, generation.bootstrap, transcript, generation.model
+            )
             async with aclosing(deltas):
                 async for delta in deltas:
                     if timings.record_delta(delta):

@@ -17,7 +17,7 @@ import functools
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -140,6 +140,22 @@ def reply_formats(tools: str, reasoning: str) -> ReplyFormats:
             f"cannot be combined with a different parser; set both to {OWN}, or neither"
         )
     return found
+
+
+def formats_by_model(tools: Iterable[str], reasoning: Iterable[str]) -> Mapping[str, ReplyFormats]:
+    """Return the formats of each model that the values of the two flags name; under "", those of all other models.
+
+    Args:
+        tools, reasoning: Each value is `NAME`, or `MODEL=NAME` for one model.
+    """
+    by_flag = [
+        {model: name for model, _, name in (value.rpartition("=") for value in values)}
+        for values in (tools, reasoning)
+    ]
+    return {
+        model: reply_formats(*(names.get(model, names.get("", "")) for names in by_flag))
+        for model in {"", *by_flag[0], *by_flag[1]}
+    }
 
 
 def _find(flag: str, name: str, formats: Mapping[str, F], aliases: Mapping[str, str]) -> F | None:

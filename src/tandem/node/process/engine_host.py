@@ -283,6 +283,7 @@ class _EngineMain:
                 eos_token_ids=sorted(shape.eos_token_ids),
                 default_sampling=config.default_sampling,
                 weight_version=config.weight_version,
+                aliases=list(config.served_model_names[1:]),
             ),
         )
 

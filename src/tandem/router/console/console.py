@@ -141,7 +141,7 @@ class RequestObserver:
 
     def _make(self) -> Overview:
         health, counts = self._cluster.health(), self._backend.counts()
-        model = self._cluster.last_model
+        models = [each.last_model for each in self._cluster.fleets if each.last_model is not None]
         nodes = [self._node_view(node) for node in self._cluster.roster]
         decodes = [node.rates for node in nodes if node.role == "decode"]
         [ended] = self._per_second(REQUESTS)
@@ -153,7 +153,8 @@ class RequestObserver:
             version=__version__,
             is_serving=health.is_serving,
             detail=health.detail,
-            model=model.name if model is not None else "",
+            model=models[0].name if models else "",
+            other_models=[model.name for model in models[1:]],
             num_in_flight=counts.num_in_flight,
             num_queued=counts.num_queued,
             nodes=nodes,

@@ -97,6 +97,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         now_unix_s: Time of its creation.
         detail: The nodes that serve, or what is missing.
+        model, other_models: Names of the models that are served, or were served last.
         num_workers: Number of edge workers whose counts are included.
         silent_workers: Indexes of edge workers that did not reply in time.
         live: Timings so far of running requests, oldest first.
@@ -108,6 +109,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     is_serving: bool
     detail: str
     model: str = ""
+    other_models: list[str] = []
     num_workers: int = 1
     silent_workers: list[int] = []
     num_in_flight: int = 0

@@ -117,6 +117,7 @@ def _shown(node: Node) -> Mapping[str, Any]:
         "id": node_id(node.url),
         "url": node.url,
         "role": node.role,
+        "model": node.info.model.name if node.info is not None else "",
         "state": node.state,
         "reason": node.shown_reason,
         "source": node.source,

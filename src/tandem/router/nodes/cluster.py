@@ -1,8 +1,8 @@
-"""The nodes of a cluster in one edge worker, and the model that they serve.
+"""The nodes of a cluster in one edge worker, and the models that they serve.
 
 ```
- parent's Members ──apply──▶ Roster ──▶ snapshot, model, health
-                               ▲
+ parent's Members ──apply──▶ Roster ──▶ snapshot ──by the model that each node reports──▶ Fleet ──▶ model, health
+                               ▲                                                     └──▶ Fleet ──▶ ...
                  Watcher ──────┘ one task per node
 ```
 
@@ -14,35 +14,30 @@ hundreds of nodes, a new snapshot rereads only the nodes that have changed since
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import aiohttp
 
-from tandem.frontend.backend import Health, ServedModel
+from tandem.frontend.backend import Health
 from tandem.router.config import RouterConfig
 from tandem.router.membership.membership import Member, Members, listed_members
+from tandem.router.nodes.fleet import Fleet, explain
 from tandem.router.nodes.node import ROLES, Node
 from tandem.router.nodes.prefixes import KnownPrefixes
-from tandem.router.nodes.snapshot import (
-    Candidates,
-    ClusterSnapshot,
-    NodeSnapshot,
-    usable_fingerprint,
-    with_stand_ins,
-)
+from tandem.router.nodes.snapshot import Candidates, ClusterSnapshot, NodeSnapshot
 from tandem.router.nodes.watch import Watcher
 from tandem.telemetry.log import get_logger
-from tandem.wire.engine_client import EngineClient
-from tandem.wire.errors import LayoutMismatch, NoNodeAvailable
-from tandem.wire.generation import SamplingDefaults
+from tandem.wire.errors import NoNodeAvailable
 from tandem.wire.keys import operator_key, reader_key
+from tandem.wire.messages import NodeInfo
 
 log = get_logger(__name__)
 
 # Interval of checks for hung engines and for a change of the cluster's health.
 CHECK_INTERVAL_S = 1.0
+# How long a model is remembered after its last node was removed: nodes that are replaced return within this time.
+FORGET_S = 60.0
 
 
 class Roster:
@@ -99,6 +94,7 @@ class Roster:
                 prefills=tuple(self._snapshots["prefill"].values()),
                 decodes=tuple(self._snapshots["decode"].values()),
                 candidates=self._candidates,
+                version=self.version,
             )
         return self._snapshot
 
@@ -141,91 +137,8 @@ def _outline(node: Node | None) -> tuple[object, ...]:
     return (*state, model, limit, node.load.adapters)
 
 
-def explain(snapshot: ClusterSnapshot, fingerprint: str | None) -> Health:
-    """Return whether the cluster can serve, and a sentence for operators that names what is missing.
-
-    Args:
-        fingerprint: Fingerprint of the model that a pair can serve now; None if no pair can.
-    """
-    if fingerprint is None:
-        return Health(is_serving=False, detail="; ".join(_missing(snapshot)) + "; retrying")
-    counts = [
-        f"{sum(_is_used(node, fingerprint) for node in nodes)} of {len(nodes)} {role} nodes"
-        for role, nodes in (("prefill", snapshot.prefills), ("decode", snapshot.decodes))
-    ]
-    unused = [
-        f"{node.role} {node.url} {_why_unused(node)}"
-        for node in (*snapshot.prefills, *snapshot.decodes)
-        if node.is_aside or not _is_used(node, fingerprint)
-    ]
-    return Health(is_serving=True, detail="; ".join([f"{' and '.join(counts)} serve", *unused]))
-
-
-def _is_used(node: NodeSnapshot, fingerprint: str) -> bool:
-    return node.is_up and node.fingerprint == fingerprint
-
-
-def _why_unused(node: NodeSnapshot) -> str:
-    if not node.is_up:
-        return node.reason
-    if node.is_aside:
-        return "is put aside: it failed several requests in a row"
-    return f"serves another model: {node.fingerprint}"
-
-
-def _missing(snapshot: ClusterSnapshot) -> list[str]:
-    """Return the reasons why no pair can serve: roles without a node, or different models."""
-    roles = (("prefill", snapshot.prefills), ("decode", snapshot.decodes))
-    absent = [
-        f"no {role} node reachable: " + ", ".join(f"{node.url} {node.reason}" for node in nodes)
-        if nodes
-        else f"no {role} node is known"
-        for role, nodes in roles
-        if not any(node.is_up for node in nodes)
-    ]
-    if absent:
-        return absent
-    return [LayoutMismatch(_models(snapshot.prefills), _models(snapshot.decodes)).message]
-
-
-def _models(nodes: Sequence[NodeSnapshot]) -> str:
-    return ", ".join(sorted({node.fingerprint for node in nodes if node.is_up}))
-
-
-def servable_adapters(snapshot: ClusterSnapshot, fingerprint: str) -> Mapping[str, str]:
-    """Return the ids of the adapters that a pair can serve, by name.
-
-    Of several contents of a name it is the one that most nodes have and, while all nodes have both, the newer one. So
-    when a name is loaded again, requests get the new content as soon as the last node has it.
-    """
-    prefill, decode = (
-        Counter(
-            (each.name, each.id)
-            for node in nodes
-            if _is_used(node, fingerprint)
-            for each in node.load.adapters
-        )
-        for nodes in (snapshot.prefills, snapshot.decodes)
-    )
-    counts, chosen = prefill + decode, dict[str, str]()
-    for name, adapter in counts:  # in the order of loading
-        num_known = counts[name, chosen.get(name, adapter)]
-        if prefill[name, adapter] and decode[name, adapter] and counts[name, adapter] >= num_known:
-            chosen[name] = adapter
-    return chosen
-
-
-@dataclass(frozen=True, slots=True)
-class _Outlook:
-    """The model and health of the cluster at one version of the roster."""
-
-    version: int
-    fingerprint: str | None
-    health: Health
-
-
 class Cluster:
-    """The nodes and the model that they serve. All methods but `run` return immediately.
+    """The nodes and the models that they serve. All methods but `run` return immediately.
 
     Raises:
         ConfigInvalid: The tokenizer directory cannot be read, or the link key cannot be derived.
@@ -234,7 +147,6 @@ class Cluster:
         members: The members applied last; before that, the listed nodes.
         known: Cached prefixes of all nodes and their tiers.
         on_node_up: Called when a node may have come up.
-        last_model: The model that is served, or was served last; None before the first.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -247,12 +159,12 @@ class Cluster:
         # Clients' keys are not sent to nodes: any process listening at a node's address could read them.
         key = reader_key(operator_key(config.cluster_secret))
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._name = config.served_model_name
-        self._has_defaults = config.generation_config == "auto"
-        self._fingerprint = ""
-        self._outlook = _Outlook(-1, None, Health(is_serving=False, detail=""))
-        self.last_model: ServedModel | None = None
-        self._was_serving = False
+        self._is_one_model = config.is_one_model
+        self._new_fleet = partial(
+            Fleet, config, self.roster, self.snapshot, self._watcher.tokenizer
+        )
+        # At least one: the first model that a node reports becomes that of the first fleet.
+        self._fleets, self._assigned_version = [self._new_fleet()], -1
         self._added: asyncio.Queue[Node] = asyncio.Queue()
         self.members = Members(members=listed_members(config))
         self.apply(self.members)
@@ -310,41 +222,47 @@ class Cluster:
 
     def snapshot(self) -> ClusterSnapshot:
         """Return the current snapshot of all nodes. It is the same object until a node changes."""
-        return self.roster.snapshot()
+        snapshot = self.roster.snapshot()
+        if self._assigned_version != snapshot.version:
+            self._assigned_version = snapshot.version
+            self._assign_nodes()
+        return snapshot
 
-    def servable(self) -> ClusterSnapshot:
-        """Return the nodes to choose a pair from, with decode nodes in place of missing prefill nodes."""
-        return with_stand_ins(self.snapshot(), self.local_prefill_threshold)
+    @property
+    def fleets(self) -> Sequence[Fleet]:
+        """The fleet of each model: at least one, which has no names before a node is reached."""
+        self.snapshot()
+        return self._fleets
 
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the model served now. Raises `NoNodeAvailable`."""
-        outlook = self._refresh_outlook()
-        if outlook.fingerprint is None:
-            raise NoNodeAvailable(outlook.health.detail)
-        if outlook.fingerprint != self._fingerprint:
-            log.info("cluster.serves", fingerprint=outlook.fingerprint, before=self._fingerprint)
-            self._fingerprint = outlook.fingerprint
-        return outlook.fingerprint
+    def fleet(self, model: str) -> Fleet:
+        """Return the fleet of a model by one of its names.
+
+        An empty name, or any name while there is one fleet, means any model that a pair can serve.
+
+        Raises:
+            NoNodeAvailable: No node serves this model any more.
+        """
+        fleets = self.fleets
+        if len(fleets) == 1:
+            return fleets[0]
+        for fleet in fleets:
+            if model in fleet.names or (not model and fleet.health().is_serving):
+                return fleet
+        raise NoNodeAvailable(self.health().detail)
 
     def health(self) -> Health:
-        """Return whether a pair can serve now, and what is missing."""
-        return self._refresh_outlook().health
-
-    def model(self) -> ServedModel:
-        """Return the model served now. Raises `NoNodeAvailable`."""
-        self.fingerprint()
-        assert self.last_model is not None
-        return self.last_model
-
-    def clients(self) -> Mapping[str, EngineClient]:
-        """Return the clients of the nodes with the model served now, by role and URL. Raises `NoNodeAvailable`."""
-        fingerprint = self.fingerprint()
-        return {
-            f"{node.role} {node.url}": node.client
-            for node in self.roster
-            if node.client is not None and node.info is not None
-            if node.info.model.fingerprint == fingerprint
-        }
+        """Return whether a pair can serve a model now, and what is missing for each model."""
+        fleets = self.fleets
+        if len(fleets) == 1:
+            return fleets[0].health()
+        healths = {fleet.name: fleet.health() for fleet in fleets}
+        is_serving = any(health.is_serving for health in healths.values())
+        if not is_serving and any(fleet.is_unmatched for fleet in fleets):
+            return explain(self.snapshot(), None)
+        return Health(
+            is_serving=is_serving,
+            detail="; ".join(f"{name}: {health.detail}" for name, health in healths.items()),
+        )
 
     def tier_blocks(self) -> dict[str, int]:
         """Return the number of known blocks by tier name; a shared store counts once."""
@@ -379,39 +297,41 @@ class Cluster:
     async def _check_often(self) -> None:
         while True:
             self._watcher.check_hung()
-            self._refresh_outlook()
+            self._forget_fleets()
+            for fleet in self.fleets:
+                fleet.refresh()
             await asyncio.sleep(CHECK_INTERVAL_S)
 
-    def _refresh_outlook(self) -> _Outlook:
-        self.roster.refresh()
-        if self._outlook.version != self.roster.version:
-            snapshot = self.roster.snapshot()
-            usable = usable_fingerprint(self.servable(), preferred=self._fingerprint)
-            self._outlook = _Outlook(self.roster.version, usable, explain(snapshot, usable))
-            if usable is not None:
-                self.last_model = self._model_of(usable)
-            self._log_health(self._outlook.health)
-        return self._outlook
+    def _assign_nodes(self) -> None:
+        """Assign each node to the fleet of its fingerprint, or else of its model's name, or else to a new one."""
+        nodes: dict[Fleet, dict[str, NodeInfo]] = {fleet: {} for fleet in self._fleets}
+        known = {fleet.last_fingerprint: fleet for fleet in self._fleets if fleet.last_fingerprint}
+        for node in self.roster:
+            if node.info is None:
+                continue
+            model = node.info.model
+            fleet = known.get(model.fingerprint) or self._fleet_for(model.name, nodes)
+            fleet.names = fleet.names or (model.name,)
+            known[model.fingerprint] = fleet
+            nodes.setdefault(fleet, {})[node.url] = node.info
+        self._fleets = sorted(nodes, key=lambda fleet: fleet.names)
+        reached = frozenset(url for urls in nodes.values() for url in urls)
+        roles = {fleet: {info.role for info in own.values()} for fleet, own in nodes.items()}
+        for fleet, own in nodes.items():
+            fleet.assign(list(own.values()), reached - own.keys())
+            fleet.is_unmatched = roles[fleet] == {"decode"} and {"prefill"} in roles.values()
 
-    def _log_health(self, health: Health) -> None:
-        if health.is_serving != self._was_serving:
-            self._was_serving = health.is_serving
-            event = "cluster.serving" if health.is_serving else "cluster.not_serving"
-            log.info(event, detail=health.detail)
+    def _fleet_for(self, name: str, fleets: Iterable[Fleet]) -> Fleet:
+        for fleet in fleets:
+            if self._is_one_model or not fleet.names or name in fleet.names:
+                return fleet
+        return self._new_fleet()
 
-    def _model_of(self, fingerprint: str) -> ServedModel:
-        infos = [node.info for node in self.roster if node.info is not None and node.is_up]
-        infos = [info for info in infos if info.model.fingerprint == fingerprint]
-        model = infos[0].model
-        limits = [info.max_prompt_tokens for info in infos if info.max_prompt_tokens]
-        return ServedModel(
-            name=self._name or model.name,
-            context_length=model.context_length,
-            max_prompt_tokens=min([model.context_length - 1, *limits]),
-            vocab_size=model.vocab_size,
-            eos_token_ids=frozenset(model.eos_token_ids),
-            tokenizer=self._watcher.tokenizer(model.tokenizer_hash),
-            default_sampling=model.default_sampling if self._has_defaults else SamplingDefaults(),
-            weight_version=model.weight_version,
-            adapters=servable_adapters(self.servable(), fingerprint),
-        )
+    def _forget_fleets(self) -> None:
+        """Forget models without nodes after `FORGET_S`, while there are others."""
+        for fleet in self._fleets:
+            fleet.absent_s = 0.0 if fleet.has_nodes else fleet.absent_s + CHECK_INTERVAL_S
+        kept = [fleet for fleet in self._fleets if fleet.absent_s < FORGET_S]
+        if kept and len(kept) < len(self._fleets):
+            self._fleets = kept
+            self._assign_nodes()

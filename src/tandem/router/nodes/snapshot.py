@@ -143,6 +143,7 @@ class ClusterSnapshot:
 
     Attributes:
         candidates: Results of `in_use`. The roster passes them on to the next snapshot and keeps them up to date.
+        version: The roster's version.
     """
 
     prefills: tuple[NodeSnapshot, ...]
@@ -150,6 +151,7 @@ class ClusterSnapshot:
     candidates: dict[tuple[str, str, str], Candidates] = field(
         default_factory=dict, compare=False, repr=False
     )
+    version: int = field(default=0, compare=False)
 
     def in_use(self, role: str, fingerprint: str, adapter: str = "") -> Candidates:
         """Return the nodes that serve a model or an adapter of it; nodes put aside only if no other node is up."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from tandem.router.metrics import RouterMetrics
 from tandem.router.nodes.cluster import Cluster
+from tandem.router.nodes.fleet import Fleet
 from tandem.router.nodes.snapshot import Candidates, ClusterSnapshot, NodeSnapshot
 from tandem.router.pairing.policy import (
     ANYTHING,
@@ -119,15 +120,18 @@ class Pairing:
 
     def pair_for(
         self,
+        fleet: Fleet,
         group: PairGroup,
         request: GenerateRequest,
         fingerprint: str,
         failed: Set[Pair],
+        *,
         after: TandemError | None = None,
     ) -> Pair:
         """Return the group's pair if it can serve and has not failed this request, else a new pair.
 
         Args:
+            fleet: The nodes of the request's model.
             failed: Pairs that failed this request.
             after: Error of the last attempt, if there was one.
 
@@ -138,7 +142,7 @@ class Pairing:
         pair = group.pair
         if pair is None or pair in failed or not self._serves(pair, fingerprint, request.adapter):
             with self._metrics.pairing.time():
-                group.pair = pair = self._choose(request, fingerprint, failed, after)
+                group.pair = pair = self._choose(fleet, request, fingerprint, failed, after)
         return pair
 
     def _serves(self, pair: Pair, fingerprint: str, adapter: str) -> bool:
@@ -153,6 +157,7 @@ class Pairing:
 
     def _choose(
         self,
+        fleet: Fleet,
         request: GenerateRequest,
         fingerprint: str,
         failed: Set[Pair],
@@ -161,7 +166,7 @@ class Pairing:
         routing = RoutingRequest.of(request)
         try:
             pair = choose(
-                self._cluster.servable(),
+                fleet.servable(),
                 fingerprint,
                 self._policy,
                 next(self._turns),

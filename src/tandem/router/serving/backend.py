@@ -1,18 +1,24 @@
-"""The frontend's `Backend` on a cluster: admits requests, runs each until its last token, and counts outcomes."""
+"""The frontend's `Backend` on a cluster: admits requests, runs each until its last token, and counts outcomes.
+
+Each model has its own queue, places and adapters. All models share the limits of API keys and the counters.
+"""
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from tandem.frontend.backend import Bootstrap, Health, ServedModel
+from tandem.frontend.backend import Bootstrap, Health, ServedModel, ServedModels
 from tandem.router.admission import Admission
 from tandem.router.config import AdmissionConfig
 from tandem.router.key_limits import KeyUsage
 from tandem.router.metrics import RouterMetrics, WorkerCounts
 from tandem.router.nodes.adapters import AdapterChanges
 from tandem.router.nodes.cluster import Cluster
+from tandem.router.nodes.fleet import Fleet
 from tandem.router.pairing.pairing import PairGroups, Pairing
 from tandem.router.pairing.policy import Policy
 from tandem.router.serving.progress import Progress, RequestTimeline
@@ -25,6 +31,14 @@ from tandem.wire.messages import NodeLoad, TokenDelta
 from tandem.wire.token_stream import Tap
 
 log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    """What a request for one model passes first."""
+
+    admission: Admission
+    adapters: AdapterChanges
 
 
 class ClusterBackend:
@@ -56,13 +70,14 @@ class ClusterBackend:
         replays_sampled: bool = True,
     ) -> None:
         self._cluster = cluster
-        self._groups, self._requests = PairGroups(), dict[str, Request]()
+        self._groups, self._requests = PairGroups(), dict[str, tuple[Request, Admission]]()
         self._metrics = RouterMetrics()
-        admission = admission or AdmissionConfig()
-        self._node_wait = NodeWait(node_wait_s, admission.limits.max_requests)
+        self._config = admission or AdmissionConfig()
+        self._keys = keys or KeyUsage({})
+        self._entries: dict[Fleet, _Entry] = {}
+        self._node_wait = NodeWait(node_wait_s, self._config.limits.max_requests)
         self.pairing = Pairing(cluster, policy, rng, self._metrics)
         self.suspects = Suspects()
-        self._adapters = AdapterChanges(cluster.clients)
         self._shared = RequestContext(
             cluster,
             self.pairing,
@@ -72,49 +87,79 @@ class ClusterBackend:
             self.suspects,
             replays_sampled,
         )
-        self._admission = Admission(cluster.servable, admission, self._metrics, keys)
-        cluster.roster.on_change = self._admission.schedule_start
+        cluster.roster.on_change = self._schedule_start
         cluster.on_node_up = self._node_wait.wake_all
 
     @property
     def leftovers(self) -> dict[str, int]:
         """Resources held for requests, by name: all zero once every request has ended."""
-        return self._admission.leftovers | {
+        left = Counter[str]()
+        for entry in self._entries.values():
+            left.update(entry.admission.leftovers)
+        return {
+            **left,
             "waiting for nodes": len(self._node_wait),
             "requests": len(self._requests),
             "groups": len(self._groups),
             "suspects": len(self.suspects),
         }
 
-    def model(self) -> ServedModel:
-        """Return the model served now or, while requests may wait for nodes, the model served last.
+    def models(self) -> ServedModels:
+        """Return the models served now or, while requests may wait for nodes, the models served last.
+
+        Of several models, those served last are always included: requests for them fail one by one.
 
         Raises:
             NoNodeAvailable: No pair can serve, and no model is known for which a request could wait.
         """
-        try:
-            return self._cluster.model()
-        except NoNodeAvailable:
-            last = self._cluster.last_model
-            if last is None or not self._node_wait.limit_s:
-                raise
-            return last
+        fleets = self._cluster.fleets
+        if len(fleets) == 1:
+            return ServedModels((_model(fleets[0], may_be_last=bool(self._node_wait.limit_s)),))
+        models, unavailable = list[ServedModel](), dict[str, str]()
+        has_nodes = any(fleet.has_nodes for fleet in fleets)
+        for fleet in fleets:
+            try:
+                models.append(_model(fleet, may_be_last=fleet.has_nodes or not has_nodes))
+            except NoNodeAvailable as error:
+                unavailable |= dict.fromkeys(fleet.names, error.message)
+        if not models:
+            raise NoNodeAvailable(self.health().detail)
+        return ServedModels(tuple(models), unavailable)
+
+    def _entry(self, fleet: Fleet) -> _Entry:
+        entry = self._entries.get(fleet)
+        if entry is None:
+            entry = _Entry(
+                Admission(fleet.servable, self._config, self._metrics, self._keys),
+                AdapterChanges(fleet.clients),
+            )
+            known = self._cluster.fleets
+            entries = {each: kept for each, kept in self._entries.items() if each in known}
+            self._entries = {**entries, fleet: entry}
+        return entry
+
+    def _schedule_start(self) -> None:
+        for entry in self._entries.values():
+            entry.admission.schedule_start()
 
     async def generate(
         self,
         request: GenerateRequest,
         bootstrap: Bootstrap | None = None,
         tap: Tap | None = None,
+        model: str = "",
     ) -> AsyncGenerator[TokenDelta, None]:
         """Wait for admission and yield the tokens of one request; see `Backend`.
 
         Args:
             bootstrap: Unused, because this router pairs the nodes itself.
         """
-        timeline, running = RequestTimeline(), Request(self._shared)
-        self._requests[request.request_id] = running
+        fleet = self._cluster.fleet(model)
+        admission = self._entry(fleet).admission
+        timeline, running = RequestTimeline(), Request(self._shared, fleet)
+        self._requests[request.request_id] = held = running, admission
         try:
-            async with self._admission.admitted(request) as admitted:
+            async with admission.admitted(request) as admitted:
                 if admitted is None:
                     yield Progress(request).aborted()
                     return
@@ -144,15 +189,18 @@ class ClusterBackend:
                         admitted.count_output(len(progress.sent_ids))
                         self._metrics.requests.labels(outcome).inc()
         finally:
-            if self._requests.get(request.request_id) is running:
+            if self._requests.get(request.request_id) is held:
                 del self._requests[request.request_id]
 
     async def abort(self, request_id: str) -> bool:
         """End a waiting or running request with reason `abort`. Return False if it is not here."""
-        request = self._requests.get(request_id)
-        if request is not None and not self._admission.abort(request_id):
+        held = self._requests.get(request_id)
+        if held is None:
+            return False
+        request, admission = held
+        if not admission.abort(request_id):
             request.abort()
-        return request is not None
+        return True
 
     async def flush_cache(self) -> None:
         """Drop the cached pages that no request uses, on every node that is up."""
@@ -163,13 +211,14 @@ class ClusterBackend:
                 except PeerLost as error:  # the cache is lost with the node
                     log.debug("node.flush_unsent", url=node.url, reason=error.message)
 
-    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
+    async def load_adapter(self, name: str, path: str, *, in_place: bool, model: str = "") -> None:
         """Load a LoRA adapter on every node that is connected and has the model served now."""
-        await self._adapters.load(name, path, in_place=in_place)
+        adapters = self._entry(self._cluster.fleet(model)).adapters
+        await adapters.load(name, path, in_place=in_place)
 
-    async def unload_adapter(self, name: str) -> None:
+    async def unload_adapter(self, name: str, model: str = "") -> None:
         """Unload a LoRA adapter on these nodes."""
-        await self._adapters.unload(name)
+        await self._entry(self._cluster.fleet(model)).adapters.unload(name)
 
     def health(self) -> Health:
         """Return whether a pair can serve now, and what is missing."""
@@ -208,3 +257,13 @@ class ClusterBackend:
     def metrics(self) -> str:
         """Return the metrics of this edge worker in Prometheus' text format."""
         return self._metrics.render(self._cluster.snapshot(), self._cluster.tier_blocks())
+
+
+def _model(fleet: Fleet, *, may_be_last: bool) -> ServedModel:
+    """Return the model that a fleet serves or, if that is allowed, the one that it served last. Raises `NoNodeAvailable`."""
+    try:
+        return fleet.model()
+    except NoNodeAvailable:
+        if fleet.last_model is None or not may_be_last:
+            raise
+        return fleet.last_model

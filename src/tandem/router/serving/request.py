@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from tandem.frontend.timings import RESAMPLED
 from tandem.router.metrics import RouterMetrics
 from tandem.router.nodes.cluster import Cluster
+from tandem.router.nodes.fleet import Fleet
 from tandem.router.nodes.node import NodeWork, halves
 from tandem.router.pairing.pairing import PairGroup, Pairing, PairUse
 from tandem.router.pairing.policy import Pair, RoutingRequest, tokens_to_compute
@@ -254,10 +255,14 @@ class RequestAborted(Exception):
 
 
 class Request:
-    """One admitted request. After `begin`, its task awaits `next` until that returns None, then calls `release`."""
+    """One admitted request. After `begin`, its task awaits `next` until that returns None, then calls `release`.
 
-    def __init__(self, shared: RequestContext) -> None:
-        self._shared, self._cluster = shared, shared.cluster
+    Args:
+        fleet: The nodes of its model.
+    """
+
+    def __init__(self, shared: RequestContext, fleet: Fleet) -> None:
+        self._shared, self._cluster, self._fleet = shared, shared.cluster, fleet
         self._replays = Replays(shared.max_attempts)
         self._wake = asyncio.Event()
         self._is_aborted = False
@@ -273,7 +278,9 @@ class Request:
     def begin(self, progress: Progress, group: PairGroup) -> None:
         """Start serving `progress`, until `release`."""
         self._progress, self._group = progress, group
-        self._suspect, self._num_lost = self._shared.suspects.known(progress.request)
+        self._suspect, self._num_lost = self._shared.suspects.known(
+            progress.request, self._fleet.name
+        )
 
     def abort(self) -> None:
         """End the request with reason `abort`, also while it waits."""
@@ -362,11 +369,16 @@ class Request:
         raise RequestAborted
 
     def _pair_now(self) -> Pair:
-        # A request keeps its model, even if the cluster changes to a different one.
-        self._fingerprint = self._fingerprint or self._cluster.fingerprint()
+        # A request keeps its weights, even if the fleet changes to different ones.
+        self._fingerprint = self._fingerprint or self._fleet.fingerprint()
         request = self._progress.routed_request()
         return self._shared.pairing.pair_for(
-            self._group, request, self._fingerprint, self._failed, self._last_error
+            self._fleet,
+            self._group,
+            request,
+            self._fingerprint,
+            self._failed,
+            after=self._last_error,
         )
 
     async def _are_alive(self, pair: Pair) -> bool:
@@ -414,7 +426,7 @@ class Request:
         if self._num_lost and not await self._hears_a_node():
             return  # the network of this router may be the cause
         self._num_lost += 1
-        self._suspect = self._suspect or name_of(self._progress.request)
+        self._suspect = self._suspect or name_of(self._progress.request, self._fleet.name)
         try:
             self._shared.suspects.note_loss(self._suspect, self._num_lost)
         except RequestEndedEngine:

@@ -32,8 +32,8 @@ ALONE_S = 2.0
 MAX_KEPT = 1024
 
 
-def name_of(request: GenerateRequest) -> str:
-    """Return a hash of the fields that determine the computation.
+def name_of(request: GenerateRequest, model: str) -> str:
+    """Return a hash of the model and of the fields that determine the computation.
 
     Ids, deadlines and the seed are left out, because they change when a client retries.
     """
@@ -47,7 +47,7 @@ def name_of(request: GenerateRequest) -> str:
         deadline_s=None,
         session="",
     )
-    return hashlib.blake2b(msgspec.msgpack.encode(same), digest_size=16).hexdigest()
+    return hashlib.blake2b(msgspec.msgpack.encode([model, same]), digest_size=16).hexdigest()
 
 
 @dataclass(slots=True, eq=False)
@@ -90,11 +90,11 @@ class Suspects:
         """Return how many requests try a suspected prompt, or wait to do so."""
         return len(self._waiting) + len(self._trying)
 
-    def known(self, request: GenerateRequest) -> tuple[str, int]:
+    def known(self, request: GenerateRequest, model: str) -> tuple[str, int]:
         """Return the name and the losses of a suspected or refused prompt; ("", 0) for all others."""
         self._forget_old()
         # Hashing takes a millisecond per 100,000 tokens, and hardly ever is any prompt suspected.
-        name = name_of(request) if self._records else ""
+        name = name_of(request, model) if self._records else ""
         record = self._records.get(name)
         return (name, record.num_lost) if record is not None else ("", 0)
 

@@ -20,7 +20,7 @@ from tandem.frontend.app import create_app
 from tandem.frontend.http.edge import EDGE, begin_shutdown
 from tandem.frontend.http.server import Accepting, accepting_all, serving
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.replies.parser import reply_formats
+from tandem.frontend.replies.parser import formats_by_model
 from tandem.router.console.console import OverviewApi, PageFiles, RequestObserver
 from tandem.router.control import WorkerLink, WorkerStart, read_start, socket_of
 from tandem.router.key_limits import KeyUsage
@@ -65,11 +65,13 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
         keys=keys,
         replays_sampled=config.replay_sampled == "allow",
     )
+    formats = formats_by_model(config.tool_call_parsers, config.reasoning_parsers)
     page = PageFiles()
     options = FrontendOptions(
         open_paths=page.paths,
         http=config.http,
-        reply_formats=reply_formats(config.tool_call_parser, config.reasoning_parser),
+        reply_formats=formats[""],
+        model_formats={model: found for model, found in formats.items() if model},
         operator_key=operator_key(config.cluster_secret),
         max_priority=keys.max_priority,
         service="tandem-router",

@@ -16,7 +16,7 @@ import itertools
 import json
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,7 +51,7 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(_FLAG, nargs="+", default=[])
 
 
-def names_and_paths(words: Sequence[str], model_name: str) -> Iterator[tuple[str, str]]:
+def names_and_paths(words: Sequence[str], model_names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield the name and the path of each adapter.
 
     Args:
@@ -60,7 +60,7 @@ def names_and_paths(words: Sequence[str], model_name: str) -> Iterator[tuple[str
     Raises:
         ConfigInvalid: A value cannot be read, or a name is used twice.
     """
-    names = {model_name}
+    names = {*model_names}
     for word in words:
         name, path = _name_and_path(word)
         if name in names:

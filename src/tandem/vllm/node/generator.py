@@ -219,6 +219,7 @@ class VllmGenerator:
             eos_token_ids=sorted(ids),
             default_sampling=config.default_sampling,
             weight_version=config.weight_version,
+            aliases=list(config.served_model_names[1:]),
         )
 
     @property
@@ -297,7 +298,7 @@ class VllmGenerator:
         return Checked(asked, request.prompt_ids[num_prompt:])
 
     def _load_adapters(self, args: argparse.Namespace) -> None:
-        for name, path in names_and_paths(args.lora_modules, self._config.served_model_name):
+        for name, path in names_and_paths(args.lora_modules, self._config.served_model_names):
             try:
                 self.adapters.load(name, path)
             except (TandemError, OSError) as error:

@@ -40,7 +40,7 @@ async function turn() {
 function draw() {
   const seen = store.overview;
   if (!seen) return;
-  setText(byId("model"), seen.model);
+  setText(byId("model"), [seen.model, ...(seen.other_models ?? [])].join(", "));
   setText(byId("health"), seen.detail);
   byId("health").dataset.serving = seen.is_serving;
   showHeadline(store);
