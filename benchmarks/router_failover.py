@@ -90,7 +90,7 @@ def main() -> None:
     args = parse(build_parser(), {"streams": 2, "tokens": 60})
     rows = {}
     for name in ("tandem lb", *ROUTERS):
-        with running_cluster(decodes=2) as cluster:
+        with running_cluster("--dtype", "float32", decodes=2) as cluster:
             model = ask(f"{cluster.url}/v1/models")[1]["data"][0]["id"]
             right = asyncio.run(run(cluster.url, model, args.streams, args.tokens))
             if name in ROUTERS:
