@@ -25,12 +25,12 @@ def continued(prompt, num) -> list[int]:
     return ids[len(prompt) :]
 
 
-class FakeVllm:
-    """An engine at one address, across its restarts.
+class FakeEngine:
+    """The HTTP of an engine at one address, across its restarts.
 
     Attributes:
-        bodies: Bodies of the completions that it received, without probes.
-        num_running: Completions that it runs.
+        bodies: Bodies of the requests that it received, without probes.
+        num_running: Requests that it runs.
         pause_s: Time between two tokens of a stream.
         stop_at: Number of tokens after which streams wait for `going`.
         life: What differs between two lives.
@@ -38,26 +38,33 @@ class FakeVllm:
         unfrozen: While it is not set, nothing is answered, as after SIGSTOP.
         reports: While it is not set, polls are not answered.
         end: Reason of the last token of a stream.
-        error, status: Answer to every completion, unless the error is empty.
+        error, status: Answer to every request, unless the error is empty.
     """
+
+    engine, path = "", ""
 
     def __init__(self, model: str) -> None:
         self.port = free_ports(1)[0]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.model, self.has_connector, self.generation = model, True, None
+        self.model = model
         self.bodies: list[dict] = []
         self.num_running, self.stop_at, self.life = 0, 1 << 30, 1.0
         self.pause_s = 0.0
-        self.engine_id, self.going, self.unfrozen = self._new_id(), asyncio.Event(), asyncio.Event()
-        self.unfrozen.set()
-        self.computing = asyncio.Event()
-        self.computing.set()
-        self.reports = asyncio.Event()
-        self.reports.set()
-        self.blocks: dict[str, list[int]] = {}
+        self.going, self.unfrozen = asyncio.Event(), asyncio.Event()
+        self.computing, self.reports = asyncio.Event(), asyncio.Event()
+        for event in (self.unfrozen, self.computing, self.reports):
+            event.set()
         self.end, self.error, self.status = "length", "", 500
         self._runner: web.AppRunner | None = None
         self._open: set[asyncio.BaseTransport] = set()
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes but `path`."""
+        raise NotImplementedError
+
+    async def answer(self, request, body):
+        """Answer a request of `path`."""
+        raise NotImplementedError
 
     @asynccontextmanager
     async def running(self):
@@ -71,15 +78,7 @@ class FakeVllm:
 
     async def start(self) -> None:
         app = web.Application()
-        app.add_routes(
-            [
-                web.get("/v1/models", self._models),
-                web.get("/version", self._version),
-                web.get("/metrics", self._metrics),
-                web.get("/query", self._query),
-                web.post("/v1/completions", self._completions),
-            ]
-        )
+        app.add_routes([*self.routes(), web.post(self.path, self._run)])
         runner = self._runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", self.port).start()
@@ -95,12 +94,52 @@ class FakeVllm:
     async def restart(self) -> None:
         await self.kill()
         self.life += 1
-        self.engine_id, self.num_running = self._new_id(), 0
-        self.blocks.clear()
+        self.num_running = 0
+        self.forget()
         await self.start()
 
-    def _new_id(self) -> str:
-        return f"engine-{self.port}-{self.life}"
+    def forget(self) -> None:
+        """Begin a new life."""
+
+    async def _run(self, request):
+        body = await request.json()
+        if body.get("prompt") != [1]:
+            self.bodies.append(body)
+        self.num_running += 1
+        transport = request.transport
+        self._open.add(transport)
+        try:
+            await self.unfrozen.wait()
+            if self.error:
+                return web.json_response({"error": {"message": self.error}}, status=self.status)
+            return await self.answer(request, body)
+        finally:
+            self.num_running -= 1
+            self._open.discard(transport)
+
+
+class FakeVllm(FakeEngine):
+    """A `vllm serve`."""
+
+    engine, path = "vllm", "/v1/completions"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        self.has_connector, self.generation = True, None
+        self.blocks: dict[str, list[int]] = {}
+        self.forget()
+
+    def routes(self):
+        return [
+            web.get("/v1/models", self._models),
+            web.get("/version", self._version),
+            web.get("/metrics", self._metrics),
+            web.get("/query", self._query),
+        ]
+
+    def forget(self) -> None:
+        self.engine_id = f"engine-{self.port}-{self.life}"
+        self.blocks.clear()
 
     async def _models(self, _request):
         await self.unfrozen.wait()
@@ -127,27 +166,14 @@ class FakeVllm:
     async def _query(self, _request):
         return web.json_response({"0": {"engine_id": self.engine_id, "worker_addr": {}}})
 
-    async def _completions(self, request):
-        body = await request.json()
+    async def answer(self, request, body):
         params = body.get("kv_transfer_params") or {}
-        if body["prompt"] != [1]:
-            self.bodies.append(body)
-        self.num_running += 1
-        transport = request.transport
-        self._open.add(transport)
-        try:
-            await self.unfrozen.wait()
-            if self.error:
-                return web.json_response({"error": {"message": self.error}}, status=self.status)
-            if params.get("do_remote_decode") and self.has_connector:
-                await self.computing.wait()
-                return web.json_response(self._prefilled(body))
-            if body.get("stream"):
-                return await self._streamed(request, body, await self._prompt_of(body, params))
-            return web.json_response(self._whole(body))
-        finally:
-            self.num_running -= 1
-            self._open.discard(transport)
+        if params.get("do_remote_decode") and self.has_connector:
+            await self.computing.wait()
+            return web.json_response(self._prefilled(body))
+        if body.get("stream"):
+            return await self._streamed(request, body, await self._prompt_of(body, params))
+        return web.json_response(self._whole(body))
 
     async def _prompt_of(self, body, params) -> list[int]:
         """Return the prompt whose KV decode reads: that of the reference, or garbage."""

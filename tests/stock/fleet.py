@@ -10,7 +10,8 @@ from tandem.router.workers.adapter import AdapterStart, EngineTarget
 from tandem.stock.adapter import serve
 from tests.patience import until_async
 from tests.router.test_backend import watched
-from tests.stock.fake_vllm import FakeVllm, connect
+from tests.stock.fake_sglang import FakeSglang, connect_sglang
+from tests.stock.fake_vllm import FakeEngine, FakeVllm, connect
 
 
 class NodeUrl:
@@ -26,7 +27,7 @@ class Fleet:
     def __init__(self, prefills, decodes) -> None:
         self.prefills, self.decodes, self.backend = prefills, decodes, None
 
-    def node(self, engine: FakeVllm):
+    def node(self, engine: FakeEngine):
         """Return the router's node of an engine."""
         return next(
             node for node in self.backend._cluster.roster if node.url.endswith(f":{engine.port}")
@@ -69,21 +70,44 @@ async def adapter(targets, tokenizer_dir="", **options) -> str:
                 stopping.set()
 
 
-def target(engine: FakeVllm, role: str) -> EngineTarget:
-    return EngineTarget(engine="vllm", http_url=engine.url, role=role, bootstrap_port=engine.port)
+def target(engine: FakeEngine, role: str) -> EngineTarget:
+    return EngineTarget(
+        engine=engine.engine, http_url=engine.url, role=role, bootstrap_port=engine.port
+    )
+
+
+def vllm_engines(model, num_prefills, num_decodes):
+    prefills = [FakeVllm(model) for _ in range(num_prefills)]
+    decodes = [FakeVllm(model) for _ in range(num_decodes)]
+    connect(prefills, decodes)
+    return prefills, decodes
+
+
+def sglang_engines(model, num_prefills, num_decodes, **settings):
+    prefills = [FakeSglang(model, "prefill", **settings) for _ in range(num_prefills)]
+    decodes = [FakeSglang(model, "decode", **settings) for _ in range(num_decodes)]
+    connect_sglang(prefills, decodes)
+    return prefills, decodes
 
 
 @asynccontextmanager
-async def fleet(directory, num_prefills=1, num_decodes=1, num_adapters=1, options=None, **settings):
+async def fleet(
+    directory,
+    num_prefills=1,
+    num_decodes=1,
+    num_adapters=1,
+    options=None,
+    make=vllm_engines,
+    **settings,
+):
     """Run fake engines and the backend. With two adapters, prefill and decode have one each.
 
     Args:
         options: Fields of `EngineOptions`.
+        make: Returns the engines of both roles, by the model's directory and their numbers.
     """
     model = str(model_files(directory / "model"))
-    prefills = [FakeVllm(model) for _ in range(num_prefills)]
-    decodes = [FakeVllm(model) for _ in range(num_decodes)]
-    connect(prefills, decodes)
+    prefills, decodes = make(model, num_prefills, num_decodes)
     settings = {"local_prefill_threshold": 0} | settings
     async with AsyncExitStack() as stack:
         for engine in (*prefills, *decodes):

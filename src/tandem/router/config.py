@@ -34,7 +34,7 @@ POLICY_ALIASES = {
     "manual": "session",
 }
 # Engines of whose URLs the adapter makes nodes; see `workers/adapter.py`.
-ADOPTED = ("vllm",)
+ADOPTED = ("vllm", "sglang")
 # With 1, decode computes only prompts of which it has cached all tokens but the last. 0 is not the default, because
 # requests would then fail while no prefill node is up.
 LOCAL_PREFILL_THRESHOLD = 1
@@ -253,7 +253,7 @@ class RouterConfig:
             metavar="URL|PORT",
             nargs="+",
             help="URLs of prefill nodes, each optionally followed by a bootstrap port or `none`; vllm+http://HOST:PORT "
-            "for an unmodified vllm serve; may be repeated",
+            "or sglang+http://HOST:PORT for unmodified engines; may be repeated",
             parse=prefill_targets,
         ),
     ] = ()
@@ -273,7 +273,7 @@ class RouterConfig:
             "--decode",
             metavar="URL",
             nargs="+",
-            help="URLs of decode nodes, vllm+http://HOST:PORT for an unmodified vllm serve; may be repeated",
+            help="URLs of decode nodes; vllm+http and sglang+http as for --prefill; may be repeated",
             parse=lambda groups: tuple(listed_url(text) for group in groups for text in group),
         ),
     ] = ()
@@ -332,7 +332,7 @@ class RouterConfig:
         Flag(
             "--replay-sampled",
             metavar="RULE",
-            help="answers that a node continues with other random draws (engines of vllm+http): allow notes it in the "
+            help="answers that a node continues with other random draws (unmodified engines): allow notes it in the "
             "answer, refuse ends the answer with the reason abort",
         ),
     ] = "allow"
@@ -433,7 +433,7 @@ class RouterConfig:
             "--tokenizer-path",
             "--model-path",
             metavar="DIR",
-            help="directory of the tokenizer, and for vllm+http of the model's config.json; needs transformers "
+            help="directory of the tokenizer, and for unmodified engines of the model's config.json; needs transformers "
             "(default: use the nodes' tokenizer)",
         ),
     ] = ""

@@ -29,6 +29,7 @@ from tandem.stock.http_engine import CONNECT_S, HttpEngine
 from tandem.stock.model_files import ModelFiles
 from tandem.stock.node import StockNode, Surroundings
 from tandem.stock.rooms import Meeting, RemoteRooms, Rooms
+from tandem.stock.sglang_dialect import SglangDialect
 from tandem.stock.vllm_dialect import VllmDialect
 from tandem.telemetry.log import configure
 from tandem.vllm.node.outputs import HandOffParams
@@ -38,7 +39,8 @@ from tandem.wire.generation import Room
 from tandem.wire.keys import ChannelKey, cluster_key, is_loopback
 
 DIALECTS: Mapping[str, Callable[[HttpEngine, EngineTarget, EngineOptions], Dialect]] = {
-    "vllm": VllmDialect
+    "vllm": VllmDialect,
+    "sglang": SglangDialect,
 }
 
 # An engine that is polled and sends nothing for this many heartbeat intervals counts as lost: after 5 s by default. The

@@ -88,7 +88,11 @@ def build_parser() -> Parser:
         description="Make a node of an unmodified engine, for a router elsewhere.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("url", metavar="URL", help="URL of the engine: vllm+http://HOST:PORT")
+    parser.add_argument(
+        "url",
+        metavar="URL",
+        help="URL of the engine: vllm+http://HOST:PORT or sglang+http://HOST:PORT",
+    )
     add_flags(parser, AdoptConfig)
     return parser
 
@@ -103,7 +107,9 @@ def main(argv: Sequence[str]) -> int:
     config = read_flags(AdoptConfig, args, url=listed_url(args.url))
     engine = engine_of(config.url)
     if not engine:
-        raise ConfigInvalid(f"{config.url} is a node of Tandem: adopt vllm+http://HOST:PORT")
+        raise ConfigInvalid(
+            f"{config.url} is a node of Tandem: adopt vllm+http://HOST:PORT or sglang+http://HOST:PORT"
+        )
     configure(config.log_level, config.log_format, role="adapter")
     heartbeat_of(config.heartbeat_interval_ms)
     warn_of_weak_secret(os.environ.get("TANDEM_CLUSTER_KEY", ""))

@@ -19,7 +19,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
         kind: Engine, version, model and connector: a pair needs the same.
         model: Name or directory with which the engine was started.
         num_ranks: Number of data-parallel ranks, among which the engine itself divides requests.
-        bootstrap_port: Port on which prefill's engine itself accepts decode's; None: the halves meet in the adapter.
+        takes_prompts: Whether a decode engine can compute prompts itself.
     """
 
     life: str
@@ -30,7 +30,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     max_prompt_tokens: int
     num_ranks: int = 1
-    bootstrap_port: int | None = None
+    takes_prompts: bool = True
     aliases: list[str] = []
 
 

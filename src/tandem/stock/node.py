@@ -208,10 +208,10 @@ class StockNode:
             epoch=life.epoch,
             engine_port=life.inbox.port,
             model=model,
-            bootstrap_port=None if is_decode else facts.bootstrap_port or self._around.port,
+            bootstrap_port=None if is_decode else self._around.port,
             max_prompt_tokens=facts.max_prompt_tokens,
             heartbeat_interval_ms=1000 * self._around.heartbeat.interval_s,
-            takes_prompts=is_decode,
+            takes_prompts=is_decode and facts.takes_prompts,
             engine=self._dialect.engine,
             continues_sampling=False,
         )

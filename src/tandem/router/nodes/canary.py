@@ -114,7 +114,7 @@ async def _fault(prefill: Node, decode: Node) -> str:
             raise NodeUnusable(f"{pair} did not answer known prompts in {TIMEOUT_S:g} s") from error
         except TandemError as error:
             raise NodeUnusable(f"{pair} failed a known prompt: {error.message}") from error
-        num_equal = sum(colocated == disaggregated for colocated, disaggregated in answers)
+        num_equal = sum(each[0] == each[-1] for each in answers)
         if 2 * num_equal > len(answers):
             return ""
     log.error("node.kv_differs", prefill=prefill.url, decode=decode.url, answers=answers)
@@ -137,13 +137,14 @@ def _prompts(decode: Node) -> list[list[int]]:
 
 
 async def _answers(prefill: Node, decode: Node, prompt_ids: Sequence[int]) -> tuple[list[int], ...]:
-    """Return the answer of decode alone, and its answer from prefill's KV."""
-    colocated, disaggregated = _request(prompt_ids), _request(prompt_ids)
-    start_decode, start_prefill = halves(disaggregated, prefill, 1)
-    return (
-        await _answer([(decode, StartColocated(request=colocated, attempt=1))]),
-        await _answer([(decode, start_decode), (prefill, start_prefill)]),
-    )
+    """Return the answer of decode alone, if it takes prompts, and its answer from prefill's KV."""
+    start_decode, start_prefill = halves(_request(prompt_ids), prefill, 1)
+    attempts: list[list[tuple[Node, Start]]] = [[(decode, start_decode), (prefill, start_prefill)]]
+    assert decode.info is not None
+    if decode.info.takes_prompts:
+        alone = StartColocated(request=_request(prompt_ids), attempt=1)
+        attempts.insert(0, [(decode, alone)])
+    return tuple([await _answer(starts) for starts in attempts])
 
 
 def _request(prompt_ids: Sequence[int]) -> GenerateRequest:

@@ -1,0 +1,129 @@
+"""The router over SGLang's prefill and decode servers."""
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from tandem.stock import node as stock_node
+from tandem.wire.errors import AttemptsUsedUp
+from tandem.wire.generation import Grammar, LogprobOptions
+from tests.patience import until_async
+from tests.stock.fake_vllm import continued
+from tests.stock.fleet import fleet, sglang_engines
+from tests.stock.test_fleet import PROMPT, request, streaming, tokens
+
+sglang_fleet = partial(fleet, make=sglang_engines)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(stock_node, "POLL_INTERVAL_S", 0.05)
+
+
+@pytest.mark.parametrize("is_incremental", [True, False])
+async def test_decode_streams_what_prefill_has_computed(tmp_path, is_incremental):
+    make = partial(sglang_engines, is_incremental=is_incremental)
+    async with fleet(tmp_path, make=make) as found:
+        assert await tokens(found) == continued(PROMPT, 12)
+
+
+async def test_both_halves_have_the_same_body(tmp_path):
+    """As SGLang's load balancers send them, with ids of their own."""
+    async with sglang_fleet(tmp_path) as found:
+        await tokens(found, request(seed=7, min_new_tokens=2))
+        (prefill,), (decode,) = found.prefills, found.decodes
+        halves = prefill.bodies[-1], decode.bodies[-1]
+    ids = {each.pop("rid") for each in halves}
+    assert len(ids) == 2
+    assert halves[0] == halves[1]
+    assert (halves[0]["bootstrap_host"], halves[0]["bootstrap_port"]) == ("127.0.0.1", prefill.port)
+    assert halves[0]["sampling_params"]["sampling_seed"] == 7
+    assert halves[0]["sampling_params"]["min_new_tokens"] == 2
+
+
+async def test_loss_of_decode_in_a_stream_is_not_seen_by_the_client(tmp_path):
+    async with sglang_fleet(tmp_path, num_decodes=2) as found:
+        task, decode = await streaming(found)
+        for each in found.decodes:
+            each.stop_at = 1 << 30
+        await decode.kill()
+        assert await task == continued(PROMPT, 12)
+        (other,) = [each for each in found.decodes if each is not decode]
+        assert other.bodies[-1]["input_ids"] == PROMPT + continued(PROMPT, 5)
+        assert other.bodies[-1]["sampling_params"]["max_new_tokens"] == 7
+
+
+async def test_decode_that_waits_for_a_lost_prefill_is_aborted_and_the_request_replayed(tmp_path):
+    async with sglang_fleet(tmp_path, num_prefills=2) as found:
+        (decode,) = found.decodes
+        for prefill in found.prefills:
+            prefill.computing.clear()
+        task = asyncio.create_task(tokens(found))
+        await until_async(lambda: decode.num_running == 1)
+        lost = decode.bodies[-1]["rid"]
+        (prefill,) = [each for each in found.prefills if each.num_running]
+        await prefill.kill()
+        for each in found.prefills:
+            each.computing.set()
+        assert await task == continued(PROMPT, 12)
+        await until_async(lambda: lost in decode.aborted)
+
+
+async def test_cancelled_request_is_aborted_on_both_servers(tmp_path):
+    async with sglang_fleet(tmp_path) as found:
+        task, decode = await streaming(found)
+        task.cancel()
+        await until_async(lambda: decode.num_running == 0)
+        await until_async(lambda: decode.bodies[-1]["rid"] in decode.aborted)
+
+
+async def test_failed_transfer_is_an_error_of_the_attempt_and_not_text(tmp_path):
+    async with sglang_fleet(tmp_path, max_attempts=2) as found:
+        found.decodes[0].end = "abort"
+        with pytest.raises(AttemptsUsedUp, match="KVTransferError"):
+            await tokens(found, request(num=1))
+
+
+async def test_restart_under_the_same_address_starts_a_new_life(tmp_path):
+    async with sglang_fleet(tmp_path) as found:
+        before = found.node(found.decodes[0]).info.epoch
+        await found.decodes[0].restart()
+        await until_async(lambda: found.node(found.decodes[0]).info.epoch != before)
+        await found.until_up()
+        assert await tokens(found) == continued(PROMPT, 12)
+
+
+@pytest.mark.parametrize("is_incremental", [True, False])
+async def test_log_probabilities_come_from_both_halves(tmp_path, is_incremental):
+    make = partial(sglang_engines, is_incremental=is_incremental)
+    async with fleet(tmp_path, make=make) as found:
+        asked = request(num=3, logprobs=LogprobOptions(num_top=1, prompt_start=0))
+        deltas = [delta async for delta in found.backend.generate(asked)]
+    prompt = [each for delta in deltas for each in delta.prompt_logprobs]
+    rows = [each for delta in deltas for each in delta.logprobs]
+    assert [each.logprob for each in prompt] == [None, -0.5, -0.5, -0.5, -0.5]
+    expected = [(-0.25, [(token, -0.25)]) for token in continued(PROMPT, 3)]
+    assert [(each.logprob, each.top) for each in rows] == expected
+
+
+@pytest.mark.parametrize(
+    ("grammar", "field", "text"),
+    [
+        (Grammar(kind="regex", text="a*"), "regex", "a*"),
+        (Grammar(kind="json_object"), "json_schema", '{"type": "object"}'),
+    ],
+)
+async def test_grammar_is_sent_in_the_field_of_its_kind(tmp_path, grammar, field, text):
+    async with sglang_fleet(tmp_path) as found:
+        await tokens(found, request(grammar=grammar))
+        assert found.decodes[0].bodies[-1]["sampling_params"][field] == text
+
+
+async def test_server_of_another_role_is_refused_with_its_flag(tmp_path):
+    async with sglang_fleet(tmp_path) as found:
+        (decode,) = found.decodes
+        decode.mode = "null"
+        await decode.restart()
+        reason = "start it with decode"
+        await until_async(lambda: reason in found.node(decode).reason)
