@@ -192,7 +192,7 @@ class LocalBackend:
         return [self._load()]
 
     def server_info(self) -> Mapping[str, object]:
-        """Return a `NodeInfo` as JSON values; raise `NoNodeAvailable` until the engine is ready."""
+        """Return a `NodeInfo` as JSON values, and what SGLang's servers report; raise `NoNodeAvailable` until it is ready."""
         config, ready = self._config, self._engine()
         info = NodeInfo(
             role=config.role,
@@ -213,7 +213,16 @@ class LocalBackend:
             model=msgspec.structs.replace(ready.model, tokenizer_hash=self._tokenizer_hash),
         )
         built: dict[str, object] = msgspec.to_builtins(info)
-        return built
+        return built | {
+            "disaggregation_mode": "null" if config.role == "colocated" else config.role,
+            "disaggregation_bootstrap_port": ready.bootstrap_port,
+            "incremental_streaming_output": config.is_incremental_output,
+            "context_length": ready.model.context_length,
+            # SGLang rejects prompts of this length.
+            "max_req_input_len": ready.max_prompt_tokens + 1,
+            "page_size": info.load.page_size,
+            "dp_size": 1,
+        }
 
     def _transports(self) -> list[str]:
         if self._config.role == "colocated":

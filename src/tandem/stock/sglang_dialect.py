@@ -101,9 +101,9 @@ class SglangDialect:
             "bootstrap_port": self._target.bootstrap_port or reported,
         }
         self._is_incremental = bool(info.get("incremental_streaming_output"))
-        self._life, self._page_size = _life_of(info), info["page_size"]
+        self._life, self._page_size = _life_of(info), info.get("page_size") or 1
         name, longest = model["served_model_name"], info["max_req_input_len"]
-        layout = f"{info['dtype']}-{info['kv_cache_dtype']}-{info['page_size']}"
+        layout = f"{info.get('dtype')}-{info.get('kv_cache_dtype')}-{self._page_size}"
         return EngineFacts(
             life=self._life,
             name=name,
