@@ -9,6 +9,12 @@ from tandem.stock.rooms import Meeting, Offer
 from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
 from tandem.wire.generation import GenerateRequest, Room
 
+# Parameters that all engines have under our names.
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+)
+
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine reports of itself.
@@ -66,3 +72,20 @@ class Dialect(Protocol):
         self, body: dict[str, object], rooms: Meeting, room: Room
     ) -> AsyncIterator[StepOutput]:
         """Fetch the KV of a prompt, and generate."""
+
+
+def shared_sampling(request: GenerateRequest, longest: str, shortest: str) -> dict[str, object]:
+    """Return the sampling parameters that engines have in common.
+
+    Args:
+        longest, shortest: The engine's names for the numbers of new tokens. It takes those of earlier attempts for a part of
+            the prompt.
+    """
+    sampling, num_prior = request.sampling, request.num_prior_tokens
+    num_new = max(1, sampling.max_new_tokens - num_prior)
+    params: dict[str, object] = {name: getattr(sampling, name) for name in _SAME}
+    params[longest] = num_new
+    params[shortest] = max(0, min(sampling.min_new_tokens - num_prior, num_new))
+    if sampling.logit_bias:
+        params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    return params

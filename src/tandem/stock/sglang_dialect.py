@@ -16,7 +16,7 @@ import msgspec
 
 from tandem.router.engines import EngineOptions
 from tandem.router.workers.adapter import EngineTarget
-from tandem.stock.dialect import EngineFacts
+from tandem.stock.dialect import EngineFacts, shared_sampling
 from tandem.stock.http_engine import HttpEngine
 from tandem.stock.rooms import Meeting, Offer
 from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
@@ -29,11 +29,6 @@ LEARN_S = 20.0
 LANDED_S = 30.0
 # SGLang's default.
 BOOTSTRAP_PORT = 8998
-# Parameters with the same name and meaning.
-_SAME = (
-    *("temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
-)
 _ANY_OBJECT = '{"type": "object"}'
 
 # Log-probability, token id, text.
@@ -216,19 +211,11 @@ def _life_of(info: Mapping[str, Any]) -> str:
 
 
 def _sampling(request: GenerateRequest) -> dict[str, object]:
-    """Return the sampling parameters. Tokens of earlier attempts are part of SGLang's prompt."""
-    sampling, num_prior = request.sampling, request.num_prior_tokens
-    num_new = max(1, sampling.max_new_tokens - num_prior)
-    params: dict[str, object] = {name: getattr(sampling, name) for name in _SAME}
-    params |= {
-        "max_new_tokens": num_new,
-        "min_new_tokens": max(0, min(sampling.min_new_tokens - num_prior, num_new)),
-    }
+    sampling = request.sampling
+    params = shared_sampling(request, "max_new_tokens", "min_new_tokens")
     if sampling.seed is not None:
         # SGLang draws by seed and position, and only with --enable-deterministic-inference.
         params["sampling_seed"] = sampling.seed
-    if sampling.logit_bias:
-        params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
     if (grammar := sampling.grammar) is not None:
         is_any = grammar.kind == "json_object"
         kind, text = ("json_schema", _ANY_OBJECT) if is_any else (grammar.kind, grammar.text)

@@ -17,7 +17,7 @@ import msgspec
 
 from tandem.router.engines import EngineOptions
 from tandem.router.workers.adapter import EngineTarget
-from tandem.stock.dialect import EngineFacts
+from tandem.stock.dialect import EngineFacts, shared_sampling
 from tandem.stock.http_engine import HttpEngine
 from tandem.stock.rooms import Meeting, Offer
 from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
@@ -33,11 +33,6 @@ ASK = {"do_remote_decode": True, "do_remote_prefill": False}
 FETCH = {"do_remote_decode": False, "do_remote_prefill": True}
 # vLLM's default, on prefill.
 BOOTSTRAP_PORT = 8998
-# Parameters with the same name and meaning.
-_SAME = (
-    *("temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
-)
 _LOAD = (b"num_requests_running", b"num_requests_waiting", b"kv_cache_usage_perc")
 _NAMES = b"|".join((*_LOAD, b"cache_config_info", b"process_start_time_seconds"))
 _SAMPLE = re.compile(rb"^(?:vllm:)?(" + _NAMES + rb")(?:\{(.*)\})? (\S+)$", re.MULTILINE)
@@ -261,19 +256,11 @@ def _life_of(values: Mapping[bytes, list[float]]) -> str:
 
 
 def _sampling(request: GenerateRequest) -> dict[str, object]:
-    """Return the sampling parameters. Tokens of earlier attempts are part of vLLM's prompt."""
-    sampling, num_prior = request.sampling, request.num_prior_tokens
-    num_new = max(1, sampling.max_new_tokens - num_prior)
-    params: dict[str, object] = {name: getattr(sampling, name) for name in _SAME}
-    params |= {
-        "max_tokens": num_new,
-        "min_tokens": max(0, min(sampling.min_new_tokens - num_prior, num_new)),
-    }
+    sampling = request.sampling
+    params = shared_sampling(request, "max_tokens", "min_tokens")
     if sampling.seed is not None:
         # vLLM cannot skip draws. With the same seed, a replay would repeat those of the first tokens.
-        params["seed"] = (sampling.seed + num_prior) % (1 << 63)
-    if sampling.logit_bias:
-        params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+        params["seed"] = (sampling.seed + request.num_prior_tokens) % (1 << 63)
     if sampling.grammar is not None:
         params["structured_outputs"] = _structured(sampling.grammar)
     if request.logprobs is not None:
