@@ -10,8 +10,8 @@ from tandem.router.config import (
     RouterConfig,
     host_of,
 )
-from tandem.router.engines import EngineOptions
 from tandem.router.membership.sources import sources_of
+from tandem.router.stock_options import StockOptions
 from tandem.settings.flags import SettingInvalid
 
 P, Q, D, E = "http://p:7000", "http://q:7000", "http://d:7001", "http://e:7001"
@@ -98,7 +98,7 @@ def test_both_launch_forms_name_the_same_nodes(line, prefills, decodes):
         (
             "--kv-events-endpoint tcp://*:5557",
             "engines",
-            EngineOptions(kv_events_endpoint="tcp://*:5557"),
+            StockOptions(kv_events_endpoint="tcp://*:5557"),
         ),
         ("--tokenizer /models/m", "tokenizer_dir", "/models/m"),
         (

@@ -5,7 +5,7 @@ import json
 import socket
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from tandem.router.engines import EngineOptions
+from tandem.router.stock_options import StockOptions
 from tandem.router.workers.adapter import AdapterStart, EngineTarget
 from tandem.stock.adapter import serve
 from tests.patience import until_async
@@ -56,7 +56,7 @@ async def adapter(targets, tokenizer_dir="", **options) -> str:
             socket_fd=-1,
             heartbeat_interval_ms=500.0,
             tokenizer_dir=tokenizer_dir,
-            options=EngineOptions(**options),
+            options=StockOptions(**options),
             log_level="info",
             log_format="auto",
         )
@@ -103,7 +103,7 @@ async def fleet(
     """Run fake engines and the backend. With two adapters, prefill and decode have one each.
 
     Args:
-        options: Fields of `EngineOptions`.
+        options: Fields of `StockOptions`.
         make: Returns the engines of both roles, by the model's directory and their numbers.
     """
     model = str(model_files(directory / "model"))

@@ -16,7 +16,7 @@ from tandem.frontend.options import (
     served_names,
 )
 from tandem.frontend.replies.parser import formats_by_model
-from tandem.router.engines import EngineOptions
+from tandem.router.stock_options import StockOptions
 from tandem.settings.flags import HEARTBEAT, LOG_FORMAT, LOG_LEVEL, PORT, Flag
 from tandem.telemetry.log import LogFormat
 from tandem.wire.channel import Heartbeat, heartbeat_of
@@ -354,7 +354,7 @@ class RouterConfig:
             help="CA certificates for https:// nodes (default: those of the system)",
         ),
     ] = ""
-    engines: EngineOptions = field(default_factory=EngineOptions)
+    engines: StockOptions = field(default_factory=StockOptions)
     discovers_announced: Annotated[
         bool,
         Flag(

@@ -22,7 +22,7 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from tandem.router.engines import EngineOptions
+from tandem.router.stock_options import StockOptions
 from tandem.router.workers.adapter import HOST, AdapterStart, EngineTarget
 from tandem.stock.dialect import Dialect
 from tandem.stock.http_engine import CONNECT_S, HttpEngine
@@ -38,7 +38,7 @@ from tandem.wire.errors import PeerLost, TandemError
 from tandem.wire.generation import Room
 from tandem.wire.keys import ChannelKey, cluster_key, is_loopback
 
-DIALECTS: Mapping[str, Callable[[HttpEngine, EngineTarget, EngineOptions], Dialect]] = {
+DIALECTS: Mapping[str, Callable[[HttpEngine, EngineTarget, StockOptions], Dialect]] = {
     "vllm": VllmDialect,
     "sglang": SglangDialect,
 }

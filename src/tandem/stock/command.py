@@ -12,7 +12,7 @@ import uvloop
 
 from tandem.frontend.http.server import listen
 from tandem.router.config import engine_of, listed_url
-from tandem.router.engines import EngineOptions
+from tandem.router.stock_options import StockOptions
 from tandem.router.workers.adapter import AdapterStart, EngineTarget
 from tandem.settings.flags import (
     HEARTBEAT,
@@ -76,7 +76,7 @@ class AdoptConfig(msgspec.Struct, frozen=True, kw_only=True):
             help="bootstrap port of a prefill engine that has one (default: the engine's default)",
         ),
     ] = None
-    engine: EngineOptions = EngineOptions()
+    engine: StockOptions = StockOptions()
     log_level: Annotated[str, LOG_LEVEL] = "info"
     log_format: Annotated[LogFormat, LOG_FORMAT] = "auto"
 

@@ -20,7 +20,7 @@ import zmq
 from tandem.node.answers import Answers
 from tandem.node.config import NodeRole
 from tandem.node.loop import EngineLoop
-from tandem.router.engines import EngineOptions
+from tandem.router.stock_options import StockOptions
 from tandem.stock.dialect import Dialect, EngineFacts
 from tandem.stock.generator import StockGenerator
 from tandem.stock.kv_events import KvEventSubscriber
@@ -67,7 +67,7 @@ class Surroundings:
     files: Callable[[str], ModelFiles]
     rooms: Rooms
     meeting: Callable[[HandOffParams], Meeting]
-    options: EngineOptions
+    options: StockOptions
 
 
 class StockLife:

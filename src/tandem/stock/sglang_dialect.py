@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tandem.router.engines import EngineOptions
+from tandem.router.stock_options import StockOptions
 from tandem.router.workers.adapter import EngineTarget
 from tandem.stock.dialect import EngineFacts, shared_sampling
 from tandem.stock.http_engine import HttpEngine
@@ -49,13 +49,13 @@ class _Meta(msgspec.Struct):
     output_top_logprobs: list[list[_Row] | None] = []
 
 
-class _Answer(msgspec.Struct):
+class _StreamEvent(msgspec.Struct):
     meta_info: _Meta = msgspec.field(default_factory=_Meta)
     output_ids: list[int] = []
     error: Any = None
 
 
-class _Load(msgspec.Struct):
+class _RankLoad(msgspec.Struct):
     num_running_reqs: int
     num_waiting_reqs: int
     num_used_tokens: int
@@ -63,10 +63,10 @@ class _Load(msgspec.Struct):
 
 
 class _Loads(msgspec.Struct):
-    loads: list[_Load]
+    loads: list[_RankLoad]
 
 
-_ANSWER = msgspec.json.Decoder(_Answer)
+_STREAM_EVENT = msgspec.json.Decoder(_StreamEvent)
 
 
 class SglangDialect:
@@ -74,7 +74,7 @@ class SglangDialect:
 
     engine = "sglang"
 
-    def __init__(self, http: HttpEngine, target: EngineTarget, _options: EngineOptions) -> None:
+    def __init__(self, http: HttpEngine, target: EngineTarget, _options: StockOptions) -> None:
         self._http, self.url, self._target = http, http.url, target
         self._life, self._page_size = "", 1
         self._is_incremental = False
@@ -180,7 +180,7 @@ class SglangDialect:
         has_prompt = body.get("logprob_start_len") == 0
         with self._aborting(body["rid"]):
             async for data in self._http.events(PATH, body):
-                answer = _ANSWER.decode(data)
+                answer = _STREAM_EVENT.decode(data)
                 output = _output(answer, 0 if self._is_incremental else num_seen)
                 if has_prompt:
                     output.prompt_logprobs.extend(_prompt_rows(answer.meta_info))
@@ -223,7 +223,7 @@ def _sampling(request: GenerateRequest) -> dict[str, object]:
     return params
 
 
-def _output(answer: _Answer, num_seen: int) -> StepOutput:
+def _output(answer: _StreamEvent, num_seen: int) -> StepOutput:
     """Convert an event of a stream, without its first `num_seen` tokens."""
     if answer.error is not None:
         raise EngineFailed(f"the engine failed the request: {str(answer.error)[:300]}")

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.router.engines import EngineOptions
+from tandem.router.stock_options import StockOptions
 from tandem.router.workers.adapter import EngineTarget
 from tandem.stock.dialect import EngineFacts, shared_sampling
 from tandem.stock.http_engine import HttpEngine
@@ -85,7 +85,7 @@ class VllmDialect:
 
     engine = "vllm"
 
-    def __init__(self, http: HttpEngine, target: EngineTarget, options: EngineOptions) -> None:
+    def __init__(self, http: HttpEngine, target: EngineTarget, options: StockOptions) -> None:
         self._http, self.url, self._target = http, http.url, target
         self._connector = options.kv_connector
         self._bootstrap = http.on_port(target.bootstrap_port or BOOTSTRAP_PORT)

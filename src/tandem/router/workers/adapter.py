@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from tandem.router.config import PrefillTarget, RouterConfig, engine_of
-from tandem.router.engines import EngineOptions
+from tandem.router.stock_options import StockOptions
 from tandem.telemetry.log import LogFormat, get_logger
 
 log = get_logger(__name__)
@@ -58,7 +58,7 @@ class AdapterStart(msgspec.Struct, frozen=True, kw_only=True):
     socket_fd: int
     heartbeat_interval_ms: float
     tokenizer_dir: str
-    options: EngineOptions
+    options: StockOptions
     log_level: str
     log_format: LogFormat
 

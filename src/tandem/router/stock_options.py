@@ -10,7 +10,7 @@ from tandem.wire.errors import ConfigInvalid
 from tandem.wire.events.publisher import checked_endpoint
 
 
-class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+class StockOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What engines do not report of themselves.
 
     Attributes:

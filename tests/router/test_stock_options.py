@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.router.engines import EngineOptions
+from tandem.router.stock_options import StockOptions
 
 
 @pytest.mark.parametrize(
@@ -15,4 +15,4 @@ from tandem.router.engines import EngineOptions
     ],
 )
 def test_star_is_the_host_of_the_engine(given, host, used):
-    assert EngineOptions(kv_events_endpoint=given).events_of(host) == (used, "")
+    assert StockOptions(kv_events_endpoint=given).events_of(host) == (used, "")
