@@ -1,5 +1,6 @@
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from tandem.vllm.hand_offs import (
     places,
     room_of,
     source_of,
+    waits_for_grant,
 )
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import TokenLogprobs
@@ -50,6 +52,24 @@ def test_prompt_is_computed_once_every_rank_has_the_grant():
     assert not hand_offs.may_compute("a")
     hand_offs.on_reports(granted())
     assert hand_offs.may_compute("a")
+
+
+def test_prompt_that_needs_no_grant_is_computed_immediately_and_its_blocks_are_held():
+    hand_offs = PrefillHandOffs(PLAIN)
+    hand_offs.begin("a", ROOM, 10, waits_for_grant=False)
+    assert hand_offs.may_compute("a")
+    hand_offs.take_orders()
+    hand_offs.on_scheduled("a", [[1, 2, 3]], 0, 10)
+    assert hand_offs.take_orders().pushes == [Pages(ROOM, [1, 2, 3], 0)]
+    assert hand_offs.on_finished("a", range(11), [[1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("params", "does_wait"),
+    [(None, True), ({"bootstrap_room": 3}, True), ({"transfer_id": "x"}, False)],
+)
+def test_transfers_of_mooncake_connector_need_no_grant(params, does_wait):
+    assert waits_for_grant(params) == does_wait
 
 
 def test_prompt_without_hand_off_is_computed_immediately():

@@ -155,15 +155,17 @@ class Pair:
     def _half(self, prompt_ids, params):
         half = threading.Thread(target=self.prefill.ask, args=(prompt_ids, params, 1))
         half.start()
-        yield
+        yield half
         half.join()
 
     @contextlib.contextmanager
-    def transfer(self, prompt_ids):
-        """Like `reference`, as proxies for MooncakeConnector send the halves."""
+    def transfer(self, prompt_ids, *, is_serial=False):
+        """Like `reference`, as proxies for MooncakeConnector send the halves: at once, or one after the other."""
         name = f"xfer-{uuid.uuid4()}"
         half = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name}
-        with self._half(prompt_ids, half):
+        with self._half(prompt_ids, half) as thread:
+            if is_serial:
+                thread.join()
             address = f"http://127.0.0.1:{self.query_port}"
             engine = get(f"{address}/query")[1]["0"]["engine_id"]
             yield {

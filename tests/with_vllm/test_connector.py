@@ -36,13 +36,14 @@ def test_two_servers_match_one_vllm(pair, model, tmp_path):
     asked = [[rng.randrange(3, 320) for _ in range(length)] for length in (1, 31, 32, 33, 200)]
     flags = ("--max-num-seqs", "64", *FLAGS)
     backwards = [ids[::-1] for ids in asked]  # decode has no blocks of them
-    questions = [(ids, {"max_tokens": NUM_TOKENS}) for ids in (*asked, *backwards)]
+    serial = [[5, *ids] for ids in backwards]
+    questions = [(ids, {"max_tokens": NUM_TOKENS}) for ids in (*asked, *backwards, *serial)]
     answers = alone(model, questions, tmp_path, *flags)
-    expected, expected_backwards = answers[: len(asked)], answers[len(asked) :]
+    expected, others = answers[: len(asked)], questions[len(asked) :]
     assert [apart(pair, ids, rng.getrandbits(62)) for ids in asked] == expected
-    for ids, tokens in zip(backwards, expected_backwards, strict=True):
+    for (ids, _), tokens in zip(others, answers[len(asked) :], strict=True):
         num_before = pair.decode.num_received()
-        with pair.transfer(ids) as params:
+        with pair.transfer(ids, is_serial=ids in serial) as params:
             assert pair.decode.complete(ids, params) == tokens
         assert pair.decode.num_received() - num_before == len(ids) - 1
     # A used room refers to no blocks: the prompt is recomputed and never gets the KV of a different prompt.

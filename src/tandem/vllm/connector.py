@@ -56,6 +56,7 @@ from tandem.vllm.hand_offs import (
     prompt_name,
     room_of,
     source_of,
+    waits_for_grant,
 )
 from tandem.vllm.hosts import join_hosts
 from tandem.vllm.kv_config import blocks_of, groups_of, heads_of, layout_facts
@@ -146,13 +147,20 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def on_new_request(self, request: Any) -> None:
-        room = room_of(request.kv_transfer_params)
+        params = request.kv_transfer_params
+        room = room_of(params)
         if self._is_prefill and room is not None and request.prompt_embeds is None:
             name = _prompt_name(request, request.num_tokens)
-            if not self.keeps_all and not draws_first(request.kv_transfer_params):
+            if not self.keeps_all and not draws_first(params):
                 _drop_last_token(request)
-            self._prefill.begin(request.request_id, room, request.num_tokens, name)
-        elif room is not None and draws_first(request.kv_transfer_params):
+            self._prefill.begin(
+                request.request_id,
+                room,
+                request.num_tokens,
+                name,
+                waits_for_grant=waits_for_grant(params),
+            )
+        elif room is not None and draws_first(params):
             # If all tokens before the placeholder were a cache hit, no grant would be sent and prefill's first token
             # would be lost. Replace the last block's hash so that it misses. Only full blocks have a hash.
             last = (_num_external(request) - 1) // self._hash_tokens

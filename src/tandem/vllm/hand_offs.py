@@ -173,6 +173,7 @@ class _Prompt:
         ends: End, in tokens, of each leading block that vLLM keeps until the request ends. These blocks are pushed as
             soon as they are computed, all others when the request ends.
         page_ids: Block ids by group.
+        may_compute: Whether it need not wait for its grant, or no longer.
         is_sent: Whether the workers know the prompt.
     """
 
@@ -182,7 +183,7 @@ class _Prompt:
     places: list[BlockPlace]
     ends: list[int]
     page_ids: list[list[int]]
-    is_granted: bool = False
+    may_compute: bool = False
     is_sent: bool = False
     is_over: bool = False
     num_pushed: int = 0
@@ -205,8 +206,22 @@ class PrefillHandOffs:
         self._handed_off: Counter[str] = Counter()
         self._granted: Counter[str] = Counter()
 
-    def begin(self, request_id: str, room: Room, num_tokens: int, name: int = 0) -> None:
-        """Add a prompt and wait for its grant. `name`: see `prompt_name`."""
+    def begin(
+        self,
+        request_id: str,
+        room: Room,
+        num_tokens: int,
+        name: int = 0,
+        *,
+        waits_for_grant: bool = True,
+    ) -> None:
+        """Add a prompt.
+
+        Args:
+            name: See `prompt_name`.
+            waits_for_grant: Compute it only once decode has blocks for it. Otherwise its blocks are held until the grant
+                comes.
+        """
         where = places(self._groups, num_tokens)
         ends: list[int] = []
         for place in where:
@@ -215,13 +230,15 @@ class PrefillHandOffs:
                 break
             ends.append(min(place.token + group.block_size, num_tokens))
         page_ids: list[list[int]] = [[] for _ in self._groups]
-        self._prompts[request_id] = _Prompt(room, num_tokens, name, where, ends, page_ids)
+        self._prompts[request_id] = _Prompt(
+            room, num_tokens, name, where, ends, page_ids, may_compute=not waits_for_grant
+        )
         self._orders.expected.append((request_id, room))
 
     def may_compute(self, request_id: str) -> bool:
-        """Whether the prompt has its grant, or its hand-off is over and it may run to its end."""
+        """Whether the prompt has its grant or needs none, or its hand-off is over and it may run to its end."""
         prompt = self._prompts.get(request_id)
-        return prompt is None or prompt.is_granted or prompt.is_over
+        return prompt is None or prompt.may_compute or prompt.is_over
 
     def on_scheduled(
         self, request_id: str, new_page_ids: BlockIds, num_before: int, num_new: int
@@ -292,7 +309,7 @@ class PrefillHandOffs:
         self._leaving -= reports.failed.keys()
         for request_id in self._complete(self._granted):
             if prompt := self._prompts.get(request_id):
-                prompt.is_granted = True
+                prompt.may_compute = True
         for request_id in reports.failed:
             if prompt := self._prompts.get(request_id):
                 prompt.is_over = True
@@ -433,6 +450,11 @@ def room_of(params: Mapping[str, object] | None) -> Room | None:
             return room_of_transfer(name)
         case _:
             return None
+
+
+def waits_for_grant(params: Mapping[str, object] | None) -> bool:
+    """Whether prefill waits for decode's blocks. Proxies for MooncakeConnector may start decode after prefill's answer."""
+    return params is None or "transfer_id" not in params
 
 
 def prompt_name(token_ids: Sequence[int], kind: str = "") -> int:
