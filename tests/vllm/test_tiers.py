@@ -154,7 +154,8 @@ def test_damaged_blocks_are_computed(tmp_path):
     with contextlib.closing(Node(spec)) as node:
         node.save("a", PROMPT, [1, 2, 3, 4, 5])
     for file in tmp_path.rglob("*"):
-        if file.is_file() and file.stat().st_size:
+        # Some ids are no ids after the change, and a damaged id is refused.
+        if file.is_file() and file.stat().st_size and file.name != "store-id":
             data = bytearray(file.read_bytes())
             data[-1] ^= 1
             file.write_bytes(data)
