@@ -492,6 +492,13 @@ def test_world_writable_directory_is_rejected(open_tier, tmp_path):
         open_tier()
 
 
+def test_damaged_id_of_a_directory_is_rejected_by_its_name(open_tier, tmp_path):
+    open_tier()
+    (tmp_path / "kv" / "tandem-kv-1" / "store-id").write_text("x")
+    with pytest.raises(ConfigInvalid, match="kv: store-id is damaged; remove that file"):
+        open_tier()
+
+
 def test_limit_below_one_page_is_rejected(tmp_path):
     with pytest.raises(ConfigInvalid, match=f"a KV page takes {FILE_BYTES} bytes"):
         DiskTier(tmp_path, FILE_BYTES - 1, FakePool(), SPACE)

@@ -384,8 +384,9 @@ def _open_directory(path: Path) -> PageDirectory:
     finally:
         opener.stop()
     if isinstance(found, OSError):
+        where = f"{found.filename}: " if found.filename else ""
         raise ConfigInvalid(
-            f"--kv-tier disk:{path}: {found.filename}: {found.strerror or found}; use a directory that the "
+            f"--kv-tier disk:{path}: {where}{found.strerror or found}; use a directory that the "
             "node's user may read, write and enter"
         ) from found
     if found.top.stat().st_mode & stat.S_IWOTH:
