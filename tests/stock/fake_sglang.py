@@ -8,6 +8,7 @@ from aiohttp import web
 from tests.stock.fake_vllm import FakeEngine, continued
 
 FAILED = {"type": "abort", "message": "KVTransferError", "status_code": 500}
+INVALID = {"type": "abort", "message": "too hot", "status_code": 400}
 
 
 class FakeSglang(FakeEngine):
@@ -96,7 +97,8 @@ class FakeSglang(FakeEngine):
     async def _stream(self, request, body, tokens, finish=None):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        end = finish or ({"type": "length"} if self.end == "length" else FAILED)
+        ends = {"length": {"type": "length"}, "invalid": INVALID, "": None}
+        end = finish or ends.get(self.end, FAILED)
         for number in range(max(1, len(tokens))):
             if number == self.stop_at:
                 await self.going.wait()

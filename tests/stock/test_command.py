@@ -7,8 +7,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from tandem.cli.up import free_ports
+from tandem.stock.command import main
+from tandem.wire.errors import ConfigInvalid
 from tests.patience import until_async
 from tests.processes import Process
 from tests.stock.fake_vllm import FakeVllm, connect, continued
@@ -131,3 +134,9 @@ async def test_directory_without_config_is_named(tmp_path):
 
 async def test_engine_that_has_not_started_is_waited_for():
     assert "wait until the engine has started" in await reason(FakeVllm(""))
+
+
+@pytest.mark.parametrize("url", ["sglang+http://127.0.0.1:7000", "sglang+http://localhost:7000"])
+def test_prefill_that_only_its_own_host_reaches_is_refused(url):
+    with pytest.raises(ConfigInvalid, match="use the address by which other hosts reach it"):
+        main([url, "--role", "prefill", "--host", "0.0.0.0"])

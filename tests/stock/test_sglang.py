@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from tandem.stock import node as stock_node
-from tandem.wire.errors import AttemptsUsedUp
+from tandem.wire.errors import AttemptsUsedUp, InvalidRequest
 from tandem.wire.generation import Grammar, LogprobOptions
 from tests.patience import until_async
 from tests.stock.fake_vllm import continued
@@ -83,6 +83,22 @@ async def test_failed_transfer_is_an_error_of_the_attempt_and_not_text(tmp_path)
         found.decodes[0].end = "abort"
         with pytest.raises(AttemptsUsedUp, match="KVTransferError"):
             await tokens(found, request(num=1))
+
+
+async def test_request_that_a_server_rejects_in_its_stream_is_the_clients_error(tmp_path):
+    async with sglang_fleet(tmp_path) as found:
+        found.prefills[0].end = "invalid"
+        with pytest.raises(InvalidRequest, match="too hot"):
+            await tokens(found)
+        found.prefills[0].end = "length"
+        assert await tokens(found) == continued(PROMPT, 12)
+
+
+async def test_stream_without_the_end_of_the_answer_is_replayed(tmp_path):
+    async with sglang_fleet(tmp_path, max_attempts=2) as found:
+        found.decodes[0].end = ""
+        with pytest.raises(AttemptsUsedUp, match="without the end of the answer"):
+            await tokens(found)
 
 
 async def test_restart_under_the_same_address_starts_a_new_life(tmp_path):

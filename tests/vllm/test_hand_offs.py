@@ -66,7 +66,12 @@ def test_prompt_that_needs_no_grant_is_computed_immediately_and_its_blocks_are_h
 
 @pytest.mark.parametrize(
     ("params", "does_wait"),
-    [(None, True), ({"bootstrap_room": 3}, True), ({"transfer_id": "x"}, False)],
+    [
+        (None, True),
+        ({"bootstrap_room": 3}, True),
+        ({"transfer_id": "x"}, False),
+        ({"transfer_id": "x", "waits_for_grant": True}, True),
+    ],
 )
 def test_transfers_of_mooncake_connector_need_no_grant(params, does_wait):
     assert waits_for_grant(params) == does_wait

@@ -192,7 +192,7 @@ class LocalBackend:
         return [self._load()]
 
     def server_info(self) -> Mapping[str, object]:
-        """Return a `NodeInfo` as JSON values, and what SGLang's servers report; raise `NoNodeAvailable` until it is ready."""
+        """Return a `NodeInfo` as JSON values, and what SGLang's servers report; raise `NoNodeAvailable` until the engine is ready."""
         config, ready = self._config, self._engine()
         info = NodeInfo(
             role=config.role,

@@ -43,10 +43,10 @@ DIALECTS: Mapping[str, Callable[[HttpEngine, EngineTarget, StockOptions], Dialec
     "sglang": SglangDialect,
 }
 
-# An engine that is polled and sends nothing for this many heartbeat intervals counts as lost: after 5 s by default. The
-# maximum and the time for decode to ask for a prompt's blocks are shorter than their lease, 30 s by default: after its
+# An engine that is polled and sends nothing for this many heartbeat intervals, or half as many more if it has sent
+# something after the poll, counts as lost: after 5 to 7.5 s by default. One and a half of the maximum and the time for decode to ask for a prompt's blocks are shorter than their lease, 30 s by default: after its
 # end, decode's engine could read blocks of other requests.
-POLL_INTERVALS, MAX_POLL_S = 10, 15.0
+POLL_INTERVALS, MAX_POLL_S = 10, 10.0
 
 _STDIN = 0
 

@@ -11,7 +11,7 @@ import msgspec
 import uvloop
 
 from tandem.frontend.http.server import listen
-from tandem.router.config import engine_of, listed_url
+from tandem.router.config import engine_of, host_of, listed_url
 from tandem.router.stock_options import StockOptions
 from tandem.router.workers.adapter import AdapterStart, EngineTarget
 from tandem.settings.flags import (
@@ -29,7 +29,7 @@ from tandem.telemetry.log import LogFormat, configure, get_logger
 from tandem.wire.channel import heartbeat_of
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.hosts import HOST
-from tandem.wire.keys import ChannelKey, cluster_key, warn_of_weak_secret
+from tandem.wire.keys import ChannelKey, cluster_key, is_loopback, warn_of_weak_secret
 
 log = get_logger(__name__)
 
@@ -109,6 +109,17 @@ def main(argv: Sequence[str]) -> int:
     if not engine:
         raise ConfigInvalid(
             f"{config.url} is a node of Tandem: adopt vllm+http://HOST:PORT or sglang+http://HOST:PORT"
+        )
+    names_itself = engine == "sglang" or config.engine.kv_connector == "mooncake"
+    if (
+        config.role == "prefill"
+        and names_itself
+        and is_loopback(host_of(config.url))
+        and not is_loopback(config.host)
+    ):
+        raise ConfigInvalid(
+            f"{config.url}: decode's engine connects to the bootstrap server at this host; use the address by which other "
+            "hosts reach it"
         )
     configure(config.log_level, config.log_format, role="adapter")
     heartbeat_of(config.heartbeat_interval_ms)

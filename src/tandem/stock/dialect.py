@@ -78,8 +78,8 @@ def shared_sampling(request: GenerateRequest, longest: str, shortest: str) -> di
     """Return the sampling parameters that engines have in common.
 
     Args:
-        longest, shortest: The engine's names for the numbers of new tokens. It takes those of earlier attempts for a part of
-            the prompt.
+        longest, shortest: The engine's names for the numbers of new tokens. It counts tokens of earlier attempts as prompt
+            tokens.
     """
     sampling, num_prior = request.sampling, request.num_prior_tokens
     num_new = max(1, sampling.max_new_tokens - num_prior)

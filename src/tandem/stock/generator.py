@@ -24,7 +24,7 @@ class StockGenerator:
 
     Args:
         meeting: Returns the rooms of a hand-off, for decode.
-        sent: Told of the prompts sent to the engine.
+        sent: Records the prompts sent to the engine.
 
     Attributes:
         on_news: Called when `step` or `take_transfers` has something to return.
@@ -104,7 +104,8 @@ class StockGenerator:
                 await self._pass(request_id, self._dialect.decode(body, rooms, room))
             else:
                 with self._rooms.offering(Room(hand_off.room)) as offer:
-                    await self._pass(request_id, self._dialect.prefill(body, offer))
+                    outputs = self._dialect.prefill(body, offer)
+                    await self._pass(request_id, outputs, has_finish=False)
                 self._reports.handed_off[request_id] = 1
         except TandemError as error:
             self._reports.failed[request_id] = error.info()
@@ -118,13 +119,15 @@ class StockGenerator:
             self._tasks.pop(request_id, None)
             self.on_news()
 
-    async def _pass(self, request_id: str, outputs: AsyncIterator[StepOutput]) -> None:
-        is_empty = True
+    async def _pass(
+        self, request_id: str, outputs: AsyncIterator[StepOutput], *, has_finish: bool = True
+    ) -> None:
+        is_whole = False
         async for output in outputs:
-            is_empty = False
+            is_whole = output.finish is not None or not has_finish
             self._outputs.append(replace(output, request_id=request_id))
             self.on_news()
-        if is_empty:
-            raise PeerLost("the engine ended the request without an answer")
+        if not is_whole:
+            raise PeerLost("the engine ended the request without the end of the answer")
         # The role forgets a request with its end, so the loop takes the outputs first.
         await asyncio.sleep(0)

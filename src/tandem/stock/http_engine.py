@@ -108,7 +108,7 @@ class HttpEngine:
             ) as response:
                 if response.status >= 400:
                     text = (await response.text(errors="replace"))[:MAX_QUOTED]
-                    raise _error(self.url, response.status, text)
+                    raise error_of(self.url, response.status, text)
                 yield response
         except TimeoutError as error:
             raise PeerLost(
@@ -123,7 +123,8 @@ class HttpEngine:
             raise PeerLost(f"{self.url} was lost: {str(error) or type(error).__name__}") from error
 
 
-def _error(url: str, status: int, text: str) -> TandemError:
+def error_of(url: str, status: int, text: str) -> TandemError:
+    """Return the error of an engine's answer with this status."""
     message = f"the engine at {url} answers {status}: {text}"
     match status:
         case 400 | 413 | 422:

@@ -269,6 +269,9 @@ class KvEventSubscriber:
                     log.warning(
                         "kv_events.not_connected", endpoint=self._endpoint, reason=self._reason
                     )
+            except Exception:  # without this, routers would use the set as it is now for ever
+                log.exception("kv_events.failed", endpoint=self._endpoint)
+                self.follower.restart()
             await asyncio.sleep(RECONNECT_S)
 
     async def _follow(self, sub: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:

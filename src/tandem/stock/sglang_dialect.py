@@ -17,15 +17,17 @@ import msgspec
 from tandem.router.stock_options import StockOptions
 from tandem.router.workers.adapter import EngineTarget
 from tandem.stock.dialect import EngineFacts, shared_sampling
-from tandem.stock.http_engine import HttpEngine
+from tandem.stock.http_engine import MAX_QUOTED, HttpEngine, error_of
 from tandem.stock.rooms import Meeting, Offer
 from tandem.vllm.node.outputs import EngineCounts, HandOffParams, StepOutput
-from tandem.wire.errors import EngineFailed, NoNodeAvailable, PeerLost, TandemError
+from tandem.wire.errors import NoNodeAvailable, PeerLost, TandemError
 from tandem.wire.generation import Finish, GenerateRequest, Room, TokenLogprobs
 
 PATH = "/generate"
 LEARN_S = 20.0
-# Time for decode to confirm after prefill's server has sent its KV.
+# Longest step of a scheduler, which answers `/server_info` between two steps.
+STEP_S = 60.0
+# Time for decode's half to come, after prefill's server has sent the KV.
 LANDED_S = 30.0
 # SGLang's default.
 BOOTSTRAP_PORT = 8998
@@ -39,6 +41,12 @@ class _FinishReason(msgspec.Struct):
     type: str
     matched: Any = None
     message: str = ""
+    status_code: int | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: int | None = None
 
 
 class _Meta(msgspec.Struct):
@@ -52,7 +60,7 @@ class _Meta(msgspec.Struct):
 class _StreamEvent(msgspec.Struct):
     meta_info: _Meta = msgspec.field(default_factory=_Meta)
     output_ids: list[int] = []
-    error: Any = None
+    error: _Error | str | None = None
 
 
 class _RankLoad(msgspec.Struct):
@@ -113,14 +121,14 @@ class SglangDialect:
         )
 
     async def _info(self) -> dict[str, Any]:
-        info: dict[str, Any] = json.loads(await self._http.ask("/server_info", limit_s=LEARN_S))
+        info: dict[str, Any] = json.loads(await self._http.ask("/server_info", limit_s=STEP_S))
         return info
 
     async def poll(self) -> EngineCounts:
         """Return the load; raise `PeerLost` also if another process answers."""
-        if _life_of(json.loads(await self._http.poll("/server_info"))) != self._life:
-            raise PeerLost(f"{self.url} was restarted")
         page = await self._http.poll("/v1/loads?include=core")
+        if _life_of(await self._info()) != self._life:
+            raise PeerLost(f"{self.url} was restarted")
         ranks, size = msgspec.json.decode(page, type=_Loads).loads, self._page_size
         num_tokens = sum(each.max_total_num_tokens for each in ranks)
         return EngineCounts(
@@ -181,6 +189,7 @@ class SglangDialect:
         with self._aborting(body["rid"]):
             async for data in self._http.events(PATH, body):
                 answer = _STREAM_EVENT.decode(data)
+                _check(answer, self.url)
                 output = _output(answer, 0 if self._is_incremental else num_seen)
                 if has_prompt:
                     output.prompt_logprobs.extend(_prompt_rows(answer.meta_info))
@@ -206,8 +215,8 @@ class SglangDialect:
 
 
 def _life_of(info: Mapping[str, Any]) -> str:
-    """Return what differs after a restart: how long each part of the start took."""
-    return json.dumps(info.get("startup_time"))
+    """Return what differs after a restart: how long each part of the start took, or the epoch of a node of ours."""
+    return json.dumps([info.get("startup_time"), info.get("epoch")])
 
 
 def _sampling(request: GenerateRequest) -> dict[str, object]:
@@ -223,10 +232,18 @@ def _sampling(request: GenerateRequest) -> dict[str, object]:
     return params
 
 
+def _check(answer: _StreamEvent, url: str) -> None:
+    """Raise the error that an event reports: the stream has status 200 also if the request is invalid."""
+    reason = answer.meta_info.finish_reason
+    if (error := answer.error) is not None:
+        error = _Error(error) if isinstance(error, str) else error
+        raise error_of(url, error.code or 500, error.message[:MAX_QUOTED])
+    if reason is not None and reason.type not in ("stop", "length"):
+        raise error_of(url, reason.status_code or 500, (reason.message or reason.type)[:MAX_QUOTED])
+
+
 def _output(answer: _StreamEvent, num_seen: int) -> StepOutput:
     """Convert an event of a stream, without its first `num_seen` tokens."""
-    if answer.error is not None:
-        raise EngineFailed(f"the engine failed the request: {str(answer.error)[:300]}")
     meta, ids = answer.meta_info, answer.output_ids[num_seen:]
     rows = _rows(meta.output_token_logprobs, meta.output_top_logprobs)[num_seen:]
     return StepOutput("", ids, rows, finish=_finish(meta.finish_reason, ids))
@@ -249,13 +266,11 @@ def _rows(tokens: list[_Row], tops: list[list[_Row] | None]) -> list[TokenLogpro
 
 
 def _finish(reason: _FinishReason | None, ids: list[int]) -> Finish | None:
-    match reason:
-        case None:
-            return None
-        case _FinishReason(type="length"):
-            return Finish(reason="length")
-        case _FinishReason(type="stop", matched=matched):
-            last = ids[-1] if ids else None
-            return Finish(reason="stop", matched=matched if isinstance(matched, int) else last)
-        case _:
-            raise EngineFailed(f"the engine ended the request: {reason.message or reason.type}")
+    if reason is None:
+        return None
+    if reason.type == "length":
+        return Finish(reason="length")
+    last = ids[-1] if ids else None
+    return Finish(
+        reason="stop", matched=reason.matched if isinstance(reason.matched, int) else last
+    )

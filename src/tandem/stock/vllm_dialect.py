@@ -1,7 +1,7 @@
 """`vllm serve` with NixlConnector, or with a connector that takes MooncakeConnector's transfers.
 
 With NixlConnector, prefill computes first; its answer tells decode's engine which blocks to pull. With the others, both
-halves run at once, and name their transfer alike.
+halves run at once, and use the same transfer id.
 
 Decode's engine computes the last prompt token and draws the first token itself. The token that prefill must draw is
 ignored, so it is drawn in the cheapest way, and the two engines need not agree on it.
@@ -207,7 +207,8 @@ class VllmDialect:
         asked = body | {"kv_transfer_params": ASK}
         if self._connector == "mooncake":
             name = {"transfer_id": f"xfer-{uuid.uuid4()}"}
-            asked["kv_transfer_params"] = ASK | name
+            # Of TandemConnector: it need not compute before decode has room.
+            asked["kv_transfer_params"] = ASK | name | {"waits_for_grant": True}
             address = {"remote_bootstrap_addr": self._bootstrap.url}
             offer.put(FETCH | name | address | {"remote_engine_id": self._engine_id})
         answer = _COMPLETION.decode(await self._http.ask(PATH, asked))
@@ -218,7 +219,7 @@ class VllmDialect:
         await offer.landed(LEASE_S)
 
     def _checked(self, reference: dict[str, Any] | None) -> dict[str, Any]:
-        """Return a reference of the engine that `learn` has met."""
+        """Return a reference of the engine that `learn` queried."""
         if not reference:
             raise EngineFailed(f"{self.url} returned no reference to its KV")
         generation = reference.get("remote_registration_generation")

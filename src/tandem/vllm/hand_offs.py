@@ -173,7 +173,7 @@ class _Prompt:
         ends: End, in tokens, of each leading block that vLLM keeps until the request ends. These blocks are pushed as
             soon as they are computed, all others when the request ends.
         page_ids: Block ids by group.
-        may_compute: Whether it need not wait for its grant, or no longer.
+        may_compute: Whether vLLM may compute it: its grant has come, or it needs none.
         is_sent: Whether the workers know the prompt.
     """
 
@@ -453,8 +453,11 @@ def room_of(params: Mapping[str, object] | None) -> Room | None:
 
 
 def waits_for_grant(params: Mapping[str, object] | None) -> bool:
-    """Whether prefill waits for decode's blocks. Proxies for MooncakeConnector may start decode after prefill's answer."""
-    return params is None or "transfer_id" not in params
+    """Whether prefill waits for decode's blocks.
+
+    Proxies for MooncakeConnector may start decode after prefill's answer; ours starts both at once.
+    """
+    return params is None or "transfer_id" not in params or params.get("waits_for_grant") is True
 
 
 def prompt_name(token_ids: Sequence[int], kind: str = "") -> int:
