@@ -137,7 +137,8 @@ def test_answers_go_on_exactly_on_another_node(model, tmp_path, count, kills):
     with Cluster(tmp_path, model, 1, 2, flags=OWN_FLAGS, vllm_flags=FLAGS) as cluster:
         assert not differences(cases, answers(cluster, cases), expected)
         for _ in range(kills):
-            kill_after = rng.randrange(len(cases) * NUM_TOKENS // 2)
+            # Early: on a busy machine the nodes are far ahead of what the client has read.
+            kill_after = rng.randrange(len(cases) * NUM_TOKENS // 6)
             received = answers(cluster, cases, kill_after)
             assert not differences(cases, received, expected)
         assert cluster.num_replays() > kills
