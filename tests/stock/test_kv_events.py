@@ -363,6 +363,32 @@ async def test_subscriber_ends_with_the_true_set(replies_with_topic):
         await publisher.close()
 
 
+async def test_subscriber_starts_again_after_an_unexpected_error(monkeypatch):
+    engine = Engine(random.Random(4), size=32)
+    publisher = Publisher(engine)
+
+    failures = []
+
+    def fail(*batch):
+        failures.append(batch)
+        monkeypatch.undo()
+        raise RuntimeError("unexpected")
+
+    async with following(*publisher.endpoints, idle_s=0.05) as follower:
+
+        async def is_true():
+            await publisher.send(engine.publish(engine.store(PROMPT)))
+            return names(follower) == engine.held != set()
+
+        await until_async(is_true)
+        monkeypatch.setattr(follower, "take", fail)
+        await publisher.send(engine.publish(engine.store([7] * 300)))
+        await until_async(lambda: failures)
+        await until_async(is_true)
+    assert len(failures) == 1
+    await publisher.close()
+
+
 async def test_subscriber_without_replay_starts_again_after_a_gap_or_a_restart():
     engine = Engine(random.Random(4), size=32)
     publisher = Publisher(engine)

@@ -4,6 +4,7 @@ import asyncio
 from functools import partial
 
 import pytest
+from sglang_router import mini_lb
 
 from tandem.stock import node as stock_node
 from tandem.wire.errors import AttemptsUsedUp, InvalidRequest
@@ -28,8 +29,7 @@ async def test_decode_streams_what_prefill_has_computed(tmp_path, is_incremental
         assert await tokens(found) == continued(PROMPT, 12)
 
 
-async def test_both_halves_have_the_same_body(tmp_path):
-    """As SGLang's load balancers send them, with ids of their own."""
+async def test_both_halves_have_the_same_body_but_for_their_ids(tmp_path):
     async with sglang_fleet(tmp_path) as found:
         await tokens(found, request(seed=7, min_new_tokens=2))
         (prefill,), (decode,) = found.prefills, found.decodes
@@ -40,6 +40,35 @@ async def test_both_halves_have_the_same_body(tmp_path):
     assert (halves[0]["bootstrap_host"], halves[0]["bootstrap_port"]) == ("127.0.0.1", prefill.port)
     assert halves[0]["sampling_params"]["sampling_seed"] == 7
     assert halves[0]["sampling_params"]["min_new_tokens"] == 2
+
+
+class Lb:
+    """What `mini_lb` sends to its servers."""
+
+    enable_trace = False
+
+    def __init__(self, prefill, decode) -> None:
+        self._pair, self.sent = (prefill.url, prefill.port, decode.url), {}
+
+    def select_pair(self):
+        return self._pair
+
+    async def generate_stream(self, body, *_to) -> None:
+        self.sent = body
+
+
+async def test_halves_have_the_fields_that_mini_lb_adds(tmp_path, monkeypatch):
+    async with sglang_fleet(tmp_path) as found:
+        await tokens(found)
+        ours = found.prefills[0].bodies[-1]
+        lb = Lb(found.prefills[0], found.decodes[0])
+    monkeypatch.setattr(mini_lb, "lb", lb)
+    asked = {name: value for name, value in ours.items() if not name.startswith("bootstrap_")}
+    await mini_lb.handle_generate_request(asked)
+    theirs, room = lb.sent, ours["bootstrap_room"]
+    assert theirs | {"bootstrap_room": room} == ours
+    assert isinstance(theirs["bootstrap_room"], int)
+    assert 0 <= room < 1 << 63
 
 
 async def test_loss_of_decode_in_a_stream_is_not_seen_by_the_client(tmp_path):

@@ -110,10 +110,10 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigInvalid(
             f"{config.url} is a node of Tandem: adopt vllm+http://HOST:PORT or sglang+http://HOST:PORT"
         )
-    names_itself = engine == "sglang" or config.engine.kv_connector == "mooncake"
+    has_bootstrap = engine == "sglang" or config.engine.kv_connector == "mooncake"
     if (
         config.role == "prefill"
-        and names_itself
+        and has_bootstrap
         and is_loopback(host_of(config.url))
         and not is_loopback(config.host)
     ):
