@@ -85,7 +85,7 @@ async def test_every_generation_reports_its_outcome(backend, steps, outcome):
             first = json.loads((await response.content.readline()).removeprefix(b"data: "))
             if outcome != "cancelled":
                 await response.read()
-        report = await reports.get()
+        report = (await reports.get())()
     assert first["meta_info"]["cached_tokens"] == report.num_cached_tokens == 1
     assert report.outcome == outcome
     assert report.num_output_tokens == (2 if outcome == "finished" else 1)

@@ -3,11 +3,11 @@
 import asyncio
 import random
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tandem.router.nodes.snapshot import ClusterSnapshot, usable_fingerprint, with_stand_ins
 from tandem.router.pairing.pairing import choose, stays_on_decode

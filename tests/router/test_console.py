@@ -115,7 +115,7 @@ async def test_overview_is_made_at_most_four_times_per_second():
 
 async def test_overview_needs_the_api_key_and_the_page_does_not():
     async with watching() as watched, TestClient(TestServer(watched.app)) as client:
-        watched.observer.request_ended({"request_id": "r", "client": K_NAME, "phases": []})
+        watched.observer.request_ended(lambda: {"request_id": "r", "client": K_NAME, "phases": []})
         watched.look(0)
         async with client.get("/overview") as response:
             assert response.status == 401
@@ -253,8 +253,8 @@ async def test_overview_shows_a_client_only_its_own_requests(name, shown_ids):
         one, two = (hashlib.sha256(key.encode()).hexdigest()[:8] for key in http.api_keys)
         live = [{"request_id": "a", "client": one}, {"request_id": "b", "client": two}]
         observer = RequestObserver(setup.backend._cluster, setup.backend, lambda: live)
-        observer.request_ended({"request_id": "c", "client": one})
-        observer.request_ended({"request_id": "d", "client": two})
+        observer.request_ended(lambda: {"request_id": "c", "client": one})
+        observer.request_ended(lambda: {"request_id": "d", "client": two})
         app.add_routes(OverviewApi(observer).routes())
         async with (
             TestClient(TestServer(app)) as client,

@@ -1,8 +1,8 @@
 import random
 from collections import deque
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from tandem.router.admission import INITIAL_PREFILL_QUEUE, Capacity, FinishRate, Places
 from tandem.router.nodes.snapshot import NodeSnapshot

@@ -2,11 +2,11 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tandem.router.pairing.policy import POLICIES, RoutingRequest
 from tandem.wire.messages import NodeLoad

@@ -1,9 +1,9 @@
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tandem.router.nodes.prefixes import CachedPrefixes, PrefixIndex, PromptBlocks
 from tandem.router.nodes.snapshot import ClusterSnapshot, NodeSnapshot, usable_fingerprint

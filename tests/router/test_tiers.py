@@ -2,13 +2,13 @@
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import replace
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tandem.router.nodes.api import NodesApi
 from tandem.router.nodes.prefixes import MAX_TIERS, UNKNOWN_SHARE, KnownPrefixes, share_saved

@@ -59,11 +59,15 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     cached_by_tier: dict[str, int] = {}
 
 
+ReportMaker = Callable[[], RequestReport]
+"""Returns the report of a generation. Making one costs more than the rest of a request's timing."""
+
+
 class TimingsSink(Protocol):
     """Receives the report of every generation that ended."""
 
-    def request_ended(self, report: RequestReport) -> None:
-        """Process the report. Must neither block nor raise."""
+    def request_ended(self, report: ReportMaker) -> None:
+        """Keep or process the report. Must neither block nor raise."""
 
 
 class Timings:
@@ -126,8 +130,9 @@ class Timings:
         return self._ttft_s
 
     def finish(self) -> float:
-        """Record the end of the last token and return the elapsed time. Later reports end here too."""
-        self._ended_s = self.elapsed_s()
+        """Record the end and return the time until then. Later reports end here too. Safe to call twice."""
+        if self._ended_s is None:
+            self._ended_s = self.elapsed_s()
         return self._ended_s
 
     def report(self, request_id: str, client: str, num_prompt_tokens: int) -> RequestReport:

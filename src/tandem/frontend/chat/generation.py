@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -13,7 +14,7 @@ from tandem.frontend.chat.sampling import SamplingBody, engine_params, seeds
 from tandem.frontend.request_ids import owned_id
 from tandem.frontend.text.stops import SearchBudget, TextRules
 from tandem.frontend.text.tokenizer import Tokenizer
-from tandem.frontend.timings import RequestReport, Timings, TimingsSink
+from tandem.frontend.timings import ReportMaker, Timings, TimingsSink
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import (
     GenerateRequest,
@@ -170,10 +171,11 @@ class Generation:
         """The client's id of it. In `request`, the name of the client's key precedes the id."""
         return RequestId(self.request.request_id.removeprefix(owned_id(self.request.client, "")))
 
-    def report(self) -> RequestReport:
-        """Return the timing report so far."""
+    @property
+    def report(self) -> ReportMaker:
+        """Returns the timing report so far. It does not keep the prompt."""
         request = self.request
-        return self.timings.report(self.id, request.client, len(request.prompt_ids))
+        return partial(self.timings.report, self.id, request.client, len(request.prompt_ids))
 
 
 @dataclass(frozen=True, slots=True)

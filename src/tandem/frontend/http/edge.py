@@ -206,10 +206,10 @@ class Edge:
             self._report(generation)
 
     def _report(self, generation: Generation) -> None:
-        if sinks := [*self.timings_sinks, *filter(None, [generation.trace])]:
-            report = generation.report()
-            for sink in sinks:
-                sink.request_ended(report)
+        generation.timings.finish()
+        for sink in (*self.timings_sinks, generation.trace):
+            if sink is not None:
+                sink.request_ended(generation.report)
 
 
 def _refresh(files: ReloadedFiles) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from tandem.frontend.timings import RequestReport
+from tandem.frontend.timings import ReportMaker, RequestReport
 from tandem.telemetry.log import get_logger
 
 if TYPE_CHECKING:  # optional dependency
@@ -49,10 +49,12 @@ class RequestTrace:
     def __init__(self, tracer: "Tracer", span: "Span") -> None:
         self._tracer, self.span = tracer, span
 
-    def request_ended(self, report: RequestReport) -> None:
+    def request_ended(self, report: ReportMaker) -> None:
         """Create the spans of a generation."""
-        if not self.span.is_recording():
-            return
+        if self.span.is_recording():
+            self._add_spans(report())
+
+    def _add_spans(self, report: RequestReport) -> None:
         started_s = report.started_unix_s
         generation = self._start_span("generation", started_s, self.span)
         generation.set_attributes(_attributes(report))

@@ -18,7 +18,7 @@ from aiohttp.typedefs import Handler
 from tandem import __version__
 from tandem.frontend.http.keys import owner_of
 from tandem.frontend.http.middleware import json_response
-from tandem.frontend.timings import RequestReport
+from tandem.frontend.timings import ReportMaker, RequestReport
 from tandem.router.config import node_id
 from tandem.router.console.overview import (
     NUM_SHOWN,
@@ -86,7 +86,7 @@ class RequestObserver:
         self._cluster, self._backend, self._live, self._clock = cluster, backend, live, clock
         # Samples of the last seconds of each set of counters, by its key. Counters only rise.
         self._rows: dict[object, deque[tuple[float, Values]]] = {}
-        self._recent: deque[tuple[float, object]] = deque(maxlen=NUM_SHOWN)
+        self._recent: deque[tuple[float, ReportMaker]] = deque(maxlen=NUM_SHOWN)
         self._made_at, self._made = -KEEP_S, self._make()
 
     async def run(self) -> None:
@@ -95,8 +95,8 @@ class RequestObserver:
             self.sample()
             await asyncio.sleep(SAMPLE_INTERVAL_S)
 
-    def request_ended(self, report: object) -> None:
-        """Keep the timings of a request: a struct or a dict, which must not change afterwards."""
+    def request_ended(self, report: ReportMaker) -> None:
+        """Keep the timings of a request, whose report is made when the overview is."""
         self._recent.append((time.time(), report))
 
     def sample(self) -> None:
@@ -146,7 +146,7 @@ class RequestObserver:
         decodes = [node.rates for node in nodes if node.role == "decode"]
         [ended] = self._per_second(REQUESTS)
         recent = [
-            {**msgspec.to_builtins(report), "ended_unix_s": at} for at, report in self._recent
+            {**msgspec.to_builtins(report()), "ended_unix_s": at} for at, report in self._recent
         ]
         return Overview(
             now_unix_s=time.time(),

@@ -6,7 +6,9 @@ weights. A pair needs equal ones, so a fleet serves one fingerprint at a time.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from tandem.frontend.backend import Health, ServedModel
 from tandem.frontend.text.tokenizer import Tokenizer

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import msgspec
 import xxhash
 
 from tandem.router.nodes.prefixes import PromptBlocks
@@ -52,8 +53,7 @@ class Pair:
 _NO_BLOCKS = PromptBlocks(())
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingRequest:
+class RoutingRequest(msgspec.Struct, frozen=True):
     """The properties of a request that policies use: its prompt, and its session if it has one."""
 
     num_tokens: int = 0
