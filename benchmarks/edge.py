@@ -31,6 +31,7 @@ from benchmarks.rig import (
 
 GOAL_RATIO = 1.6
 GOAL_OURS_US = 3.5
+GOAL_PARSER = 1.3
 # The rate of a pool of 72 GPUs at 2,000 tokens/s each.
 POOL_TOKENS_PER_S = 144_000
 # Low enough that the edge fits on one core, and nodes and clients together on another.
@@ -68,13 +69,13 @@ def bodies() -> dict[str, tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def edge(step_s: float) -> Iterator[Target]:
+def edge(step_s: float, *more_flags: str) -> Iterator[Target]:
     """Run the router in front of stub nodes."""
     ports = [str(free_port()), str(free_port())]
     command = [sys.executable, "-m", "benchmarks.stubs", "nodes", "--port", *ports]
     command += ["--interval-ms", str(step_s * 1000)]
     prefill, decode = (f"http://127.0.0.1:{port}" for port in ports)
-    flags = ["lb", "--prefill", prefill, "1", "--decode", decode]
+    flags = ["lb", "--prefill", prefill, "1", "--decode", decode, *more_flags]
     with (
         running("nodes", command, int(ports[0]), OTHER_CORES),
         tandem("lb", flags, OWN_CORE) as router,
@@ -137,6 +138,21 @@ def rows(args: argparse.Namespace, streams: int) -> Iterator[Row]:
             yield row
 
 
+def parser_ratio(args: argparse.Namespace, streams: int) -> float:
+    """Return the cost of a chat's token with the parser, divided by the cost without. Print both."""
+    step_s, call = max(MIN_STEP_S, streams / TOKENS_PER_S), bodies()["chat"]
+    costs: list[list[float]] = [[], []]
+    flags: tuple[list[str], list[str]] = ([], ["--reasoning-parser", args.parser])
+    for _ in range(args.rounds):
+        for measured, own_flags in zip(costs, flags, strict=True):
+            with edge(step_s, *own_flags) as router:
+                measured.append(event_us(measure(router, call, streams, args.window)))
+    ratio: float = statistics.median(one / other for other, one in zip(*costs, strict=True))
+    plain, parsed = map(statistics.median, costs)
+    print(f"{args.parser:10}{streams:8}{'':8}{parsed:9.2f}{plain:9.2f}{ratio:7.2f}", flush=True)
+    return ratio
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = parser_of(
@@ -152,8 +168,14 @@ def main() -> None:
     )
     add("--rounds", type=int, default=5, help="number of rounds; edge and floor alternate")
     add("--window", type=float, default=3.0, metavar="SECONDS", help="measured time per round")
+    add("--parser", metavar="NAME", help="compare with and without this --reasoning-parser instead")
     args = parse(parser, {"streams": [16], "rounds": 1, "window": 1.0})
     print(f"{os.cpu_count()} cores; load average before the start {os.getloadavg()}")
+    if args.parser:
+        print(f"{'parser':10}{'streams':>8}{'':8}{'edge us':>9}{'plain us':>9}{'ratio':>7}")
+        worst_ratio = max([parser_ratio(args, streams) for streams in args.streams])
+        print(result("edge_parser_vs_plain", worst_ratio, GOAL_PARSER, is_lower_better=True))
+        return
     print(f"{'API':10}{'streams':>8}{'bytes':>8}{'edge us':>9}{'floor us':>9}{'ratio':>7}")
     measured = [row for streams in args.streams for row in rows(args, streams)]
     worst = max(measured, key=lambda row: row.ratio)

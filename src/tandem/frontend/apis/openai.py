@@ -27,7 +27,7 @@ from tandem.frontend.chat.openai_body import OpenAICall, read_chat, read_complet
 from tandem.frontend.http.api_errors import error_body
 from tandem.frontend.http.sse import DONE, EventStream, encode, event
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.replies.tool_calls import Reply, ReplyPart, message
+from tandem.frontend.replies.tool_calls import Reply, ReplyPart, TextKind, message
 from tandem.frontend.text.transcript import Ending, TextPiece
 from tandem.wire.errors import ErrorInfo
 
@@ -199,6 +199,8 @@ class OpenAIWriter:
 
 # Placeholders that mark where a chunk's text and usage go. JSON escapes the NUL, so no other text contains them.
 _TEXT, _USAGE = "\0text", b'"\\0usage"'
+# An ordinary chunk's bytes: those around each place of the text, with those after the usage apart.
+_Frame = tuple[tuple[bytes, ...], bytes]
 
 
 class _ChoiceStream:
@@ -213,7 +215,7 @@ class _ChoiceStream:
         "_chunks",
         "_echo",
         "_events",
-        "_frame",
+        "_frames",
         "_has_usage",
         "_index",
         "_is_chat",
@@ -239,14 +241,17 @@ class _ChoiceStream:
         self._reply = call.make_reply() if call.make_reply is not None else None
         self._is_opened = self._is_plain = False
         self._has_usage = call.usage.continuous_usage_stats
-        # An ordinary chunk's bytes: before the text, between text and usage, after the usage.
-        self._frame: tuple[bytes, bytes, bytes] | None = None
+        self._frames: dict[str, _Frame] = {}
 
     def write(self, piece: TextPiece) -> bool:
         """Send the chunks of a piece. An empty piece sends nothing and returns True."""
         self.num_tokens += len(piece.token_ids)
         if self._is_plain and piece.ending is None:
-            return not piece.text or self._write_text(piece.text)
+            if not (text := piece.text):
+                return True
+            is_text = self._reply is None
+            events = self._text_event("content", text) if is_text else self._reply_events(text)
+            return not events or self._events.put(events)
         self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
         usage = self._chunks.usage()
         chunks = [
@@ -264,18 +269,31 @@ class _ChoiceStream:
         )
         self._events.put(self._chunks.failure(end, error))
 
-    def _write_text(self, text: str) -> bool:
-        if self._frame is None:
-            self._frame = self._make_frame()
-        before, between, end = self._frame
-        usage = encode(self._chunks.usage()) if self._has_usage else b""
-        return self._events.put(b"%b%b%b%b%b" % (before, encode(text), between, usage, end))
+    def _reply_events(self, text: str) -> bytes:
+        """Return the events of new text of a parsed reply, without log-probabilities and ids."""
+        assert self._reply is not None
+        parts = _visible(self._call, self._reply.push(text))
+        if len(parts) == 1 and parts[0].kind != "tool_call":
+            return self._text_event(parts[0].kind, parts[0].text)
+        usage = self._chunks.usage()
+        return b"".join([self._chunks.chunk(self._part(part), usage) for part in parts])
 
-    def _make_frame(self) -> tuple[bytes, bytes, bytes]:
-        [choice] = self._texts(_TEXT, None)
-        before, _, rest = self._chunks.chunk(choice, msgspec.Raw(_USAGE)).partition(encode(_TEXT))
-        between, _, end = rest.partition(_USAGE)
-        return before, between, end
+    def _text_event(self, kind: TextKind, text: str) -> bytes:
+        if kind not in self._frames:
+            self._frames[kind] = self._make_frame(kind)
+        around, end = self._frames[kind]
+        usage = encode(self._chunks.usage()) if self._has_usage else b""
+        return b"%b%b%b" % (encode(text).join(around), usage, end)
+
+    def _make_frame(self, kind: TextKind) -> _Frame:
+        [choice] = (
+            self._texts(_TEXT, None)
+            if self._reply is None
+            else [self._part(ReplyPart(kind, _TEXT))]
+        )
+        event = self._chunks.chunk(choice, msgspec.Raw(_USAGE))
+        before, _, end = event.partition(_USAGE)
+        return tuple(before.split(encode(_TEXT))), end
 
     def _choices(self, piece: TextPiece) -> Iterator[StreamChoice]:
         """Yield the choices of a piece. Each becomes one chunk."""
@@ -283,7 +301,7 @@ class _ChoiceStream:
             self._is_opened = True
             # After the opening, most pieces contain only text.
             has_ids = self._call.has_token_ids
-            self._is_plain = self._writer is None and self._reply is None and not has_ids
+            self._is_plain = self._writer is None and not has_ids
             yield from self._opening(piece)
         logprobs: Logprobs = None
         if self._writer is not None and piece.token_ids:
@@ -296,8 +314,7 @@ class _ChoiceStream:
             parts = self._reply.push(piece.text)
             if piece.ending is not None:
                 parts = [*parts, *self._reply.finish()]
-            for part in _visible(self._call, parts):
-                yield self._delta(_with_both_names(part.delta()))
+            yield from map(self._part, _visible(self._call, parts))
             # Logprobs and ids get their own chunk: they belong to tokens, and the parser may hold text back.
             yield from self._texts("", logprobs, None, piece.token_ids)
             reason = _reason(piece.ending, self._reply)
@@ -333,6 +350,9 @@ class _ChoiceStream:
             yield ChatDelta(self._index, {"content": text}, logprobs, reason, ids)
         else:
             yield CompletionChoice(self._index, text, logprobs, reason, ids)
+
+    def _part(self, part: ReplyPart) -> ChatDelta:
+        return self._delta(_with_both_names(part.delta()))
 
     def _delta(self, delta: dict[str, Any], reason: FinishReason = None) -> ChatDelta:
         return ChatDelta(self._index, delta, None, reason, _ids(self._call, ()))

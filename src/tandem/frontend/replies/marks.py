@@ -16,7 +16,14 @@ class Marks:
         # `(?!)` never matches: without marks all text is ordinary.
         self._pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._firsts = {text[0] for text in texts}
+        self._first = (
+            re.compile("[" + re.escape("".join(sorted(self._firsts))) + "]") if texts else None
+        )
         self._longest = max(map(len, texts), default=1)
+
+    def may_begin_in(self, text: str) -> bool:
+        """Return whether `text` has a first character of a mark. If not, no mark is or begins in it."""
+        return self._first is not None and self._first.search(text) is not None
 
     def split(self, text: str) -> tuple[str, str, str]:
         """Return the text before the first mark, the mark, and the text after it.

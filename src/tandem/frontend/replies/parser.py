@@ -49,6 +49,7 @@ F = TypeVar("F", CallFormat, ReasoningFormat)
 
 # Longer text is parsed in pieces, so that cutting off what was parsed stays cheap.
 _PIECE = 4096
+_NO_END: tuple[tuple[str, ...], str] = ((), "")
 _BODY_END = ("<|end|>", "<|return|>", "<|call|>")
 _RECIPIENT = re.compile(r"\bto=functions\.(?P<name>[^\s<]{1,256})")
 _CHANNEL = re.compile(r"<\|channel\|>(?P<channel>\w+)(?:\s*<\|constrain\|>\w+)?\s*$")
@@ -241,6 +242,10 @@ class ParsedReply:
     def push(self, text: str) -> list[ReplyPart]:
         """Return the parts that `text` completes."""
         self._parts = []
+        if self._has_no_mark(text):  # as in almost every token
+            if self._is_shown:
+                self._add_text(text)
+            return self._parts
         for at in range(0, len(text), _PIECE):
             self._take(text[at : at + _PIECE])
         return self._parts
@@ -258,6 +263,15 @@ class ParsedReply:
         if blanks and self._text.kind == "content" and not self._is_harmony:
             self._parts.append(ReplyPart("content", blanks))
         return self._parts
+
+    def _has_no_mark(self, text: str) -> bool:
+        """Whether no mark of the current state is in `text`, begins in it, or continues in it."""
+        if self._pending or (self._state == "content" and self._is_blank):
+            return False
+        watched = (
+            self._openings if self._state == "content" else self._ends.get(self._state, _NO_END)[0]
+        )
+        return bool(watched) and not marks(*watched).may_begin_in(text)
 
     def _take(self, text: str) -> None:
         text, self._pending = self._pending + text, ""

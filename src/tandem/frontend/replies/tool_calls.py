@@ -11,8 +11,9 @@ rest to the parser of the call.
 import math
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+
+import msgspec
 
 from tandem.frontend.replies.call_scanner import CallBegin, CallScanner, ScanEvent
 from tandem.frontend.replies.formats import ReasoningMarks
@@ -21,8 +22,7 @@ from tandem.frontend.replies.marks import marks
 TextKind = Literal["content", "reasoning_content"]
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyPart:
+class ReplyPart(msgspec.Struct, frozen=True, gc=False):
     """The next part of a reply.
 
     Attributes:
