@@ -69,6 +69,8 @@ class FakeBackend:
         self.others: list[ServedModel] = []
         self.unavailable: dict[str, str] = {}
         self.models_asked: list[str] = []
+        self.checked: list[tuple[str, int]] = []
+        self.refusal: TandemError | None = None
         self.script: Script = repeat_prompt
         self.requests: list[GenerateRequest] = []
         self.bootstraps: list[Bootstrap | None] = []
@@ -86,6 +88,11 @@ class FakeBackend:
         if self.no_model is not None:
             raise self.no_model
         return ServedModels((self.served, *self.others), self.unavailable)
+
+    def check(self, client: str, priority: int) -> None:
+        self.checked.append((client, priority))
+        if self.refusal is not None:
+            raise self.refusal
 
     async def generate(
         self,

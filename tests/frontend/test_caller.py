@@ -89,6 +89,23 @@ async def test_overload_response_has_retry_after(client, backend):
         assert (response.status, response.headers["Retry-After"]) == (429, "17")
 
 
+@pytest.mark.parametrize(
+    ("body", "headers", "highest"),
+    [
+        (b"{", {}, 0),
+        (b'{"priority": 7', {}, 2**31 - 1),
+        (b"{", {"X-Override-Priority": "7"}, 2**31 - 1),
+    ],
+)
+async def test_refused_request_is_not_parsed(client, backend, body, headers, highest):
+    backend.refusal = Overloaded("the line is full", retry_after_s=17)
+    for path in ("/generate", "/v1/chat/completions", "/v1/messages", "/v1/responses"):
+        async with client.post(path, data=body, headers=headers) as response:
+            assert response.status == (529 if path == "/v1/messages" else 429)
+            assert response.headers["Retry-After"] == "17"
+    assert backend.checked == [("", highest)] * 4
+
+
 # Below the 300 s timeout of aiohttp's client, which uses the same clock.
 LIMIT_S = 100.0
 LIMITED = FrontendOptions(http=HttpOptions(request_timeout_s=LIMIT_S))

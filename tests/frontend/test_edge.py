@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.frontend.apis.answering import CollectedAnswer
 from tandem.frontend.app import create_app
-from tandem.frontend.http.edge import EDGE, INLINE_BYTES, MAX_READERS
+from tandem.frontend.http.edge import EDGE, INLINE_BYTES, MAX_READERS, SHORT_BYTES
 from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.sse import DONE, EventStream
 from tandem.frontend.text import transcript
@@ -29,7 +29,7 @@ from tests.frontend.fakes import FakeBackend, length, say
 from tests.frontend.helpers import post
 from tests.patience import PATIENCE_S, Clock
 
-LARGE = b'{"text": "' + b"a" * INLINE_BYTES + b'"}'
+SHORT, LARGE = (b'{"text": "' + b"a" * size + b'"}' for size in (INLINE_BYTES, SHORT_BYTES))
 
 
 class Readers:
@@ -65,6 +65,18 @@ async def test_readers_of_disconnected_clients_still_count():
     readers.may_end.set()
     await late
     assert order == ["let go", "late"]
+
+
+async def test_short_body_is_read_while_long_ones_wait():
+    edge, readers = create_app(FakeBackend(None))[EDGE], Readers()
+    waiting = [
+        asyncio.ensure_future(edge.read(LARGE, readers.read)) for _ in range(MAX_READERS + 1)
+    ]
+    for _ in range(MAX_READERS):
+        await readers.begin()
+    assert await edge.read(SHORT, lambda _: "short") == "short"
+    readers.may_end.set()
+    await asyncio.gather(*waiting)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,22 @@ CHAT = [
 ]
 
 
-@given(st.text(max_size=200) | st.text(alphabet="# \n=-", max_size=500))
-def test_min_tokens_is_a_lower_bound(tokenizer, text):
-    assert tokenizer.min_tokens(text) <= len(tokenizer.encode(text))
+@given(
+    st.text(max_size=200) | st.text(alphabet="# \n=-", max_size=500),
+    st.integers(1, 20),
+    st.integers(0, 100),
+)
+def test_min_tokens_is_a_lower_bound(tokenizer, part, count, limit):
+    text = part * count
+    assert tokenizer.min_tokens(text, limit) <= len(tokenizer.encode(text))
 
 
 def test_min_tokens_of_a_huge_text_is_large(tokenizer):
-    assert tokenizer.min_tokens("a" * 10_000_000) > 100_000
+    assert tokenizer.min_tokens("a" * 10_000_000, 100_000) > 100_000
+
+
+def test_long_text_is_refused_by_its_beginning(tokenizer):
+    assert 1000 < tokenizer.min_tokens("so it goes, " * 10_000, 1000) < 3000
 
 
 def with_config(tokenizer, **config):

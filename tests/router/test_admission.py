@@ -348,6 +348,21 @@ async def test_full_queue_rejects_with_retry_after_and_yields_to_higher_priority
 
 
 @in_virtual_time
+async def test_request_is_refused_unread_only_if_it_would_be_refused_anyway():
+    rig = Rig(limits=QueueLimits(max_requests=2))
+    async with requests() as send:
+        for name in "abc":
+            rig.admission.check("", 0)
+            await send(rig, name)
+        with pytest.raises(Overloaded):
+            rig.admission.check("", 0)
+        rig.admission.check("", 1)
+        rig.admission.check("other", 0)  # the queue is full of another client's requests
+        await rig.leave("a")
+        rig.admission.check("", 0)
+
+
+@in_virtual_time
 async def test_request_with_an_expired_deadline_is_rejected_on_arrival():
     with pytest.raises(DeadlinePassed):
         await Rig().serve("a", deadline_s=0.0)

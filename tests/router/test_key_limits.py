@@ -89,9 +89,11 @@ def test_rejected_request_uses_no_budget():
 def test_concurrent_requests_of_a_key_are_bounded():
     usage = KeyUsage({"default": KeyLimit(requests_in_flight=1)}).of("k")
     usage.begin(1, 0.0)
-    with pytest.raises(RateLimited):
-        usage.begin(1, 0.0)
+    for start in (usage.check, usage.begin):
+        with pytest.raises(RateLimited):
+            start(1, 0.0)
     usage.finish()
+    usage.check(1, 0.0)
     usage.begin(1, 0.0)
 
 

@@ -148,6 +148,17 @@ class Backend(Protocol):
             NoNodeAvailable: No model is known, because no node has been reached yet, or none can serve.
         """
 
+    def check(self, client: str, priority: int) -> None:
+        """Refuse a request that would be refused whatever its prompt is. Called before its body is parsed.
+
+        Args:
+            client: Name of its API key, or empty.
+            priority: The highest that it may have.
+
+        Raises:
+            Overloaded, RateLimited: It may not start; carries the time of a retry.
+        """
+
     def generate(
         self,
         request: GenerateRequest,

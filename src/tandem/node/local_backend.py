@@ -92,6 +92,9 @@ class LocalBackend:
         )
         return ServedModels((model,))
 
+    def check(self, client: str, priority: int) -> None:
+        """Accept every request: its router has admitted it."""
+
     async def generate(
         self,
         request: GenerateRequest,

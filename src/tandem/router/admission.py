@@ -94,7 +94,9 @@ class Queue:
         """
         if waiting.has_deadline and waiting.expires_s <= now:
             raise self.too_late(waiting, now)
-        rejected = self._make_room(waiting, now)
+        rejected = self.displaced_by(waiting.client, waiting.priority, waiting.num_tokens, now)
+        if rejected is not None:
+            self.leave(rejected)
         clients = self._waiting.setdefault(waiting.priority, {})
         clients.setdefault(waiting.client, {})[waiting] = None
         self.num_requests += 1
@@ -152,8 +154,10 @@ class Queue:
         requests = next(iter(self._waiting[max(self._waiting)].values()))
         return next(iter(requests))
 
-    def _make_room(self, waiting: Waiting, now: float) -> Waiting | None:
-        """Remove and return the request that makes room for a new one; None if there is room already.
+    def displaced_by(
+        self, client: str, priority: int, new_tokens: int, now: float
+    ) -> Waiting | None:
+        """Return the request that must leave to make room for a new one; None if there is room already.
 
         The candidate for removal has the lowest priority: it is the newest request of the client with the most
         requests of that priority. It yields to a request with a higher priority, or to a request of a client that
@@ -162,22 +166,21 @@ class Queue:
         Raises:
             Overloaded: No request yields, or its removal would not make enough room.
         """
-        num_tokens = self.num_tokens + waiting.num_tokens
+        num_tokens = self.num_tokens + new_tokens
         has_place = len(self) < self._limits.max_requests
         # A valid prompt may exceed `max_tokens` by itself, so an empty queue accepts it.
         if has_place and (num_tokens <= self._limits.max_tokens or not self._waiting):
             return None
-        lowest = min(self._waiting, default=waiting.priority)
-        if waiting.priority < lowest or not self._waiting:
+        lowest = min(self._waiting, default=priority)
+        if priority < lowest or not self._waiting:
             raise self.queue_full(now)
         clients = self._waiting[lowest]
         largest = max(reversed(clients.values()), key=len)
-        has_more = len(largest) > len(clients.get(waiting.client, ())) + 1
+        has_more = len(largest) > len(clients.get(client, ())) + 1
         newest = next(reversed(largest))
-        yields = waiting.priority > lowest or has_more
+        yields = priority > lowest or has_more
         if not yields or num_tokens - newest.num_tokens > self._limits.max_tokens:
             raise self.queue_full(now)
-        self.leave(newest)
         return newest
 
 
@@ -403,6 +406,12 @@ class Admission:
         finally:
             if usage is not None:
                 usage.finish()
+
+    def check(self, client: str, priority: int) -> None:
+        """Raise `Overloaded` if a request of this client would find neither a place nor room in the queue."""
+        now = _now()
+        if self._is_on and not self._is_open(now):
+            self._queue.displaced_by(client, priority, 1, now)
 
     def abort(self, request_id: str) -> bool:
         """End a waiting request. Return False if it does not wait here."""

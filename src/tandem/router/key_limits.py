@@ -19,7 +19,7 @@ import math
 import mmap
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -121,24 +121,31 @@ class KeyState:
         """Requests in flight."""
         return int(sum(self._in_flight))
 
-    def begin(self, num_tokens: int, now: float) -> None:
-        """Count the start of a request. Raises `RateLimited`."""
+    def check(self, num_tokens: int, now: float) -> None:
+        """Raise `RateLimited` if a request with this many tokens, or more, may not start."""
         limit = self.limit.requests_in_flight
         if limit and self.num_in_flight >= limit:
             raise RateLimited(
                 f"this key has {self.num_in_flight} requests in flight; its limit is {limit}", 1
             )
-        uses = (
-            (self._requests, _allowance_s(1, self.limit.requests_per_minute), "requests"),
-            (self._tokens, _allowance_s(num_tokens, self.limit.tokens_per_minute), "tokens"),
-        )
-        for bucket, amount_s, unit in uses:
+        for bucket, amount_s, unit in self._uses(num_tokens):
             if amount_s and (wait_s := bucket.wait_s(amount_s, now)) > 0:
                 message = f"this key has used its {unit} per minute: send the request again later"
                 raise RateLimited(message, math.ceil(wait_s))
-        for bucket, amount_s, _ in uses:
+
+    def begin(self, num_tokens: int, now: float) -> None:
+        """Count the start of a request. Raises `RateLimited`."""
+        self.check(num_tokens, now)
+        for bucket, amount_s, _ in self._uses(num_tokens):
             bucket.use(amount_s, now)
         self._in_flight[self._index] += 1
+
+    def _uses(self, num_tokens: int) -> Iterable[tuple[_Minute, float, str]]:
+        """Return what a request takes from each bucket, in seconds of its allowance, with the bucket's unit."""
+        return (
+            (self._requests, _allowance_s(1, self.limit.requests_per_minute), "requests"),
+            (self._tokens, _allowance_s(num_tokens, self.limit.tokens_per_minute), "tokens"),
+        )
 
     def count_output(self, num_tokens: int, now: float) -> None:
         """Count the tokens of an answer."""

@@ -21,7 +21,7 @@ from aiohttp.typedefs import Handler
 
 from tandem.frontend import timings
 from tandem.frontend.backend import ServedModel
-from tandem.frontend.chat.body import session_of, with_overrides
+from tandem.frontend.chat.body import max_priority, session_of, with_overrides
 from tandem.frontend.chat.generation import Generation
 from tandem.frontend.http.api_errors import ANTHROPIC_ROUTES
 from tandem.frontend.http.edge import EDGE, Edge
@@ -201,7 +201,10 @@ async def answer(
         model = models.choose(data.get("model"))
         return read(model, options, data), session_of(request.headers, data)
 
-    call, session = await edge.read(await request.read(), read_both)
+    body, client = await request.read(), request[CALLER].client
+    priority = max_priority(request.headers, body)
+    edge.backend.check(client, min(priority, options.max_priority(client)) if client else priority)
+    call, session = await edge.read(body, read_both)
     call.generations = with_caller(request, call.generations, session)
     record_ids(request, [generation.id for generation in call.generations])
     writer = writer_of(call, options)

@@ -133,7 +133,8 @@ UNSUPPORTED_IN_CHATS = frozenset({"echo", "input_ids", "thinking"})
 UNSUPPORTED_IN_INFERENCE = frozenset({"features", "content_parts"})
 
 # Higher priorities leave the queue first. Nodes store 32 bits.
-Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+_PRIORITIES = 2**31
+Priority = Annotated[int, Field(ge=-_PRIORITIES, lt=_PRIORITIES)]
 # The same limit as for request ids. A salt is a tenant's name or a hash.
 CacheSalt = Annotated[str, Field(max_length=256)]
 
@@ -220,12 +221,19 @@ class GenerationBody(Body):
 
 # SGLang's headers, with the fields of the body that they override. Routers that do not parse bodies send them.
 _TEXTS = {"X-Override-Rid": "rid", "X-Override-Bootstrap-Host": "bootstrap_host"}
+_PRIORITY_HEADER = "X-Override-Priority"
 _NUMBERS = {
     "X-Override-Bootstrap-Port": "bootstrap_port",
     "X-Override-Bootstrap-Room": "bootstrap_room",
-    "X-Override-Priority": "priority",
+    _PRIORITY_HEADER: "priority",
 }
 _RANKS = ("X-Override-Routed-Dp-Rank", "X-Data-Parallel-Rank")
+
+
+def max_priority(headers: Mapping[str, str], body: bytes) -> int:
+    """Return a priority that a request does not exceed, without parsing its body."""
+    may_have_one = b'"priority"' in body or _PRIORITY_HEADER in headers
+    return _PRIORITIES - 1 if may_have_one else 0
 
 
 def with_overrides(headers: Mapping[str, str], data: dict[str, Any]) -> dict[str, Any]:

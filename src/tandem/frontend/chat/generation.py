@@ -116,7 +116,7 @@ def tokenize(model: ServedModel, texts: Sequence[str], add_special_tokens: bool)
     """Return the token ids of each text. A text that cannot fit the context is rejected before tokenization."""
     tokenizer = require_tokenizer(model)
     for text in texts:
-        min_tokens = tokenizer.min_tokens(text)
+        min_tokens = tokenizer.min_tokens(text, model.max_prompt_tokens)
         if min_tokens > model.max_prompt_tokens:
             raise PromptTooLong(min_tokens, model.max_prompt_tokens, is_lower_bound=True)
     if sum(map(len, texts)) <= LOCKED_CHARS:

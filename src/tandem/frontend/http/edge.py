@@ -39,8 +39,9 @@ log = get_logger(__name__)
 
 # Parsing and tokenizing a body of this size blocks the loop for at most 2 ms. Larger bodies go to a thread.
 INLINE_BYTES = 4096
-# Each reader holds the GIL for 0.2 s while it parses 32 MiB, and engine links time out after 2 s of silence.
-MAX_READERS = 2
+# Each reader holds the GIL for 0.2 s while it parses 32 MiB, and engine links time out after 2 s of silence. Bodies up
+# to `SHORT_BYTES` have a thread of their own, in which each takes 10 ms at most: they must not queue behind long ones.
+MAX_READERS, SHORT_BYTES = 2, 32_768
 # Each pulse flushes counts and reads changed files again. A killed worker loses the counts since its last pulse.
 PULSE_INTERVAL_S = 0.5
 # `live` returns only the newest generations.
@@ -71,6 +72,7 @@ class Edge:
         self._running: dict[RequestId, tuple[Generation, Transcript]] = {}
         # Not the loop's default executor: a reader keeps running after its client has disconnected, and
         # would delay DNS lookups there.
+        self._short_reader = ThreadPoolExecutor(1, thread_name_prefix="short-reader")
         self._readers = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="reader")
 
     @override
@@ -81,8 +83,9 @@ class Edge:
         """Parse a JSON body and return `reader`'s result. Large bodies are read in a thread."""
         if len(body) <= INLINE_BYTES:
             return reader(read_json(body))
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._readers, lambda: reader(read_json(body)))
+        loop, is_short = asyncio.get_running_loop(), len(body) <= SHORT_BYTES
+        readers = self._short_reader if is_short else self._readers
+        return await loop.run_in_executor(readers, lambda: reader(read_json(body)))
 
     async def run(self, generation: Generation, sink: Sink) -> None:
         """Run a generation to its end, and write every piece to the sink.
@@ -166,7 +169,8 @@ class Edge:
         pulse.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await pulse
-        self._readers.shutdown(wait=False, cancel_futures=True)  # all routes have finished
+        for readers in (self._short_reader, self._readers):
+            readers.shutdown(wait=False, cancel_futures=True)  # all routes have finished
 
     async def _pulse(self) -> None:
         loop = asyncio.get_running_loop()

@@ -24,6 +24,10 @@ from tandem.frontend.text.tokenizer_files import tokenizer_files
 from tandem.wire.errors import ConfigInvalid
 
 _TEMPLATE = "chat_template.jinja"
+# Twice the characters of an average token in English text.
+_LONG_TOKEN_CHARS = 8
+# More tokens than can change near the place where a text is cut.
+_CUT_TOKENS = 64
 
 
 class Tokenizer:
@@ -131,12 +135,17 @@ class Tokenizer:
         token = self.backend.id_to_token(token_id)
         return b"" if token is None else sentencepiece_bytes(token)
 
-    def min_tokens(self, text: str) -> int:
-        """Return a lower bound of a text's number of tokens, from the longest token of the vocabulary.
+    def min_tokens(self, text: str, limit: int) -> int:
+        """Return a lower bound of a text's number of tokens, which is good enough to refuse most texts above `limit`.
 
-        Tokenizing 10 MB takes seconds. Source: `max_chars_per_token` of vLLM.
+        Tokenizing 10 MB takes seconds. So the bound comes from the longest token of the vocabulary (source:
+        `max_chars_per_token` of vLLM) and, for a text of twice the usual length, from its beginning.
         """
-        return len(text) // self._longest_token
+        bound, num_chars = len(text) // self._longest_token, _LONG_TOKEN_CHARS * limit
+        if bound > limit or len(text) <= num_chars:
+            return bound
+        [ids] = self.encode_batch([text[:num_chars]], add_special_tokens=False)
+        return max(bound, len(ids) - _CUT_TOKENS)
 
     @property
     def has_chat_template(self) -> bool:

@@ -126,6 +126,15 @@ class ClusterBackend:
             raise NoNodeAvailable(self.health().detail)
         return ServedModels(tuple(models), unavailable)
 
+    def check(self, client: str, priority: int) -> None:
+        """Refuse a request by the limits of its key, or because the queue of the only model is full."""
+        usage, fleets = self._keys.of(client), self._cluster.fleets
+        with self._metrics.rejections():
+            if usage is not None:
+                usage.check(1, asyncio.get_running_loop().time())
+            if len(fleets) == 1:
+                self._entry(fleets[0]).admission.check(client, priority)
+
     def _entry(self, fleet: Fleet) -> _Entry:
         entry = self._entries.get(fleet)
         if entry is None:
