@@ -22,6 +22,7 @@ OF_HISTOGRAM = re.compile(r"_(bucket|sum|count)$")
 VARIABLES = {
     "$__rate_interval": "30s",
     "$router": ".*",
+    "$model": ".*",
     "$instance": ".*",
     "$role": ".*",
 }

@@ -114,5 +114,10 @@ def test_two_models_behind_one_router_answer_and_fail_apart(described_model, oth
         assert completion(url)[0] == 400, "no other model answers for one that is lost"
         assert is_told(f"{url}/health", 200, "a: no decode node reachable", "b: 1 of 1")
         metrics = ask(f"{url}/metrics")[1]
-        assert 'tandem_router_requests_total{outcome="finished"}' in metrics
+        for name in ("a", "b"):
+            assert (
+                f'tandem_router_requests_total{{model_name="{name}",outcome="finished"}}' in metrics
+            )
+            assert f'tandem_edge_output_tokens_total{{model_name="{name}"}}' in metrics
+        assert 'model_name="also-a"' not in metrics
         assert 'tandem_router_nodes_up{role="decode"} 1.0' in metrics

@@ -132,7 +132,7 @@ def gaps(metrics) -> dict[str, float]:
 
 def reading(metrics):
     """Return a function that has so many tokens come together, in one generation."""
-    reader = Transcript(TextRules(), NoText(), CollectedAnswer(), metrics.gaps)
+    reader = Transcript(TextRules(), NoText(), CollectedAnswer(), metrics.of("m").gaps)
     reader.has_room = True
     return lambda num_tokens: reader.take_ordinary([5] * num_tokens)
 
@@ -157,6 +157,18 @@ def test_first_tokens_have_no_gap():
     reading(metrics)(3)
     assert gaps(metrics)["_count"] == gaps(metrics)["0.001"] == 2
     assert gaps(metrics)["_sum"] == 0
+
+
+def test_gaps_are_counted_by_model():
+    metrics = FrontendMetrics()
+    for model, num_tokens in (("a", 3), ("b", 5)):
+        reader = Transcript(TextRules(), NoText(), CollectedAnswer(), metrics.of(model).gaps)
+        reader.has_room = True
+        reader.take_ordinary([5])
+        reader.take_ordinary([5] * num_tokens)
+    text = metrics.render()
+    assert 'tandem_edge_inter_token_latency_seconds_count{model_name="a"} 3.0' in text
+    assert 'tandem_edge_inter_token_latency_seconds_count{model_name="b"} 5.0' in text
 
 
 def test_each_gap_is_exported_once():

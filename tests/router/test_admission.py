@@ -142,7 +142,9 @@ class Rig:
         self.num_places, self.is_up, self.pages = num_places, is_up, pages or {}
         self.inside, self.lengths, self.seen, self.ends = [], {}, [], {}
         self.metrics = RouterMetrics()
-        self.admission = Admission(self._snapshot, AdmissionConfig(**config), self.metrics, keys)
+        self.admission = Admission(
+            self._snapshot, AdmissionConfig(**config), self.metrics.of("m"), keys
+        )
 
     def _snapshot(self):
         common = {"is_up": self.is_up, "fingerprint": "m"}
@@ -211,12 +213,12 @@ async def test_request_queues_until_a_place_becomes_free():
         for name in "abcd":
             await send(rig, name)
         assert rig.inside == ["a", "b"]
-        assert rig.counted("tandem_router_queued_requests ") == 2
+        assert rig.counted("tandem_router_queued_requests{") == 2
         await rig.leave("a")
         assert rig.inside == ["b", "c"]
         await rig.leave("b")
         assert rig.inside == ["c", "d"]
-        assert rig.counted("tandem_router_queued_requests ") == 0
+        assert rig.counted("tandem_router_queued_requests{") == 0
         assert rig.counted("tandem_router_queue_wait_seconds_count") == 4
     assert not any(rig.admission.leftovers.values())
 
@@ -259,7 +261,9 @@ async def test_node_put_aside_has_places_only_while_it_is_the_last_of_its_role(r
         prefills, decodes = (nodes, partners) if role == "prefill" else (partners, nodes)
         snapshot = ClusterSnapshot(prefills, decodes)
         return (
-            Admission(lambda: snapshot, AdmissionConfig(), RouterMetrics()).places(0.0).num_requests
+            Admission(lambda: snapshot, AdmissionConfig(), RouterMetrics().of("m"))
+            .places(0.0)
+            .num_requests
         )
 
     aside, well = node("d", role, is_aside=True), node("d", role)
@@ -307,8 +311,8 @@ async def test_client_disconnect_removes_its_queued_request():
         await send(rig, "c")
         gone.cancel()
         await settled()
-        assert rig.counted("tandem_router_queued_requests ") == 1
-        assert rig.counted('tandem_router_requests_total{outcome="cancelled"}') == 1
+        assert rig.counted("tandem_router_queued_requests{") == 1
+        assert rig.counted('tandem_router_requests_total{model_name="m",outcome="cancelled"}') == 1
         await rig.leave("a")
         assert rig.inside == ["c"]
 
@@ -342,7 +346,7 @@ async def test_full_queue_rejects_with_retry_after_and_yields_to_higher_priority
         await send(rig, "high", priority=1)
         with pytest.raises(Overloaded):
             await low
-        assert rig.counted('tandem_router_refused_total{reason="overloaded"}') == 2
+        assert rig.counted('tandem_router_refused_total{model_name="m",reason="overloaded"}') == 2
         await rig.leave("a")
         assert rig.inside == ["high"]
 
@@ -385,7 +389,9 @@ async def test_queue_wait_ends_at_the_deadline_or_the_queue_limit(limits, fields
         with pytest.raises(error):
             await rig.serve("b", **fields)
         assert asyncio.get_running_loop().time() == pytest.approx(began + 2.0)
-        assert rig.counted(f'tandem_router_refused_total{{reason="{error.code}"}}') == 1
+        assert (
+            rig.counted(f'tandem_router_refused_total{{model_name="m",reason="{error.code}"}}') == 1
+        )
         # However long it waited in vain, the next one is queued and starts.
         later = await send(rig, "c")
         await rig.leave("a")
@@ -456,7 +462,7 @@ async def test_room_counts_nodes_of_the_last_served_model():
         )
 
     limits = QueueLimits(max_requests=0)
-    admission = Admission(nodes, AdmissionConfig(limits=limits), RouterMetrics())
+    admission = Admission(nodes, AdmissionConfig(limits=limits), RouterMetrics().of("m"))
     for up in ({"a"}, set(), {"a", "b"}):
         await settled()
         refused = pytest.raises(Overloaded) if up else contextlib.nullcontext()

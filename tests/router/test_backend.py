@@ -198,7 +198,7 @@ async def test_reader_that_closes_at_the_finish_counts_as_finished():
             prefill, start_prefill, _, _ = await setup.pair_of()
             prefill.engine.say(start_prefill, 0, [2], "stop")
             assert (await first).finish is not None
-        assert 'requests_total{outcome="finished"} 1.0' in setup.backend.metrics()
+        assert 'requests_total{model_name="",outcome="finished"} 1.0' in setup.backend.metrics()
 
 
 async def test_finish_at_the_first_token_cancels_decode():
@@ -657,7 +657,7 @@ async def test_client_disconnect_cancels_both_halves():
         await prefill.engine.next(Cancel)
         await decode.engine.next(Cancel)
         assert in_flight(setup) == [(0, 0), (0, 0)]
-        assert 'requests_total{outcome="cancelled"} 1.0' in setup.backend.metrics()
+        assert 'requests_total{model_name="",outcome="cancelled"} 1.0' in setup.backend.metrics()
 
 
 async def test_processed_tokens_are_reported_per_connected_engine():

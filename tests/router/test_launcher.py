@@ -531,7 +531,7 @@ async def test_each_worker_reports_and_aborts_requests_of_both():
             info = await info_of_all(client)
             assert [node["in_flight_requests"] for node in info["nodes"]] == [2, 2]
             lines = (await client.get("/metrics")).splitlines()
-            assert "tandem_router_requests_in_flight 2.0" in lines
+            assert 'tandem_router_requests_in_flight{model_name="m"} 2.0' in lines
             assert 'tandem_router_nodes_up{role="decode"} 1.0' in lines
         await until_returns(lambda: streams(asking), [1, 1])
         for name in ("one", "two"):

@@ -161,6 +161,8 @@ async def test_full_node_of_one_model_does_not_delay_the_other():
         await a[1].engine.next(StartDecode)
         await answered(backend, b, "b", "b1")
         assert backend.counts().num_queued == 1
+        assert 'tandem_router_queued_requests{model_name="a"} 1.0' in backend.metrics()
+        assert 'tandem_router_queued_requests{model_name="b"} 0.0' in backend.metrics()
         assert await backend.abort("a2"), "it waits in the queue of its model"
         assert (await second).finish.reason == "abort"
         a[0].engine.say(start, 0, [7], reason="stop")
@@ -227,11 +229,24 @@ async def test_model_whose_nodes_were_removed_is_unavailable_and_no_default():
             backend.models().choose("a")
 
 
-async def test_metrics_count_the_requests_of_all_models():
+async def test_metrics_count_requests_by_model():
     a, b = pair("a"), pair("b")
     async with serving(*a, *b) as backend:
         await answered(backend, a, "a", "a1")
         await answered(backend, b, "b", "b1")
         text = backend.metrics()
-        assert 'tandem_router_requests_total{outcome="finished"} 2.0' in text
+        for name in ("a", "b"):
+            count = f'tandem_router_requests_total{{model_name="{name}",outcome="finished"}} 1.0'
+            assert count in text
+        assert backend.counts().totals.num_finished == 2
         assert 'tandem_router_nodes_up{role="decode"} 2.0' in text
+
+
+async def test_metrics_follow_a_model_that_is_renamed():
+    nodes = pair("a")
+    async with serving(*nodes) as backend:
+        await answered(backend, nodes, "a", "a1")
+        await answered(backend, nodes, "b", "b1")
+        text = backend.metrics()
+        for name in ("a", "b"):
+            assert f'tandem_router_queue_wait_seconds_count{{model_name="{name}"}} 1.0' in text

@@ -21,7 +21,7 @@ import msgspec
 
 from tandem.router.config import AdmissionConfig, QueueLimits
 from tandem.router.key_limits import KeyState, KeyUsage
-from tandem.router.metrics import RouterMetrics
+from tandem.router.metrics import ModelMetrics
 from tandem.router.nodes.snapshot import ClusterSnapshot, NodeSnapshot, usable_fingerprint
 from tandem.wire.errors import DeadlinePassed, Overloaded
 from tandem.wire.generation import GenerateRequest
@@ -346,16 +346,20 @@ class Admitted:
 
 
 class Admission:
-    """Starts requests when the nodes of `snapshot()` have room, within the limits of `keys`."""
+    """Starts requests when the nodes of `snapshot()` have room, within the limits of `keys`.
+
+    Attributes:
+        metrics: Metrics of the model.
+    """
 
     def __init__(
         self,
         snapshot: Callable[[], ClusterSnapshot],
         config: AdmissionConfig,
-        metrics: RouterMetrics,
+        metrics: ModelMetrics,
         keys: KeyUsage | None = None,
     ) -> None:
-        self._snapshot, self._metrics = snapshot, metrics
+        self._snapshot, self.metrics = snapshot, metrics
         self._is_on = config.is_on
         self._queue = Queue(config.limits)
         self._capacity = Capacity(config.max_in_flight, config.num_workers)
@@ -436,7 +440,7 @@ class Admission:
         """Count the request for its key; return None if the key has no limits."""
         usage = self._keys.of(request.client)
         if usage is not None:
-            with self._metrics.rejections():
+            with self.metrics.rejections():
                 usage.begin(len(request.prompt_ids), now)
         return usage
 
@@ -446,7 +450,7 @@ class Admission:
         if not is_late and (not self._is_on or self._is_open(now)):
             self._start(now, now, len(request.prompt_ids))
             return True
-        with self._metrics.rejections():
+        with self.metrics.rejections():
             if is_late:
                 raise DeadlinePassed("the deadline had passed when the request arrived")
             expires_s = self._queue.expiry(now, deadline)
@@ -467,7 +471,8 @@ class Admission:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._futures[waiting] = future
         self._by_id[request_id] = waiting
-        self._metrics.queued.inc()  # the queues of all models share this gauge
+        metrics = self.metrics  # which may change meanwhile
+        metrics.queued.inc()
         self.schedule_start()
         is_started = False
         try:
@@ -476,14 +481,14 @@ class Admission:
         except TimeoutError:
             raise self._queue.too_late(waiting, _now()) from None
         except asyncio.CancelledError:
-            self._metrics.requests.labels("cancelled").inc()
+            metrics.requests["cancelled"].inc()
             raise
         finally:
             del self._futures[waiting]
             if self._by_id.get(request_id) is waiting:
                 del self._by_id[request_id]
             self._queue.leave(waiting)
-            self._metrics.queued.dec()
+            metrics.queued.dec()
             if not is_started and _has_started(future):  # started and cancelled at the same moment
                 self._release_place(waiting.num_tokens)
         return is_started
@@ -503,7 +508,7 @@ class Admission:
         self._num_started += 1
         self._started_tokens += num_tokens
         self._places = self._places.without(1, num_tokens)
-        self._metrics.queue_wait.observe(now - arrived_s)
+        self.metrics.queue_wait.observe(now - arrived_s)
 
     def _release_place(self, num_tokens: int) -> None:
         self._num_started -= 1

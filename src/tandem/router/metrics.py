@@ -1,5 +1,6 @@
 """Prometheus metrics of one edge worker. Every metric of the router is declared here, except those of processes."""
 
+import collections
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from tandem.wire.errors import TandemError
 WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # From a tenth of the budget for pairing, which is 1 ms, to ten times the budget.
 PAIRING_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01)
+
+# As in vLLM and SGLang. The values are the names in answers, which operators choose.
+MODEL_LABEL = "model_name"
 
 
 GaugeMode = Literal["livesum", "livemostrecent"]
@@ -45,6 +49,32 @@ class WorkerCounts:
     totals: Totals
 
 
+@dataclass(frozen=True, slots=True)
+class ModelMetrics:
+    """The metrics of one model.
+
+    Attributes:
+        requests: Ended requests, by outcome.
+        refused: The metric of all models: rejections are rare.
+    """
+
+    name: str
+    requests: Mapping[str, Counter]
+    in_flight: Gauge
+    queued: Gauge
+    queue_wait: Histogram
+    refused: Counter
+
+    @contextmanager
+    def rejections(self) -> Iterator[None]:
+        """Count an error inside the block as a rejected request, and re-raise it."""
+        try:
+            yield
+        except TandemError as error:
+            self.refused.labels(self.name, error.code).inc()
+            raise
+
+
 class RouterMetrics:
     """The metrics, in a separate registry, so that two routers in one process do not share counters.
 
@@ -60,15 +90,18 @@ class RouterMetrics:
         def gauge(name: str, text: str, *labels: str, mode: GaugeMode = "livesum") -> Gauge:
             return Gauge(name, text, labels, registry=registry, multiprocess_mode=mode)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, registry=registry, buckets=buckets)
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, text, labels, registry=registry, buckets=buckets)
 
-        self.requests = counter(
+        self._requests = counter(
             "tandem_router_requests",
             "Requests by outcome: finished, failed or cancelled.",
+            MODEL_LABEL,
             "outcome",
         )
-        self.in_flight = gauge("tandem_router_requests_in_flight", "Requests running now.")
+        self._in_flight = gauge(
+            "tandem_router_requests_in_flight", "Requests running now.", MODEL_LABEL
+        )
         self.replays = counter(
             "tandem_router_replays",
             "Attempts after the first, by the error that ended the previous attempt.",
@@ -107,28 +140,41 @@ class RouterMetrics:
             "tier",
             mode="livemostrecent",
         )
-        self.queued = gauge("tandem_router_queued_requests", "Requests in the router's queue.")
-        self.queue_wait = histogram(
+        self._queued = gauge(
+            "tandem_router_queued_requests", "Requests in the router's queue.", MODEL_LABEL
+        )
+        self._queue_wait = histogram(
             "tandem_router_queue_wait_seconds",
             "Time that requests waited in the router's queue before they started, in seconds.",
             WAIT_BUCKETS_S,
+            MODEL_LABEL,
         )
-        self.refused = counter(
-            "tandem_router_refused", "Requests rejected before they started, by reason.", "reason"
+        self._refused = counter(
+            "tandem_router_refused",
+            "Requests rejected before they started, by reason.",
+            MODEL_LABEL,
+            "reason",
         )
         registry.register(ProcessesCollector(lambda: {"edge-0": os.getpid()}))
         registry.register(BuildCollector())
         self._found_at: dict[str, Counter] = {}
+        self._models: dict[str, ModelMetrics] = {}
         self._tiers = set[str]()
 
-    @contextmanager
-    def rejections(self) -> Iterator[None]:
-        """Count an error inside the block as a rejected request, and re-raise it."""
-        try:
-            yield
-        except TandemError as error:
-            self.refused.labels(error.code).inc()
-            raise
+    def of(self, model: str) -> ModelMetrics:
+        """Return the metrics of a model by its name."""
+        # `labels` takes several times as long as `inc`, so its results are kept.
+        if model not in self._models:
+            outcomes = ("finished", "failed", "cancelled")
+            self._models[model] = ModelMetrics(
+                model,
+                {outcome: self._requests.labels(model, outcome) for outcome in outcomes},
+                self._in_flight.labels(model),
+                self._queued.labels(model),
+                self._queue_wait.labels(model),
+                self._refused,
+            )
+        return self._models[model]
 
     def count_prompt(self, num_tokens: int, found: Mapping[str, int]) -> None:
         """Count the tokens of a prompt sent to a node, by where the node is expected to find them."""
@@ -138,23 +184,22 @@ class RouterMetrics:
         self._counter_of("nowhere").inc(num_tokens - sum(found.values()))
 
     def _counter_of(self, place: str) -> Counter:
-        # `labels` takes several times as long as `inc`, so its results are kept.
         if place not in self._found_at:
             self._found_at[place] = self._found.labels(place)
         return self._found_at[place]
 
     def counts(self) -> WorkerCounts:
         """Return the counts of this process."""
-        ended = _by_label(self.requests)
+        ended = _by_label(self._requests, "outcome")
         return WorkerCounts(
-            num_in_flight=sum(_by_label(self.in_flight).values()),
-            num_queued=sum(_by_label(self.queued).values()),
+            num_in_flight=_sum(self._in_flight),
+            num_queued=_sum(self._queued),
             totals=Totals(
                 num_finished=ended.get("finished", 0),
                 num_failed=ended.get("failed", 0),
                 num_cancelled=ended.get("cancelled", 0),
-                num_replays=sum(_by_label(self.replays).values()),
-                num_refused=sum(_by_label(self.refused).values()),
+                num_replays=_sum(self.replays),
+                num_refused=_sum(self._refused),
             ),
         )
 
@@ -210,11 +255,14 @@ def render_pool(directory: str, num_streams: Mapping[int, int], pids: Mapping[st
     return generate_latest(registry).decode()
 
 
-def _by_label(metric: Counter | Gauge) -> dict[str, int]:
-    """Return the values of a metric by label value; without labels, under an empty string."""
+def _by_label(metric: Counter | Gauge, label: str) -> Mapping[str, int]:
+    """Return the sums of a metric's values by one label."""
+    sums = collections.Counter[str]()
     [family] = metric.collect()
-    return {
-        "".join(sample.labels.values()): int(sample.value)
-        for sample in family.samples
-        if not sample.name.endswith("_created")
-    }
+    for sample in family.samples:
+        sums[sample.labels.get(label, "")] += int(sample.value)
+    return sums
+
+
+def _sum(metric: Counter | Gauge) -> int:
+    return sum(_by_label(metric, "").values())

@@ -21,7 +21,7 @@ from typing_extensions import override
 from tandem.frontend.backend import Backend, Health
 from tandem.frontend.chat.body import read_json
 from tandem.frontend.chat.generation import Generation
-from tandem.frontend.http.metrics import FrontendMetrics
+from tandem.frontend.http.metrics import FrontendMetrics, ModelMetrics
 from tandem.frontend.http.sse import Outbox
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.request_ids import is_part
@@ -102,8 +102,9 @@ class Edge:
         text: Detokenizer = NoText()
         if tokenizer is not None:
             text = tokenizer.detokenizer(rules.skip_special_tokens, rules.shown_tokens)
-        transcript = Transcript(rules, text, sink, self.metrics.gaps)
-        with self._registered(generation, transcript):
+        metrics = self.metrics.of(generation.model)
+        transcript = Transcript(rules, text, sink, metrics.gaps)
+        with self._registered(generation, transcript, metrics):
             timings.mark_sent()
             deltas = self.backend.generate(
                 generation.request, generation.bootstrap, transcript, generation.model
@@ -112,7 +113,7 @@ class Edge:
                 async for delta in deltas:
                     if timings.record_delta(delta):
                         num_tokens = len(generation.request.prompt_ids)
-                        self.metrics.prompt_tokens.inc(num_tokens)
+                        metrics.prompt_tokens.inc(num_tokens)
                         self.metrics.count_tokens_of(
                             generation.request.client, "prompt", num_tokens
                         )
@@ -120,7 +121,7 @@ class Edge:
                     if piece is None:
                         continue
                     if piece.token_ids and (ttft_s := timings.record_text()) is not None:
-                        self.metrics.time_to_first_token.observe(ttft_s)
+                        metrics.time_to_first_token.observe(ttft_s)
                     if piece.ending is not None:
                         break
                     sink.write(piece)
@@ -128,7 +129,7 @@ class Edge:
                 else:
                     raise EngineFailed("the generation ended without a finish reason")
             timings.num_output_tokens = transcript.num_tokens
-            self.metrics.duration.observe(timings.finish())
+            metrics.duration.observe(timings.finish())
             sink.write(piece)
             await sink.drain()
 
@@ -183,14 +184,16 @@ class Edge:
                 _refresh(files)
 
     @contextmanager
-    def _registered(self, generation: Generation, transcript: Transcript) -> Iterator[None]:
+    def _registered(
+        self, generation: Generation, transcript: Transcript, metrics: ModelMetrics
+    ) -> Iterator[None]:
         request_id = generation.request.request_id
         if request_id in self._running:
             raise InvalidRequest(
                 f"rid: a request with id {generation.id!r} is already running; use a different id"
             )
         self._running[request_id] = (generation, transcript)
-        self.metrics.running.inc()
+        metrics.running.inc()
         outcome: RequestOutcome = "failed"
         try:
             yield
@@ -202,10 +205,10 @@ class Edge:
             generation.timings.outcome = outcome
             generation.timings.num_output_tokens = transcript.num_tokens
             client, num_tokens = generation.request.client, transcript.num_tokens
-            self.metrics.output_tokens.inc(num_tokens)
+            metrics.output_tokens.inc(num_tokens)
             self.metrics.count_tokens_of(client, "output", num_tokens)
             self.metrics.count_generation_of(client, outcome)
-            self.metrics.running.dec()
+            metrics.running.dec()
             del self._running[request_id]
             self._report(generation)
 

@@ -1,5 +1,6 @@
 """Prometheus metrics of the edge. Each app has its own registry."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -43,44 +44,65 @@ class _BatchHistogram(PrometheusHistogram):
                 bucket.inc(num)
 
 
-class FrontendMetrics:
-    """Metrics of one app.
+@dataclass(frozen=True, slots=True)
+class ModelMetrics:
+    """Metrics of one model.
 
     Attributes:
+        inter_token: Receives `gaps`.
         gaps: Times between tokens, in seconds, since the last `flush_gaps`.
     """
+
+    running: Gauge
+    prompt_tokens: Counter
+    output_tokens: Counter
+    time_to_first_token: PrometheusHistogram
+    duration: PrometheusHistogram
+    inter_token: _BatchHistogram
+    gaps: Histogram
+
+
+class FrontendMetrics:
+    """Metrics of one app."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         counter = partial(Counter, registry=registry)
         histogram = partial(PrometheusHistogram, registry=registry)
+        # As in vLLM and SGLang. The values are the names in answers, which operators choose.
+        by_model = ["model_name"]
         self.requests = counter(
             "tandem_http_requests",
             "HTTP requests answered, by route and status; 499: the client disconnected.",
             ["route", "status"],
         )
-        self.running = Gauge(
+        self._running = Gauge(
             "tandem_edge_generations_running",
             "Generations in progress at the edge, including queued ones.",
+            by_model,
             registry=registry,
             multiprocess_mode="livesum",
         )
-        self.prompt_tokens = counter(
+        self._prompt_tokens = counter(
             "tandem_edge_prompt_tokens",
             "Prompt tokens of generations that produced a token; rejected requests are not counted.",
+            by_model,
         )
-        self.output_tokens = counter(
+        self._output_tokens = counter(
             "tandem_edge_output_tokens",
             "Tokens of finished generations, including those whose client disconnected.",
+            by_model,
         )
-        self.time_to_first_token = histogram(
+        self._time_to_first_token = histogram(
             "tandem_edge_time_to_first_token_seconds",
             "Seconds from a request's arrival to its first token, including queueing.",
+            by_model,
             buckets=_TTFT_BUCKETS_S,
         )
-        self.duration = histogram(
+        self._duration = histogram(
             "tandem_edge_generation_seconds",
             "Seconds from a request's arrival to its last token.",
+            by_model,
             buckets=_E2E_BUCKETS_S,
         )
         self.loop_lag = histogram(
@@ -91,6 +113,7 @@ class FrontendMetrics:
         self._inter_token = _BatchHistogram(
             "tandem_edge_inter_token_latency_seconds",
             "Seconds between two tokens of a generation; tokens that arrive together share the gap equally.",
+            by_model,
             buckets=_ITL_BUCKETS_S,
             registry=registry,
         )
@@ -105,7 +128,22 @@ class FrontendMetrics:
             ["key", "kind"],
         )
         self._keys = set[str]()
-        self.gaps = Histogram(_ITL_BUCKETS_S)
+        self._models: dict[str, ModelMetrics] = {}
+
+    def of(self, model: str) -> ModelMetrics:
+        """Return the metrics of a model by its name."""
+        # `labels` takes several times as long as `inc`, so its results are kept.
+        if model not in self._models:
+            self._models[model] = ModelMetrics(
+                self._running.labels(model),
+                self._prompt_tokens.labels(model),
+                self._output_tokens.labels(model),
+                self._time_to_first_token.labels(model),
+                self._duration.labels(model),
+                self._inter_token.labels(model),
+                Histogram(_ITL_BUCKETS_S),
+            )
+        return self._models[model]
 
     def count_generation_of(self, client: str, outcome: str) -> None:
         """Count an ended generation of a key by its name. Does nothing on a server without keys."""
@@ -124,8 +162,9 @@ class FrontendMetrics:
 
     def flush_gaps(self) -> None:
         """Move the gaps counted since the last call into the registry, which the processes of a pool share."""
-        spread = self.gaps.take()
-        self._inter_token.observe_all(spread.counts, spread.total)
+        for model in self._models.values():
+            spread = model.gaps.take()
+            model.inter_token.observe_all(spread.counts, spread.total)
 
     def render(self) -> str:
         """Return all metrics in Prometheus' text format."""

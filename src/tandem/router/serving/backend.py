@@ -129,22 +129,26 @@ class ClusterBackend:
     def check(self, client: str, priority: int) -> None:
         """Refuse a request by the limits of its key, or because the queue of the only model is full."""
         usage, fleets = self._keys.of(client), self._cluster.fleets
-        with self._metrics.rejections():
+        last = fleets[0].last_model if len(fleets) == 1 else None
+        model = "" if last is None else last.name  # of several, the body names one
+        with self._metrics.of(model).rejections():
             if usage is not None:
                 usage.check(1, asyncio.get_running_loop().time())
-            if len(fleets) == 1:
-                self._entry(fleets[0]).admission.check(client, priority)
+            if last is not None:
+                self._entry(fleets[0], model).admission.check(client, priority)
 
-    def _entry(self, fleet: Fleet) -> _Entry:
+    def _entry(self, fleet: Fleet, model: str) -> _Entry:
+        metrics = self._metrics.of(model)
         entry = self._entries.get(fleet)
         if entry is None:
             entry = _Entry(
-                Admission(fleet.servable, self._config, self._metrics, self._keys),
+                Admission(fleet.servable, self._config, metrics, self._keys),
                 AdapterChanges(fleet.clients),
             )
             known = self._cluster.fleets
             entries = {each: kept for each, kept in self._entries.items() if each in known}
             self._entries = {**entries, fleet: entry}
+        entry.admission.metrics = metrics  # the nodes may have renamed their model
         return entry
 
     def _schedule_start(self) -> None:
@@ -164,7 +168,7 @@ class ClusterBackend:
             bootstrap: Unused, because this router pairs the nodes itself.
         """
         fleet = self._cluster.fleet(model)
-        admission = self._entry(fleet).admission
+        admission, metrics = self._entry(fleet, model).admission, self._metrics.of(model)
         timeline, running = RequestTimeline(), Request(self._shared, fleet)
         self._requests[request.request_id] = held = running, admission
         try:
@@ -176,7 +180,7 @@ class ClusterBackend:
                 progress = Progress(admitted.request, tap, timeline=timeline)
                 outcome = "failed"
                 with (
-                    self._metrics.in_flight.track_inprogress(),
+                    metrics.in_flight.track_inprogress(),
                     self._groups.entered(progress.group) as group,
                 ):
                     try:
@@ -196,7 +200,7 @@ class ClusterBackend:
                     finally:
                         running.release()
                         admitted.count_output(len(progress.sent_ids))
-                        self._metrics.requests.labels(outcome).inc()
+                        metrics.requests[outcome].inc()
         finally:
             if self._requests.get(request.request_id) is held:
                 del self._requests[request.request_id]
@@ -222,12 +226,12 @@ class ClusterBackend:
 
     async def load_adapter(self, name: str, path: str, *, in_place: bool, model: str = "") -> None:
         """Load a LoRA adapter on every node that is connected and has the model served now."""
-        adapters = self._entry(self._cluster.fleet(model)).adapters
+        adapters = self._entry(self._cluster.fleet(model), model).adapters
         await adapters.load(name, path, in_place=in_place)
 
     async def unload_adapter(self, name: str, model: str = "") -> None:
         """Unload a LoRA adapter on these nodes."""
-        await self._entry(self._cluster.fleet(model)).adapters.unload(name)
+        await self._entry(self._cluster.fleet(model), model).adapters.unload(name)
 
     def health(self) -> Health:
         """Return whether a pair can serve now, and what is missing."""
