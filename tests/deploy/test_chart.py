@@ -14,6 +14,8 @@ import yaml
 from tests.deploy.helm import (
     CHART,
     EXAMPLES,
+    RELEASE,
+    ROOT,
     Manifest,
     helm,
     of_kind,
@@ -160,6 +162,24 @@ def test_services_forward_to_ports_that_pods_listen_on(sets, values):
             assert port["targetPort"] in ports(pod)
             if service["spec"].get("clusterIP") == "None":
                 assert port["port"] == ports(pod)[port["targetPort"]]  # no proxy to translate it
+
+
+def test_inference_pool_of_the_docs_selects_decode_pods_and_their_http_port():
+    blocks = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "docs" / "kubernetes.md").read_text(), re.DOTALL
+    )
+    [block] = [block for block in blocks if "kind: InferencePool" in block]
+    pool, route = yaml.safe_load_all(block.replace("RELEASE", RELEASE))
+    for manifest in (pool, route):
+        check(json.dumps(manifest, sort_keys=True), "1.37.0")
+    selected = [
+        (component, ports(pod)["http"])
+        for component, pod in pods(rendered())
+        if selects(pool["spec"]["selector"], pod["metadata"]["labels"])
+    ]
+    assert selected == [("decode", pool["spec"]["targetPorts"][0]["number"])]
+    [backend] = route["spec"]["rules"][0]["backendRefs"]
+    assert backend["name"] == pool["metadata"]["name"]
 
 
 @pytest.mark.parametrize("role", NODES)
