@@ -21,7 +21,7 @@ import msgspec
 
 from tandem.router.config import AdmissionConfig, QueueLimits
 from tandem.router.key_limits import KeyState, KeyUsage
-from tandem.router.metrics import ModelMetrics
+from tandem.router.metrics import RouterModelMetrics
 from tandem.router.nodes.snapshot import ClusterSnapshot, NodeSnapshot, usable_fingerprint
 from tandem.wire.errors import DeadlinePassed, Overloaded
 from tandem.wire.generation import GenerateRequest
@@ -356,7 +356,7 @@ class Admission:
         self,
         snapshot: Callable[[], ClusterSnapshot],
         config: AdmissionConfig,
-        metrics: ModelMetrics,
+        metrics: RouterModelMetrics,
         keys: KeyUsage | None = None,
     ) -> None:
         self._snapshot, self.metrics = snapshot, metrics

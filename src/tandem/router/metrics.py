@@ -50,7 +50,7 @@ class WorkerCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelMetrics:
+class RouterModelMetrics:
     """The metrics of one model.
 
     Attributes:
@@ -158,15 +158,15 @@ class RouterMetrics:
         registry.register(ProcessesCollector(lambda: {"edge-0": os.getpid()}))
         registry.register(BuildCollector())
         self._found_at: dict[str, Counter] = {}
-        self._models: dict[str, ModelMetrics] = {}
+        self._models: dict[str, RouterModelMetrics] = {}
         self._tiers = set[str]()
 
-    def of(self, model: str) -> ModelMetrics:
+    def of(self, model: str) -> RouterModelMetrics:
         """Return the metrics of a model by its name."""
         # `labels` takes several times as long as `inc`, so its results are kept.
         if model not in self._models:
             outcomes = ("finished", "failed", "cancelled")
-            self._models[model] = ModelMetrics(
+            self._models[model] = RouterModelMetrics(
                 model,
                 {outcome: self._requests.labels(model, outcome) for outcome in outcomes},
                 self._in_flight.labels(model),
