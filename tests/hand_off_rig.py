@@ -15,6 +15,7 @@ from tandem.engine.pages.pool import make_pool
 from tandem.engine.scheduling.core import Engine
 from tandem.engine.scheduling.request import ActiveRequest, Stage
 from tandem.kvtransfer.agents.receiver import ReceiverTimeouts
+from tandem.kvtransfer.agents.sender import SenderTimeouts
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import transports
@@ -108,7 +109,7 @@ class Pair:
     Args:
         transport: Name of a transport, or the transport itself.
         pushes_layers: Whether to push each layer once it is computed, or complete chunks.
-        timeouts: Time limits of decode.
+        timeouts, sender_timeouts: Time limits of decode and of prefill.
         has_tiers: Whether both roles have a stack of tiers, `prefill_tiers` and `decode_tiers`.
     """
 
@@ -120,6 +121,7 @@ class Pair:
         *,
         pushes_layers: bool = True,
         timeouts: ReceiverTimeouts | None = None,
+        sender_timeouts: SenderTimeouts | None = None,
         has_tiers: bool = False,
         dtype: str = "float32",
     ) -> None:
@@ -136,7 +138,13 @@ class Pair:
         allowed = transports(transport, TransportConfig()) if is_named else [transport]
         common = {"fingerprint": self.prefill_engine.shape.fingerprint, "waker": self.waker}
         self.sender = prefill_agent(
-            plan.layout, source, allowed, min_push_bytes=1, verify="always", **common
+            plan.layout,
+            source,
+            allowed,
+            min_push_bytes=1,
+            verify="always",
+            timeouts=sender_timeouts,
+            **common,
         )
         self.receiver = decode_agent(
             decode_plan.layout, target, allowed, timeouts=timeouts, **common

@@ -1,4 +1,4 @@
-"""Our nodes under SGLang's routers: the same answers as under our own router."""
+"""Our nodes under routers of SGLang and vLLM: the same answers as under our own router."""
 
 import asyncio
 import contextlib
@@ -6,15 +6,17 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import aiohttp
 import pytest
+from aiohttp.test_utils import TestServer
 
 from tandem.cli.up import free_ports
 from tests.e2e.clients import about, essence
 from tests.e2e.cluster import START_TIMEOUT_S, ask
 from tests.patience import eventually
+from tests.vllm_router import vllm_router
 
 PARAMS = {"temperature": 0, "max_new_tokens": 6}
 TEXT = "The capital of France is"
@@ -65,11 +67,11 @@ def _last(events: list[dict]) -> dict:
     return {"text": "".join(said), "finish_reason": choices[-1]["finish_reason"]}
 
 
-async def answers(url: str, model: str) -> dict:
+async def answers(url: str, model: str, calls: Mapping = CALLS) -> dict:
     """Send all calls at once, to a model by its name: smg knows no `default`."""
     bodies = {
         name: (path, body | ({"model": model} if "model" in body else {}))
-        for name, (path, body) in CALLS.items()
+        for name, (path, body) in calls.items()
     }
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
         made = [said(session, url, path, body) for path, body in bodies.values()]
@@ -141,3 +143,16 @@ def test_router_drives_our_nodes(pair, model, expected, name):
     prefill, decode, bootstrap_port = pair
     with router(name, prefill, [decode], bootstrap_port) as url:
         assert_same(asyncio.run(answers(url, model)), expected)
+
+
+def test_sequential_halves_of_vllm_router_give_the_same_answers(cluster, pair, model, expected):
+    prefill, decode, _ = pair
+    calls = {name: call for name, call in CALLS.items() if call[0].startswith("/v1/")}
+
+    async def found():
+        async with TestServer(vllm_router(prefill, decode)) as server:
+            return await answers(f"http://127.0.0.1:{server.port}", model, calls)
+
+    received = cluster.loads()[1]["received_bytes"]
+    assert_same(asyncio.run(found()), expected)
+    assert cluster.loads()[1]["received_bytes"] > received, "decode computed the prompts itself"

@@ -12,6 +12,7 @@ from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say, stop
 from tests.frontend.helpers import each, events, post, post_large, stream
 from tests.patience import PATIENCE_S
+from tests.vllm_router import first_half, second_half
 
 EOS = 2
 
@@ -155,6 +156,37 @@ async def test_batch_has_one_room_per_prompt(client, backend):
 
 
 LARGEST_ROOM = 2**64 - 1
+
+
+async def test_halves_of_a_transfer_use_equal_rooms(client, backend):
+    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 1}
+    other = second_half("x", "http://10.0.0.1:7000", "tandem:8998")
+    for params in (first_half("x"), other):
+        await post(client, "/v1/completions", body | {"kv_transfer_params": params})
+    first, second = backend.bootstraps[:4], backend.bootstraps[4:]
+    assert all(each.is_sequential and not each.host for each in first)
+    assert {(each.host, each.port, each.is_sequential) for each in second} == {
+        ("10.0.0.1", 8998, False)
+    }
+    assert [each.room for each in first] == [each.room for each in second]
+    assert len({each.room for each in first}) == 4
+    assert backend.requests[0].sampling.seed is None
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        {},
+        {"do_remote_decode": True},
+        second_half("x", "http://10.0.0.1:7000", "0f3c"),
+        {"do_remote_prefill": True, "remote_engine_id": "nixl", "remote_block_ids": [[1]]},
+    ],
+)
+async def test_transfers_of_other_connectors_name_no_other_half(client, backend, params):
+    body = {"prompt": "a", "max_tokens": 1, "kv_transfer_params": params}
+    assert (await post(client, "/v1/completions", body))[0] == 200
+    assert backend.bootstraps == [None]
 
 
 @pytest.mark.parametrize(

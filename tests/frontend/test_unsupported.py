@@ -24,7 +24,7 @@ WITHOUT_EFFECT = (
     "background conversation_id custom_labels external_trace_header log_metrics metadata no_logs received_time "
     "routing_key safety_identifier service_tier session_id store user "
     "data_parallel_rank disagg_prefill_dp_rank routed_dp_rank decode_tp_size bootstrap_pair_key http_worker_ipc "
-    "kv_hints kv_transfer_params ec_transfer_params encoder_urls need_wait_for_mm_inputs "
+    "kv_hints ec_transfer_params encoder_urls need_wait_for_mm_inputs "
     "num_items_assigned "
     # Latency and storage.
     "extra_key prediction prompt_cache_key prompt_cache_options prompt_cache_retention "

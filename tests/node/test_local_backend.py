@@ -16,7 +16,7 @@ from tandem.node.metrics import Measures
 from tandem.wire.channel import Inbox
 from tandem.wire.engine_client import EngineClient
 from tandem.wire.errors import AdapterNotFound, InvalidRequest, NoNodeAvailable
-from tandem.wire.generation import Epoch, GenerateRequest, RequestId, SamplingParams
+from tandem.wire.generation import Epoch, GenerateRequest, RequestId, SamplingParams, address_of
 from tandem.wire.messages import ModelInfo, NodeLoad, Pong, StartColocated, ToEngine
 from tests.patience import until_async
 from tests.router.fake_node import FakeEngine
@@ -192,3 +192,28 @@ async def test_decode_computes_a_request_without_bootstrap_fields_alone():
 async def test_prefill_refuses_a_request_without_bootstrap_fields():
     with pytest.raises(InvalidRequest, match="prefill node, which runs one half"):
         await start(msgspec.structs.replace(CONFIG, role="prefill"), None)
+
+
+async def test_prefill_of_a_sequential_router_computes_one_token_without_a_grant():
+    config = msgspec.structs.replace(CONFIG, role="prefill")
+    started = await start(config, Bootstrap("", None, room=3, is_sequential=True))
+    assert started.request.sampling.max_new_tokens == 1
+    assert not started.waits_for_grant
+    assert (await start(config, Bootstrap("p", 1, room=3))).waits_for_grant
+
+
+async def test_decode_refuses_prefills_half_of_a_sequential_router():
+    with pytest.raises(InvalidRequest, match="do_remote_decode names prefill's half"):
+        await start(CONFIG, Bootstrap("", None, room=3, is_sequential=True))
+
+
+def test_query_names_the_bootstrap_port_of_prefill():
+    backend = LocalBackend(CONFIG, None, "")
+    backend.life.apply(LifeEvent.LOADED)
+    backend.attach(CONFIG, msgspec.structs.replace(READY, bootstrap_port=9100))
+    engine = backend.query()["0"]["engine_id"]
+    found = {"remote_bootstrap_addr": "http://10.0.0.1:7000", "remote_engine_id": engine}
+    assert address_of(found) == ("10.0.0.1", 9100)
+    backend.attach(CONFIG, msgspec.structs.replace(READY, bootstrap_port=None))
+    with pytest.raises(InvalidRequest, match="no prefill node"):
+        backend.query()

@@ -1,5 +1,6 @@
 """Unexpected requests of a prefill node's own clients."""
 
+import msgspec
 import pytest
 
 from tandem.wire.errors import DeadlinePassed, EngineFailed, InvalidRequest, Overloaded
@@ -10,7 +11,8 @@ from tandem.wire.generation import (
     SamplingParams,
     new_room,
 )
-from tandem.wire.messages import StartColocated, StartPrefill
+from tandem.wire.messages import StartColocated, StartDecode, StartPrefill
+from tests.calm import calm_sender
 from tests.hand_off_rig import Pair, prompt_of
 from tests.loopback import Fault, LoopbackTransport
 
@@ -84,6 +86,73 @@ def test_pages_of_a_one_token_answer_are_held_until_pushed(tiny_model):
         assert made.prefill_engine.counts().held > 0
         transport.release()
         made.run_until(made.all_pages_are_back)
+    finally:
+        made.close()
+
+
+def one_token(num_prompt: int) -> GenerateRequest:
+    sampling = SamplingParams(max_new_tokens=1, temperature=0, ignore_eos=True)
+    prompt = prompt_of(num_prompt)
+    return GenerateRequest(request_id=RequestId("a"), prompt_ids=prompt, sampling=sampling)
+
+
+def start_decode(pair, request, room) -> GenerateRequest:
+    """Start decode's half of a request for more tokens, and return that request."""
+    sampling = msgspec.structs.replace(request.sampling, max_new_tokens=6)
+    whole = msgspec.structs.replace(request, sampling=sampling)
+    address = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.sender.port}
+    pair.decode.start(pair.ticket("a"), StartDecode(request=whole, room=room, **address))
+    return whole
+
+
+def sequential(pair, room) -> GenerateRequest:
+    """Run prefill's half as a router sends it that starts decode only after prefill's answer."""
+    request = one_token(50)
+    start = StartPrefill(request=request, room=room, waits_for_grant=False)
+    pair.prefill.start(pair.ticket("a"), start)
+    pair.run_until(lambda: pair.prefill_answers.finishes["a"])
+    assert pair.prefill_answers.finishes["a"] == ["length"]
+    assert pair.prefill.tickets() == []
+    return request
+
+
+@pytest.mark.parametrize("pushes_layers", [True, False])
+def test_prefill_answers_before_decode_starts_and_holds_the_pages_for_it(tiny_model, pushes_layers):
+    made = Pair(tiny_model("llama"), "shm", pushes_layers=pushes_layers)
+    try:
+        room = new_room()
+        request = sequential(made, room)
+        assert made.prefill_engine.counts().held > 0
+        assert made.prefill.load().num_transferring == 1, "a drain waits for it"
+        with pytest.raises(InvalidRequest, match="in use"):
+            sequential(made, room)
+        whole = start_decode(made, request, room)
+        made.run_until(lambda: made.decode_answers.finishes["a"])
+        assert made.decode_answers.tokens["a"] == made.alone(whole)["a"]
+        made.run_until(made.all_pages_are_back)
+    finally:
+        made.close()
+
+
+def test_prompt_that_needs_no_grant_is_computed_once_if_decode_starts_first(pair):
+    room = new_room()
+    request = one_token(400)
+    whole = start_decode(pair, request, room)
+    pair.run_until(lambda: pair.sender.statistics().num_early_grants)
+    start = StartPrefill(request=request, room=room, waits_for_grant=False)
+    pair.prefill.start(pair.ticket("a"), start)
+    pair.run_until(lambda: pair.decode_answers.finishes["a"])
+    assert pair.decode_answers.tokens["a"] == pair.alone(whole)["a"]
+    assert pair.prefill_answers.finishes["a"] == ["length"]
+    pair.run_until(pair.all_pages_are_back)
+
+
+def test_held_pages_are_released_when_no_decode_starts_in_time(tiny_model):
+    made = Pair(tiny_model("llama"), "shm", sender_timeouts=calm_sender(grant_s=0.1))
+    try:
+        sequential(made, new_room())
+        made.run_until(made.all_pages_are_back)
+        assert not made.prefill.load().num_transferring
     finally:
         made.close()
 

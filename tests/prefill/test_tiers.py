@@ -34,7 +34,7 @@ def finished(pair, name) -> bool:
 
 
 def granted(pair) -> bool:
-    return any(half.is_granted for half in pair.prefill._by_room.values())
+    return any(half.may_compute for half in pair.prefill._by_room.values())
 
 
 def test_granted_prompt_waits_for_its_prefix_and_starts_from_it(pair):

@@ -64,6 +64,28 @@ def test_prompt_that_needs_no_grant_is_computed_immediately_and_its_blocks_are_h
     assert hand_offs.on_finished("a", range(11), [[1, 2, 3]])
 
 
+def test_prompt_that_needs_no_grant_does_not_replace_the_blocks_of_its_room():
+    hand_offs = PrefillHandOffs(PLAIN)
+    hand_offs.begin("a", ROOM, 10, waits_for_grant=False)
+    hand_offs.on_scheduled("a", [[1, 2, 3]], 0, 10)
+
+    def try_again():
+        hand_offs.take_orders()
+        hand_offs.begin("b", ROOM, 10, waits_for_grant=False)
+        assert hand_offs.may_compute("b")
+        hand_offs.on_scheduled("b", [[4, 5, 6]], 0, 10)
+        orders = hand_offs.take_orders()
+        assert orders.expected == orders.pushes == []
+        assert not hand_offs.on_finished("b", range(11), [[4, 5, 6]])
+
+    try_again()
+    assert hand_offs.on_finished("a", range(11), [[1, 2, 3]])
+    try_again()
+    assert hand_offs.on_reports(WorkerReports(handed_off=Counter("a"))) == ["a"]
+    hand_offs.begin("b", ROOM, 10, waits_for_grant=False)
+    assert hand_offs.take_orders().expected == [("b", ROOM)]
+
+
 @pytest.mark.parametrize(
     ("params", "does_wait"),
     [
@@ -71,6 +93,7 @@ def test_prompt_that_needs_no_grant_is_computed_immediately_and_its_blocks_are_h
         ({"bootstrap_room": 3}, True),
         ({"transfer_id": "x"}, False),
         ({"transfer_id": "x", "waits_for_grant": True}, True),
+        ({"bootstrap_room": 3, "waits_for_grant": False}, False),
     ],
 )
 def test_transfers_of_mooncake_connector_need_no_grant(params, does_wait):

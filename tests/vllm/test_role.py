@@ -152,6 +152,17 @@ def test_prefill_sends_the_first_token_and_finishes_at_hand_off():
     assert not rig.role.tickets()
 
 
+def test_prefill_that_needs_no_grant_finishes_at_the_first_token():
+    rig = Rig("prefill")
+    start = StartPrefill(request=request(), room=ROOM, waits_for_grant=False)
+    name = rig.start(start)
+    assert rig.generator.hand_offs[name].params()["waits_for_grant"] is False
+    rig.step(StepOutput(name, [9], finish=LENGTH))
+    assert (rig.tokens, rig.finishes, rig.generator.aborted) == ([9], ["length"], [])
+    rig.step(handed_off={name: 1})
+    assert not rig.role.tickets()
+
+
 def test_decode_sends_the_token_of_prefill_and_continues():
     rig = Rig("decode")
     name = rig.start(to_decode(request(max_new_tokens=3)))

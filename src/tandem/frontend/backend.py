@@ -25,11 +25,13 @@ class Bootstrap:
         host: Host of the prefill node. An IPv6 host may be bracketed.
         port: Bootstrap port of the prefill node. None: this node's own `--bootstrap-port`.
         room: The number by which the two halves find each other.
+        is_sequential: Whether the router starts decode only after prefill's answer.
     """
 
     host: str
     port: int | None
     room: int
+    is_sequential: bool = False
 
 
 NO_PEER = Bootstrap(host="", port=None, room=0)

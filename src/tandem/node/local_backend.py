@@ -17,7 +17,7 @@ from tandem.node.life.life import Life, NodeState, num_left, refusal
 from tandem.node.metrics import NodeScrape, render
 from tandem.wire.engine_client import EngineClient
 from tandem.wire.errors import AdapterNotFound, InvalidRequest, NoNodeAvailable
-from tandem.wire.generation import GenerateRequest, Room
+from tandem.wire.generation import GenerateRequest, Room, query_answer
 from tandem.wire.messages import (
     OWN_ENGINE,
     LoadAdapter,
@@ -125,8 +125,21 @@ class LocalBackend:
                 "bootstrap_port and bootstrap_room"
             )
         room = Room(bootstrap.room)
+        if role == "prefill" and bootstrap.is_sequential:
+            # Its router waits for this answer before it starts decode.
+            sampling = msgspec.structs.replace(
+                request.sampling,
+                max_new_tokens=1,
+                min_new_tokens=min(request.sampling.min_new_tokens, 1),
+            )
+            request = msgspec.structs.replace(request, sampling=sampling)
+            return StartPrefill(request=request, room=room, waits_for_grant=False)
         if role == "prefill":
             return StartPrefill(request=request, room=room)
+        if not bootstrap.host:
+            raise InvalidRequest(
+                f"this is a {role} node, and do_remote_decode names prefill's half of a request"
+            )
         port = bootstrap.port or self._config.transfer.bootstrap_port
         return StartDecode(
             request=request, room=room, bootstrap_host=bootstrap.host, bootstrap_port=port
@@ -226,6 +239,13 @@ class LocalBackend:
             "page_size": info.load.page_size,
             "dp_size": 1,
         }
+
+    def query(self) -> Mapping[str, object]:
+        """Return the answer to `GET /query` of vLLM's routers, as JSON values; raise `NoNodeAvailable` until the engine is ready."""
+        port = self._engine().bootstrap_port
+        if port is None:
+            raise InvalidRequest("this is no prefill node: it has no bootstrap port")
+        return query_answer(self._config.host, port)
 
     def _transports(self) -> list[str]:
         if self._config.role == "colocated":

@@ -7,6 +7,8 @@
  any stage ──cancel or RoomReleased──▶ pages released once no push reads them
 ```
 
+If a router starts decode only after prefill's answer, a prompt is computed at once and its pages wait for the grant.
+
 A whole request for one token is computed without a grant. Health checks use this to test the engine.
 """
 
@@ -47,13 +49,13 @@ class _PrefillHalf(Half):
 
     Attributes:
         room: Room of the attempt.
-        is_granted: Whether decode has granted pages.
+        may_compute: Whether decode has granted pages, or the prompt does not wait for that.
         is_queued: Whether the request is in the engine.
         pushing_s: Time of the first push; -1: none yet.
     """
 
     room: Room | None = None
-    is_granted: bool = False
+    may_compute: bool = False
     is_queued: bool = False
     pushing_s: float = -1.0
 
@@ -98,11 +100,19 @@ class PrefillRole(Role[_PrefillHalf]):
         if num_waiting >= self._max_waiting:
             raise Overloaded(f"{num_waiting} requests are waiting; try again later")
         active = self._engine.check(message.request, is_prompt_only=True)
-        half = _PrefillHalf(ticket, active, Timeline(self._clock), room=message.room)
+        half = _PrefillHalf(
+            ticket,
+            active,
+            Timeline(self._clock),
+            room=message.room,
+            may_compute=not message.waits_for_grant,
+        )
         self._by_room[message.room] = self._by_ticket[ticket] = half
         self._deadlines.note(half, message.request.deadline_s)
         self._agent.expect(message.room)
         self._tiering.begin(active)
+        if half.may_compute and active not in self._tiering.waiting:
+            self._queue(half)
 
     def _start_whole(self, ticket: Ticket, request: GenerateRequest) -> None:
         if request.sampling.max_new_tokens != 1 or request.logprobs is not None:
@@ -128,7 +138,7 @@ class PrefillRole(Role[_PrefillHalf]):
                 self._on_released(half, event)
         self._tiering.poll()
         for half in map(self._half, self._tiering.ready()):
-            if half.is_granted:
+            if half.may_compute:
                 half.timeline.end("kv_tier")
                 self._queue(half)
         for half in self._deadlines.passed():
@@ -198,10 +208,10 @@ class PrefillRole(Role[_PrefillHalf]):
     # ── computing and pushing ────────────────────────────────────────────────────────────────────
 
     def _on_granted(self, half: _PrefillHalf) -> None:
-        if not half.has_client:
+        if not half.has_client or half.may_compute:
             return
         half.timeline.end("reserve")
-        half.is_granted = True
+        half.may_compute = True
         if half.active not in self._tiering.waiting:
             self._queue(half)
 

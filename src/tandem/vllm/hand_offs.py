@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from tandem.vllm.query import address_of, room_of_transfer
 from tandem.wire.errors import ErrorInfo
-from tandem.wire.generation import Room, TokenLogprobs
+from tandem.wire.generation import Room, TokenLogprobs, address_of, room_of_transfer
 from tandem.wire.prefixes import next_name, root_name
 
 # The number of vLLM's null block, which no request owns.
@@ -201,7 +200,7 @@ class PrefillHandOffs:
     def __init__(self, groups: Sequence[LayerGroup], num_ranks: int = 1) -> None:
         self._groups, self._num_ranks = groups, num_ranks
         self._prompts: dict[str, _Prompt] = {}
-        self._leaving: set[str] = set()  # computed, but not yet in decode's memory
+        self._leaving: dict[str, Room] = {}  # computed, but not yet in decode's memory
         self._orders = WorkerOrders()
         self._handed_off: Counter[str] = Counter()
         self._granted: Counter[str] = Counter()
@@ -220,8 +219,10 @@ class PrefillHandOffs:
         Args:
             name: See `prompt_name`.
             waits_for_grant: Compute it only once decode has blocks for it. Otherwise its blocks are held until the grant
-                comes.
+                comes; if another prompt has the room, this one is computed without a hand-off.
         """
+        if not waits_for_grant and room in self._rooms():
+            return  # its blocks would be pushed in place of the other prompt's
         where = places(self._groups, num_tokens)
         ends: list[int] = []
         for place in where:
@@ -234,6 +235,9 @@ class PrefillHandOffs:
             room, num_tokens, name, where, ends, page_ids, may_compute=not waits_for_grant
         )
         self._orders.expected.append((request_id, room))
+
+    def _rooms(self) -> set[Room]:
+        return {prompt.room for prompt in self._prompts.values()} | set(self._leaving.values())
 
     def may_compute(self, request_id: str) -> bool:
         """Whether the prompt has its grant or needs none, or its hand-off is over and it may run to its end."""
@@ -293,7 +297,7 @@ class PrefillHandOffs:
             self._orders.last_pushes.append(Pages(prompt.room, pages, prompt.num_pushed))
         first = FirstToken(token_ids[prompt.num_tokens], prompt.num_cached or 0, prompt.name)
         self._orders.computed[request_id] = prompt.room, first
-        self._leaving.add(request_id)
+        self._leaving[request_id] = prompt.room
         return prompt.is_sent
 
     def add_logprobs(self, request_id: str, logprobs: TokenLogprobs) -> None:
@@ -306,7 +310,8 @@ class PrefillHandOffs:
         """Process the workers' reports; return the prompts that are now completely in decode's memory."""
         self._granted += reports.granted
         self._handed_off += reports.handed_off
-        self._leaving -= reports.failed.keys()
+        for request_id in reports.failed:
+            self._leaving.pop(request_id, None)
         for request_id in self._complete(self._granted):
             if prompt := self._prompts.get(request_id):
                 prompt.may_compute = True
@@ -315,9 +320,10 @@ class PrefillHandOffs:
                 prompt.is_over = True
         # Drop counts of requests that have ended: other ranks may still report them.
         self._keep_only(self._granted, self._prompts.keys() - reports.failed.keys())
-        self._keep_only(self._handed_off, self._leaving)
+        self._keep_only(self._handed_off, self._leaving.keys())
         handed_off = self._complete(self._handed_off)
-        self._leaving -= set(handed_off)
+        for request_id in handed_off:
+            del self._leaving[request_id]
         return handed_off
 
     def take_orders(self) -> WorkerOrders:
@@ -457,7 +463,7 @@ def waits_for_grant(params: Mapping[str, object] | None) -> bool:
 
     Proxies for MooncakeConnector may start decode after prefill's answer; ours starts both at once.
     """
-    return params is None or "transfer_id" not in params or params.get("waits_for_grant") is True
+    return params is None or params.get("waits_for_grant", "transfer_id" not in params) is True
 
 
 def prompt_name(token_ids: Sequence[int], kind: str = "") -> int:

@@ -1,27 +1,16 @@
-"""Answers proxies that were written for vLLM's MooncakeConnector: `GET /query` names prefill's engine.
-
-```
- proxy ── GET /query ──▶ prefill: {"0": {"engine_id": "tandem:8998", "worker_addr": {"0": {"0": "10.0.0.1:8998"}}}}
-       ── transfer_id ──▶ prefill
-       ── transfer_id, remote_bootstrap_addr, remote_engine_id ──▶ decode, which connects to that port of that host
-```
-"""
+"""Answers `GET /query` of proxies that were written for vLLM's MooncakeConnector; see `wire/generation.py`."""
 
 import threading
-from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
-from urllib.parse import urlsplit
 
 import msgspec
-import xxhash
 from typing_extensions import override
 
 from tandem.wire.errors import ConfigInvalid
-from tandem.wire.generation import NUM_ROOMS, Room
+from tandem.wire.generation import query_answer
 from tandem.wire.hosts import reason_of
 
-_NAME = "tandem"
 # A client that sends no request within this time is disconnected.
 _TIMEOUT_S = 10.0
 
@@ -34,9 +23,7 @@ class QueryServer:
     """
 
     def __init__(self, host: str, port: int, bootstrap_port: int) -> None:
-        workers = {"0": {"0": f"{host}:{bootstrap_port}"}}
-        answer = {"0": {"engine_id": f"{_NAME}:{bootstrap_port}", "worker_addr": workers}}
-        body = msgspec.json.encode(answer)
+        body = msgspec.json.encode(query_answer(host, bootstrap_port))
 
         class Handler(BaseHTTPRequestHandler):
             timeout: ClassVar[float | None] = _TIMEOUT_S
@@ -67,23 +54,3 @@ class QueryServer:
         """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
-
-
-def room_of_transfer(transfer_id: str) -> Room:
-    """Return the room that both halves of a transfer use."""
-    return Room(xxhash.xxh3_64_intdigest(transfer_id.encode(errors="replace")) % NUM_ROOMS)
-
-
-def address_of(params: Mapping[str, object]) -> tuple[str, int] | None:
-    """Return host and bootstrap port of prefill, as `GET /query` named them; None if they are invalid."""
-    match params:
-        case {"remote_bootstrap_addr": str(url), "remote_engine_id": str(engine)}:
-            name, _, port = engine.rpartition(":")
-            try:
-                host = urlsplit(url).hostname
-            except ValueError:
-                return None
-            is_ours = host and name == _NAME and port.isascii() and port.isdigit()
-            return (host, int(port)) if host and is_ours else None
-        case _:
-            return None

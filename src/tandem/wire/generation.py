@@ -5,9 +5,12 @@ The messages that carry them are in `messages`, and so are the rules for changin
 
 import secrets
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Literal, NewType
+from urllib.parse import urlsplit
 
 import msgspec
+import xxhash
 
 from tandem.wire.prefixes import scope_name
 
@@ -194,3 +197,38 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     reason: Literal["stop", "length", "abort", "handed_off"]
     matched: int | None = None
+
+
+# ── names in the `kv_transfer_params` of vLLM's MooncakeConnector, which its routers send to both halves ──
+#
+#   router ── GET /query ──▶ prefill: {"0": {"engine_id": "tandem:8998", "worker_addr": {"0": {"0": "10.0.0.1:8998"}}}}
+#          ── transfer_id ──▶ prefill
+#          ── transfer_id, remote_bootstrap_addr, remote_engine_id ──▶ decode, which connects to that port of that host
+
+_ENGINE_NAME = "tandem"
+
+
+def query_answer(host: str, bootstrap_port: int) -> dict[str, object]:
+    """Return the answer to `GET /query`, as JSON values."""
+    workers = {"0": {"0": f"{host}:{bootstrap_port}"}}
+    return {"0": {"engine_id": f"{_ENGINE_NAME}:{bootstrap_port}", "worker_addr": workers}}
+
+
+def room_of_transfer(transfer_id: str) -> Room:
+    """Return the room that both halves of a transfer use."""
+    return Room(xxhash.xxh3_64_intdigest(transfer_id.encode(errors="replace")) % NUM_ROOMS)
+
+
+def address_of(params: Mapping[str, object]) -> tuple[str, int] | None:
+    """Return host and bootstrap port of prefill, as `GET /query` named them; None if they are invalid."""
+    match params:
+        case {"remote_bootstrap_addr": str(url), "remote_engine_id": str(engine)}:
+            name, _, port = engine.rpartition(":")
+            try:
+                host = urlsplit(url).hostname
+            except ValueError:
+                return None
+            is_ours = host and name == _ENGINE_NAME and port.isascii() and port.isdigit()
+            return (host, int(port)) if host and is_ours else None
+        case _:
+            return None

@@ -45,12 +45,15 @@ class StartPrefill(Message, frozen=True, kw_only=True):
     Attributes:
         stream: Token stream id, chosen by the edge, unique on this link. 0: tokens come as `TokenDelta`, which
             names the request. See `TokenBatch`.
+        waits_for_grant: Whether the prompt is computed only once decode has pages for it. Otherwise its own pages are
+            held until the grant comes, and the request must be for one token, which ends this half for the edge.
     """
 
     request: GenerateRequest
     room: SentRoom
     attempt: int = 0
     stream: int = 0
+    waits_for_grant: bool = True
 
 
 class StartDecode(Message, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ share. `frontend/apis/native.py` and `frontend/chat/openai_body.py` add those of
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import pydantic_core
@@ -24,7 +25,7 @@ from pydantic import (
 
 from tandem.frontend.backend import Bootstrap
 from tandem.wire.errors import InvalidRequest
-from tandem.wire.generation import NUM_ROOMS
+from tandem.wire.generation import NUM_ROOMS, address_of, room_of_transfer
 
 BodyT = TypeVar("BodyT", bound="Body")
 T = TypeVar("T")
@@ -181,7 +182,8 @@ class Body(BaseModel):
 class GenerationBody(Body):
     """Fields that the bodies of all APIs share, except sampling parameters.
 
-    An SGLang-style router adds the `bootstrap_` fields, which locate the other half of the request.
+    An SGLang-style router adds the `bootstrap_` fields, which locate the other half of the request; vLLM's router adds
+    `kv_transfer_params`.
     """
 
     stream: bool = False
@@ -191,6 +193,7 @@ class GenerationBody(Body):
     bootstrap_host: PerPrompt[Annotated[str, Field(min_length=1, max_length=255)]] | None = None
     bootstrap_port: PerPrompt[Annotated[int, Field(ge=1, le=65535)]] | None = None
     bootstrap_room: PerPrompt[Annotated[int, Field(ge=0, lt=2**64)]] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     def bootstraps(self, count: int, *, is_batch: bool, n: int) -> Sequence[Bootstrap | None]:
         """Return the address of the other half of each of a prompt's `n` generations, prompt by prompt.
@@ -199,7 +202,11 @@ class GenerationBody(Body):
         the given one on. All None: no router chose the pair.
         """
         if self.bootstrap_host is None and self.bootstrap_room is None:
-            return [None] * count * n
+            other = _other_half(self.kv_transfer_params)
+            return [
+                other and replace(other, room=(other.room + i) % NUM_ROOMS)
+                for i in range(count * n)
+            ]
         hosts, ports, rooms = (
             self.per_prompt(f"bootstrap_{name}", count, is_batch=is_batch)
             for name in ("host", "port", "room")
@@ -217,6 +224,18 @@ class GenerationBody(Body):
         if len({each.room for each in found}) < len(found):
             raise InvalidRequest("bootstrap_room: the rooms of two generations are equal")
         return found
+
+
+def _other_half(params: dict[str, Any] | None) -> Bootstrap | None:
+    """Read the other half from the `kv_transfer_params` of MooncakeConnector. None: this node computes the prompt."""
+    params = params or {}
+    match params:
+        case {"transfer_id": str(name), "do_remote_decode": True}:
+            return Bootstrap("", None, room_of_transfer(name), is_sequential=True)
+        case {"transfer_id": str(name), "do_remote_prefill": True} if address := address_of(params):
+            return Bootstrap(*address, room_of_transfer(name))
+        case _:
+            return None
 
 
 # SGLang's headers, with the fields of the body that they override. Routers that do not parse bodies send them.

@@ -53,6 +53,8 @@ log = get_logger(__name__)
 # Maximum time that an ending node waits after the drain's deadline, at which it hands over its requests. By then no
 # peer can write pages any more: a peer that died, stopped or is unreachable counts as lost after 2 s.
 HAND_OVER_S = 5.0
+# vLLM's routers send no key here.
+QUERY_ROUTE = "/query"
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -393,7 +395,7 @@ async def serve(
         announcer = Announcer(config, port, lambda: backend.life.role, operator_key)
         node = Supervisor(config, engine_modules, key, backend, announcer, port=port)
         app = create_app(backend, _options(config, tokenizer, files, operator_key))
-        add_routes(app, node)
+        add_routes(app, node, backend)
         async with serving(app, sock):
             outcome = await node.run()
     if isinstance(outcome, TandemError):
@@ -429,12 +431,13 @@ def _options(
         tokenizer_files=lambda: files,
         reply_formats=formats,
         operator_key=operator_key,
+        open_paths=frozenset({QUERY_ROUTE}),
         service=f"tandem-{config.role}",
     )
 
 
-def add_routes(app: web.Application, node: Supervisor) -> None:
-    """Add the operators' routes to a node's app."""
+def add_routes(app: web.Application, node: Supervisor, backend: LocalBackend) -> None:
+    """Add the operators' routes to a node's app, and the route by which vLLM's routers find prefill's bootstrap port."""
 
     async def status(_request: web.Request) -> web.Response:
         return json_response(node.status())
@@ -456,6 +459,10 @@ def add_routes(app: web.Application, node: Supervisor) -> None:
         config = await node.update(validate(UpdateBody, read_json(await request.read())))
         return json_response(update_answer(config))
 
+    async def query(_request: web.Request) -> web.Response:
+        return json_response(backend.query())
+
+    app.router.add_get(QUERY_ROUTE, query)
     app.router.add_get("/drain", operators_only(status))
     app.router.add_post("/drain", operators_only(drain))
     app.router.add_post("/role", operators_only(turn))

@@ -50,11 +50,16 @@ class EngineCounts:
 
 @dataclass(frozen=True, slots=True)
 class HandOffParams:
-    """How this half of a request meets the other one. `bootstrap_*` only on decode."""
+    """How this half of a request meets the other one. `bootstrap_*` only on decode.
+
+    Attributes:
+        waits_for_grant: As in `StartPrefill`.
+    """
 
     room: int
     bootstrap_host: str = ""
     bootstrap_port: int = 0
+    waits_for_grant: bool = True
 
     @property
     def is_decode(self) -> bool:
@@ -63,7 +68,11 @@ class HandOffParams:
 
     def params(self) -> dict[str, object]:
         """Return the request's `kv_transfer_params`."""
-        params: dict[str, object] = {"bootstrap_room": self.room, "draws_first": True}
+        params: dict[str, object] = {
+            "bootstrap_room": self.room,
+            "draws_first": True,
+            "waits_for_grant": self.waits_for_grant,
+        }
         if self.bootstrap_host:
             params |= {
                 "bootstrap_host": self.bootstrap_host,

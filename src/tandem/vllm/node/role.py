@@ -120,8 +120,8 @@ class VllmRole:
                         "this is a prefill node: a whole request must have max_new_tokens 1"
                     )
                 return None
-            case StartPrefill(room=room) if self._role == "prefill":
-                hand_off = HandOffParams(room)
+            case StartPrefill(room=room, waits_for_grant=waits) if self._role == "prefill":
+                hand_off = HandOffParams(room, waits_for_grant=waits)
             case StartDecode(room=room, bootstrap_host=host, bootstrap_port=port) if (
                 self._role == "decode"
             ):
@@ -266,8 +266,10 @@ class VllmRole:
             self._note_begun(half)
         if output.prompt_logprobs:
             self._send_prompt_logprobs(half, output.prompt_logprobs)
-        is_prefill = self._role == "prefill" and half.hand_off is not None
-        if is_prefill and output.finish is not None and output.finish.reason == "length":
+        is_hand_off = (
+            self._role == "prefill" and half.hand_off is not None and half.hand_off.waits_for_grant
+        )
+        if is_hand_off and output.finish is not None and output.finish.reason == "length":
             output = replace(output, finish=None)  # the hand-off finishes this half
         self._send(half, output)
 
