@@ -230,7 +230,7 @@ async def test_drained_node_loads_immediately_and_bad_checkpoint_drains_nothing(
 
 async def test_weight_update_needs_the_operator_key(node):
     app = create_app(node.backend, FrontendOptions(operator_key="operator"))
-    add_routes(app, node.supervisor)
+    add_routes(app, node.supervisor, node.backend)
     async with TestClient(TestServer(app)) as client:
         async with client.post(ROUTE, json={"model_path": "/new"}) as answer:
             assert answer.status == 401
