@@ -20,6 +20,7 @@ class FakeSglang(FakeEngine):
         rooms: The rooms of its bootstrap server, by number, each with its prompt once prefill has computed it.
         peers: The servers with a bootstrap server, by port; set by `connect_sglang`.
         aborted: Ids of requests that it was asked to abort.
+        num_ranks: Its data-parallel ranks.
     """
 
     engine = "sglang"
@@ -31,6 +32,7 @@ class FakeSglang(FakeEngine):
         self.rooms: dict[int, asyncio.Future[list[int]]] = {}
         self.peers: dict[int, FakeSglang] = {}
         self.aborted: list[str] = []
+        self.num_ranks = 1
 
     def routes(self):
         return [
@@ -52,7 +54,7 @@ class FakeSglang(FakeEngine):
                 "dtype": "bfloat16",
                 "kv_cache_dtype": "auto",
                 "page_size": 16,
-                "dp_size": 1,
+                "dp_size": self.num_ranks,
                 "context_length": None,
                 "max_req_input_len": 506,
                 "version": "0.5.23",
@@ -66,13 +68,14 @@ class FakeSglang(FakeEngine):
     async def _loads(self, request):
         assert request.query["include"] == "core"
         load = {
-            "dp_rank": 0,
             "num_running_reqs": self.num_running,
             "num_waiting_reqs": 0,
             "num_used_tokens": 400,
             "max_total_num_tokens": 1600,
+            "max_running_requests": 4,
         }
-        return web.json_response({"version": "0.5.23", "loads": [load]})
+        loads = [load | {"dp_rank": rank} for rank in range(self.num_ranks)]
+        return web.json_response({"version": "0.5.23", "loads": loads})
 
     async def _abort(self, request):
         self.aborted.append((await request.json())["rid"])

@@ -165,6 +165,13 @@ async def test_grammar_is_sent_in_the_field_of_its_kind(tmp_path, grammar, field
         assert found.decodes[0].bodies[-1]["sampling_params"][field] == text
 
 
+async def test_server_runs_at_most_the_requests_of_all_its_ranks(tmp_path):
+    async with sglang_fleet(tmp_path) as found:
+        (decode,) = found.decodes
+        decode.num_ranks = 2
+        await until_async(lambda: found.node(decode).load.max_running == 8)
+
+
 async def test_server_of_another_role_is_refused_with_its_flag(tmp_path):
     async with sglang_fleet(tmp_path) as found:
         (decode,) = found.decodes

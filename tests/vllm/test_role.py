@@ -93,13 +93,15 @@ class FakeGenerator:
         return reports
 
     def counts(self):
-        return EngineCounts(num_waiting=self.num_waiting, num_pages=10, pages_free=6, page_size=4)
+        return EngineCounts(
+            num_waiting=self.num_waiting, max_running=4, num_pages=10, pages_free=6, page_size=4
+        )
 
 
 class Rig:
     def __init__(self, role):
         self.generator, self.answers = FakeGenerator(), CollectedAnswers()
-        self.role = VllmRole(role, self.generator, self.answers, max_running=4, max_waiting=2)
+        self.role = VllmRole(role, self.generator, self.answers, max_waiting=2)
 
     def start(self, message, attempt=0):
         self.ticket = Ticket(Peer(b"edge"), message.request.request_id, attempt)

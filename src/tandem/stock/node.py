@@ -84,7 +84,7 @@ class StockLife:
         address, heartbeat = tcp_address(around.host, 0), around.heartbeat
         self.inbox: Inbox[ToEngine] = Inbox(address, ToEngine, around.key, heartbeat)
         answers = Answers(self.inbox, self.epoch, journal)
-        self.role = VllmRole(role, generator, answers, max_running=0, max_waiting=MAX_WAITING)
+        self.role = VllmRole(role, generator, answers, max_waiting=MAX_WAITING)
         self._waker = Waker()
         self._loop = EngineLoop(self.role, self.inbox, answers, self._waker, heartbeat=heartbeat)
         self._is_due = self._is_over = False

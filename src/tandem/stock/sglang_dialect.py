@@ -68,6 +68,7 @@ class _RankLoad(msgspec.Struct):
     num_waiting_reqs: int
     num_used_tokens: int
     max_total_num_tokens: int
+    max_running_requests: int = 0
 
 
 class _Loads(msgspec.Struct):
@@ -134,6 +135,7 @@ class SglangDialect:
         return EngineCounts(
             num_running=sum(each.num_running_reqs for each in ranks),
             num_waiting=sum(each.num_waiting_reqs for each in ranks),
+            max_running=sum(each.max_running_requests for each in ranks),
             num_pages=num_tokens // size,
             pages_free=(num_tokens - sum(each.num_used_tokens for each in ranks)) // size,
             page_size=size,

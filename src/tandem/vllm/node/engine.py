@@ -65,7 +65,6 @@ class VllmProcess:
             config.role,
             generator,
             answers,
-            max_running=generator.max_running,
             max_waiting=config.engine.max_waiting_requests,
         )
         watch = StepWatch(config.step_timeout_s, generator.steps)

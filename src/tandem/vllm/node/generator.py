@@ -192,11 +192,6 @@ class VllmGenerator:
         return None if agent is None else agent.times
 
     @property
-    def max_running(self) -> int:
-        """Maximum number of requests that vLLM runs at once."""
-        return int(self._vllm_config.scheduler_config.max_num_seqs)
-
-    @property
     def max_tokens(self) -> int:
         """Maximum number of prompt plus generated tokens of one request."""
         cache = self._vllm_config.cache_config
@@ -365,6 +360,7 @@ class VllmGenerator:
         return EngineCounts(
             num_running=num_running,
             num_waiting=num_waiting + len(self._entry),
+            max_running=int(self._vllm_config.scheduler_config.max_num_seqs),
             num_pages=pool.num_gpu_blocks - 1,
             pages_free=pool.get_num_free_blocks(),
             page_size=self._vllm_config.cache_config.block_size,

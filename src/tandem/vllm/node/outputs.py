@@ -35,11 +35,13 @@ class EngineCounts:
     """Current numbers of requests and blocks; bytes moved since the start.
 
     Attributes:
+        max_running: Maximum number of running requests; 0: not reported.
         ending_s: See `NodeLoad`; 0 if vLLM runs its ranks in other processes.
     """
 
     num_running: int = 0
     num_waiting: int = 0
+    max_running: int = 0
     num_pages: int = 0
     pages_free: int = 0
     page_size: int = 0

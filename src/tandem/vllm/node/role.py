@@ -71,12 +71,11 @@ class VllmRole:
         generator: Generator,
         answers: Answers,
         *,
-        max_running: int,
         max_waiting: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._role, self._generator, self._answers = role, generator, answers
-        self._max_running, self._max_waiting, self._clock = max_running, max_waiting, clock
+        self._max_waiting, self._clock = max_waiting, clock
         self._ids = itertools.count()
         self._by_ticket: dict[Ticket, _VllmHalf] = {}
         self._by_id: dict[str, _VllmHalf] = {}
@@ -221,7 +220,7 @@ class VllmRole:
             received_bytes=counts.moved_bytes if self._role == "decode" else 0,
             num_aborted=totals.num_aborted,
             num_failed=self._answers.num_failed,
-            max_running=self._max_running,
+            max_running=counts.max_running,
             queued_tokens=sum(len(half.request.prompt_ids) for half in waiting),
             ending_s=counts.ending_s,
             tiers=list(counts.tiers),
