@@ -21,6 +21,7 @@ class FakeSglang(FakeEngine):
         peers: The servers with a bootstrap server, by port; set by `connect_sglang`.
         aborted: Ids of requests that it was asked to abort.
         num_ranks: Its data-parallel ranks.
+        more_load: Further fields of each rank's load.
     """
 
     engine = "sglang"
@@ -32,7 +33,7 @@ class FakeSglang(FakeEngine):
         self.rooms: dict[int, asyncio.Future[list[int]]] = {}
         self.peers: dict[int, FakeSglang] = {}
         self.aborted: list[str] = []
-        self.num_ranks = 1
+        self.num_ranks, self.more_load = 1, {}
 
     def routes(self):
         return [
@@ -66,7 +67,7 @@ class FakeSglang(FakeEngine):
         return web.json_response({"model_path": self.model, "served_model_name": "m"})
 
     async def _loads(self, request):
-        assert request.query["include"] == "core"
+        assert request.query["include"] == "core,disagg,queues"
         load = {
             "num_running_reqs": self.num_running,
             "num_waiting_reqs": 0,
@@ -74,7 +75,7 @@ class FakeSglang(FakeEngine):
             "max_total_num_tokens": 1600,
             "max_running_requests": 4,
         }
-        loads = [load | {"dp_rank": rank} for rank in range(self.num_ranks)]
+        loads = [load | self.more_load | {"dp_rank": rank} for rank in range(self.num_ranks)]
         return web.json_response({"version": "0.5.23", "loads": loads})
 
     async def _abort(self, request):

@@ -172,6 +172,20 @@ async def test_server_runs_at_most_the_requests_of_all_its_ranks(tmp_path):
         await until_async(lambda: found.node(decode).load.max_running == 8)
 
 
+async def test_requests_that_wait_for_prefill_do_not_fill_a_decode_server(tmp_path):
+    transfers = {"decode_prealloc_queue_reqs": 3, "decode_transfer_queue_reqs": 2}
+    async with sglang_fleet(tmp_path) as found:
+        (decode,) = found.decodes
+        decode.more_load = {
+            "num_running_reqs": 1,
+            "num_waiting_reqs": 7,
+            "disaggregation": transfers,
+            "queues": {"prealloc_ready": 1},
+        }
+        await until_async(lambda: found.node(decode).load.num_running)
+        assert found.node(decode).load.num_waiting == 3
+
+
 async def test_server_of_another_role_is_refused_with_its_flag(tmp_path):
     async with sglang_fleet(tmp_path) as found:
         (decode,) = found.decodes

@@ -63,12 +63,30 @@ class _StreamEvent(msgspec.Struct):
     error: _Error | str | None = None
 
 
+class _Transfers(msgspec.Struct, frozen=True):
+    decode_prealloc_queue_reqs: int = 0
+    decode_transfer_queue_reqs: int = 0
+
+
+class _Queues(msgspec.Struct, frozen=True):
+    prealloc_ready: int = 0
+
+
 class _RankLoad(msgspec.Struct):
     num_running_reqs: int
     num_waiting_reqs: int
     num_used_tokens: int
     max_total_num_tokens: int
     max_running_requests: int = 0
+    disaggregation: _Transfers = _Transfers()
+    queues: _Queues = _Queues()
+
+    @property
+    def num_blocked(self) -> int:
+        """Requests that wait for pages or a place in the batch, and not for prefill."""
+        transfers = self.disaggregation
+        num_handshaking = transfers.decode_prealloc_queue_reqs - self.queues.prealloc_ready
+        return self.num_waiting_reqs - transfers.decode_transfer_queue_reqs - num_handshaking
 
 
 class _Loads(msgspec.Struct):
@@ -127,14 +145,14 @@ class SglangDialect:
 
     async def poll(self) -> EngineCounts:
         """Return the load; raise `PeerLost` also if another process answers."""
-        page = await self._http.poll("/v1/loads?include=core")
+        page = await self._http.poll("/v1/loads?include=core,disagg,queues")
         if _life_of(await self._info()) != self._life:
             raise PeerLost(f"{self.url} was restarted")
         ranks, size = msgspec.json.decode(page, type=_Loads).loads, self._page_size
         num_tokens = sum(each.max_total_num_tokens for each in ranks)
         return EngineCounts(
             num_running=sum(each.num_running_reqs for each in ranks),
-            num_waiting=sum(each.num_waiting_reqs for each in ranks),
+            num_waiting=sum(each.num_blocked for each in ranks),
             max_running=sum(each.max_running_requests for each in ranks),
             num_pages=num_tokens // size,
             pages_free=(num_tokens - sum(each.num_used_tokens for each in ranks)) // size,
