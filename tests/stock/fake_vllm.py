@@ -157,7 +157,8 @@ class FakeVllm(FakeEngine):
         lines = [
             f"process_start_time_seconds {self.life}",
             f"vllm:num_requests_running{{{labels}}} {self.num_running}.0",
-            f"vllm:num_requests_waiting{{{labels}}} 0.0",
+            f'vllm:num_requests_waiting_by_reason{{{labels},reason="capacity"}} 1.0',
+            f'vllm:num_requests_waiting_by_reason{{{labels},reason="deferred"}} 9.0',
             f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",
             'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="101"} 1.0',
         ]

@@ -53,6 +53,11 @@ async def test_engine_serves_its_model_under_all_its_names(tmp_path):
         assert found.backend.models().choose(None).names == ("m", "alias")
 
 
+async def test_requests_that_wait_for_prefill_do_not_fill_a_decode_engine(tmp_path):
+    async with fleet(tmp_path) as found:
+        await until_async(lambda: found.node(found.decodes[0]).load.num_waiting == 1)
+
+
 async def streaming(found, asked=None):
     """Start a request that waits in the middle of its stream; return its task, and decode's engine."""
     for decode in found.decodes:

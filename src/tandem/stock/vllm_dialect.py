@@ -33,7 +33,8 @@ ASK = {"do_remote_decode": True, "do_remote_prefill": False}
 FETCH = {"do_remote_decode": False, "do_remote_prefill": True}
 # vLLM's default, on prefill.
 BOOTSTRAP_PORT = 8998
-_LOAD = (b"num_requests_running", b"num_requests_waiting", b"kv_cache_usage_perc")
+_WAITING = b"num_requests_waiting_by_reason"
+_LOAD = (b"num_requests_running", _WAITING, b"kv_cache_usage_perc")
 _NAMES = b"|".join((*_LOAD, b"cache_config_info", b"process_start_time_seconds"))
 _SAMPLE = re.compile(rb"^(?:vllm:)?(" + _NAMES + rb")(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
@@ -156,7 +157,7 @@ class VllmDialect:
         num_pages = len(used) * self._num_blocks
         return EngineCounts(
             num_running=int(sum(values[b"num_requests_running"])),
-            num_waiting=int(sum(values[b"num_requests_waiting"])),
+            num_waiting=int(sum(values[_WAITING])),
             num_pages=num_pages,
             pages_free=num_pages - round(self._num_blocks * sum(used)),
             page_size=self._block_size,
@@ -167,6 +168,8 @@ class VllmDialect:
         values: dict[bytes, list[float]] = {}
         pool: dict[str, str] = {}
         for name, labels, value in _SAMPLE.findall(page):
+            if b'reason="deferred"' in labels:
+                continue  # waits for its blocks from prefill, and not for room
             values.setdefault(name, []).append(float(value))
             if name == b"cache_config_info":
                 pool = {key.decode(): text.decode() for key, text in _LABEL.findall(labels)}
