@@ -27,13 +27,15 @@ class FakeSglang(FakeEngine):
     engine = "sglang"
     path = "/generate"
 
-    def __init__(self, model: str, mode: str, *, is_incremental: bool = True) -> None:
+    def __init__(
+        self, model: str, mode: str, *, is_incremental: bool = True, num_ranks: int = 1
+    ) -> None:
         super().__init__(model)
         self.mode, self.is_incremental = mode, is_incremental
         self.rooms: dict[int, asyncio.Future[list[int]]] = {}
         self.peers: dict[int, FakeSglang] = {}
         self.aborted: list[str] = []
-        self.num_ranks, self.more_load = 1, {}
+        self.num_ranks, self.more_load = num_ranks, {}
 
     def routes(self):
         return [

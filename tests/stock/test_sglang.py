@@ -71,6 +71,24 @@ async def test_halves_have_the_fields_that_mini_lb_adds(tmp_path, monkeypatch):
     assert 0 <= room < 1 << 63
 
 
+# Of both halves of a `/generate`, from smg 1.13.0. Its halves of `/v1/chat/completions` have the same fields.
+SMG = {
+    "bootstrap_host": "127.0.0.1",
+    "bootstrap_port": 8998,
+    "bootstrap_room": 3028566591479472785,
+}
+
+
+async def test_halves_have_the_fields_that_smg_adds_and_follow_the_room(tmp_path):
+    """Prefill's servers and decode's derive the data-parallel rank from the room, unless a half names one."""
+    async with fleet(tmp_path, make=partial(sglang_engines, num_ranks=2)) as found:
+        await tokens(found)
+        halves = found.prefills[0].bodies[-1], found.decodes[0].bodies[-1]
+    for half in halves:
+        added = [name for name in half if "bootstrap" in name or "rank" in name]
+        assert {name: type(half[name]) for name in added} == {name: type(SMG[name]) for name in SMG}
+
+
 async def test_loss_of_decode_in_a_stream_is_not_seen_by_the_client(tmp_path):
     async with sglang_fleet(tmp_path, num_decodes=2) as found:
         task, decode = await streaming(found)
@@ -166,9 +184,8 @@ async def test_grammar_is_sent_in_the_field_of_its_kind(tmp_path, grammar, field
 
 
 async def test_server_runs_at_most_the_requests_of_all_its_ranks(tmp_path):
-    async with sglang_fleet(tmp_path) as found:
+    async with fleet(tmp_path, make=partial(sglang_engines, num_ranks=2)) as found:
         (decode,) = found.decodes
-        decode.num_ranks = 2
         await until_async(lambda: found.node(decode).load.max_running == 8)
 
 
