@@ -100,15 +100,15 @@ async def stream(
 
 
 async def stream_all(
-    url: str, when_all_flow=None, num_new: int = NUM_NEW, **fields
+    url: str, when_all_flow=None, num_new: int = NUM_NEW, prompts=PROMPTS, **fields
 ) -> list[list[int]]:
-    """Return the tokens of all `PROMPTS`."""
+    """Return the tokens of all prompts."""
     timeout = aiohttp.ClientTimeout(total=START_TIMEOUT_S)  # it guards against a hang alone
     async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as tasks:
-        started = [asyncio.Event() for _ in PROMPTS]
+        started = [asyncio.Event() for _ in prompts]
         streams = [
             tasks.create_task(stream(session, url, prompt, event, num_new, **fields))
-            for prompt, event in zip(PROMPTS, started, strict=True)
+            for prompt, event in zip(prompts, started, strict=True)
         ]
         for event in started:
             await event.wait()
