@@ -62,6 +62,7 @@ class Offer:
                 await self.taken.wait()
         except TimeoutError as error:
             raise TransferTimeout(f"decode did not fetch the KV within {limit_s:g} s") from error
+        # No limit: decode's engine may queue the request. If decode's half ends first, the router cancels this one.
         await self.confirmed.wait()
 
 
