@@ -84,12 +84,29 @@ VLLM_SAMPLING = """
     skip_reading_prefix_cache thinking_token_budget repetition_detection routed_experts_prompt_start
     trace_decode_token_ids
 """
+VLLM_RESPONSES = """
+    background include input instructions max_output_tokens max_tool_calls metadata model logit_bias
+    parallel_tool_calls previous_response_id prompt reasoning include_reasoning service_tier store stream
+    temperature text tool_choice tools top_logprobs top_p top_k min_p truncation user skip_special_tokens
+    include_stop_str_in_output presence_penalty frequency_penalty prompt_cache_key watermarking request_id
+    session_id media_io_kwargs mm_processor_kwargs priority mm_payload return_mm_kwargs cache_salt
+    enable_response_messages previous_input_messages structured_outputs repetition_penalty seed stop
+    stop_token_ids ignore_eos vllm_xargs kv_transfer_params ec_transfer_params chat_template_kwargs
+"""
+SGLANG_RESPONSES = """
+    background include input instructions max_output_tokens max_tool_calls metadata model
+    parallel_tool_calls previous_response_id reasoning service_tier store stream temperature text
+    tool_choice tools top_logprobs top_p truncation user chat_template_kwargs request_id session_id priority
+    extra_key cache_salt data_parallel_rank frequency_penalty presence_penalty stop top_k min_p
+    repetition_penalty
+"""
 
 FIELDS = {
     "/generate": {*SGLANG_GENERATE.split()},
     "/v1/completions": {*SGLANG_COMPLETION.split(), *VLLM_COMPLETION.split()},
     "/v1/chat/completions": {*SGLANG_CHAT.split(), *VLLM_CHAT.split()},
     "/inference/v1/generate": {*VLLM_GENERATE.split()},
+    "/v1/responses": {*SGLANG_RESPONSES.split(), *VLLM_RESPONSES.split()},
 }
 # Fields of `sampling_params`.
 PARAMETERS = {

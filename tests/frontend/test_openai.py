@@ -157,6 +157,7 @@ async def test_extra_parameters_reach_the_engine(sdk, backend):
         "skip_special_tokens": False,
         "priority": -3,
         "cache_salt": "tenant",
+        "extra_key": "team",
     }
     await sdk.chat.completions.create(
         model="smol", messages=CHAT, max_tokens=7, logit_bias={"5": 1}, extra_body=extra
@@ -165,7 +166,7 @@ async def test_extra_parameters_reach_the_engine(sdk, backend):
     assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (3, 0.1, 1.5)
     assert (sampling.ignore_eos, sampling.min_new_tokens, sampling.stop_token_ids) == (True, 2, [9])
     assert (sampling.max_new_tokens, sampling.logit_bias) == (7, {5: 1.0})
-    assert (backend.requests[0].priority, backend.requests[0].cache_salt) == (-3, "tenant")
+    assert (backend.requests[0].priority, backend.requests[0].cache_salt) == (-3, "tenant\nteam")
 
 
 async def test_message_content_may_be_a_list_of_parts(client, backend, tokenizer):

@@ -7,15 +7,17 @@ import openai
 import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from tandem.frontend.apis.responses_body import REFUSED, ResponsesBody, _messages
+from tandem.frontend.apis.responses_body import GRAMMARS, REFUSED, ResponsesBody, _messages
 from tandem.frontend.chat.body import UNSUPPORTED, validate
 from tandem.frontend.chat.sampling import OpenAISampling
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.replies.parser import reply_formats
 from tandem.wire.errors import NoNodeAvailable
+from tandem.wire.generation import Grammar
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say, stop
 from tests.frontend.helpers import each, post
+from tests.frontend.peer_fields import FIELDS
 
 WEATHER = {
     "type": "function",
@@ -115,6 +117,17 @@ async def test_response_stream_has_openai_events(backend, name, written):
         assert deltas == (item.arguments if item.type == "function_call" else item.content[0].text)
 
 
+async def test_excluded_reasoning_is_counted_and_not_sent(backend):
+    speak(backend, "<think>Hm, Rome.</think>I ask.")
+    formats = FrontendOptions(reply_formats=reply_formats("", "qwen3"))
+    async with client_of(backend, formats) as sdk:
+        events = await streamed(sdk, input="Weather?", extra_body={"include_reasoning": False})
+    whole = events[-1].response
+    assert [item.content[0].text for item in whole.output] == ["I ask."]
+    assert not any("reasoning" in event.type for event in events)
+    assert whole.usage.output_tokens_details.reasoning_tokens > 0
+
+
 async def test_required_call_may_follow_reasoning(backend):
     speak(backend, '<think>Hm.</think>[{"name": "weather", "parameters": {"city": "Rome"}}]')
     async with client_of(backend, FORMATS) as sdk:
@@ -157,6 +170,15 @@ async def test_conversation_continues_from_resent_items(backend):
         assert prompt.index("Weather?") < prompt.index("sunny")
 
 
+@pytest.mark.parametrize("fields", [{"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}])
+async def test_grammar_fields_of_other_servers_are_served(client, backend, fields):
+    assert (await post(client, "/v1/responses", {"input": "Hi"} | fields))[0] == 200
+    assert backend.requests[-1].sampling.grammar == Grammar(kind="regex", text="a+")
+    both = {"input": "Hi", "text": {"format": {"type": "json_object"}}} | fields
+    status, answer = await post(client, "/v1/responses", both)
+    assert (status, "send only one" in answer["error"]["message"]) == (400, True)
+
+
 async def test_text_format_sets_the_grammar(backend):
     speak(backend, "{}")
     schema = {"type": "object", "properties": {}}
@@ -197,8 +219,10 @@ async def test_unsupported_responses_field_is_rejected_by_name(client, backend, 
     assert said in answer["error"]["message"]
 
 
-# OpenAI's fields that cannot change the answer. Tools that the server would run are rejected anyway.
+# Fields that cannot change the answer. Tools that the server would run are rejected anyway.
 WITHOUT_EFFECT = {
+    *("data_parallel_rank", "ec_transfer_params", "session_id"),
+    *("media_io_kwargs", "mm_payload", "mm_processor_kwargs", "return_mm_kwargs"),
     *("access_programs", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"),
     *(
         "prompt_cache_retention",
@@ -211,9 +235,9 @@ WITHOUT_EFFECT = {
 }
 
 
-def test_every_openai_field_is_supported_rejected_or_without_effect():
-    theirs = set(ResponseCreateParamsBase.__annotations__)
-    taken = ResponsesBody.names() | OpenAISampling.names()
+def test_every_peer_field_is_supported_rejected_or_without_effect():
+    theirs = {*ResponseCreateParamsBase.__annotations__, *FIELDS["/v1/responses"]}
+    taken = ResponsesBody.names() | OpenAISampling.names() | GRAMMARS
     refused = REFUSED | (UNSUPPORTED.keys() - {"reasoning"})
     assert theirs - taken - refused == WITHOUT_EFFECT
     assert not ResponsesBody.names() & refused

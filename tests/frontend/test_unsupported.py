@@ -27,7 +27,7 @@ WITHOUT_EFFECT = (
     "kv_hints ec_transfer_params encoder_urls need_wait_for_mm_inputs "
     "num_items_assigned "
     # Latency and storage.
-    "extra_key prediction prompt_cache_key prompt_cache_options prompt_cache_retention "
+    "prediction prompt_cache_key prompt_cache_options prompt_cache_retention "
     "stream_reasoning "
     # Options of images and audio, which are rejected themselves.
     "image_max_dynamic_patch images_config max_dynamic_patch media_io_kwargs min_dynamic_patch mm_content_hashes "

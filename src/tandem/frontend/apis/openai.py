@@ -71,7 +71,7 @@ def _choice_of(call: OpenAICall, index: int, answer: TextPiece) -> CompletionCho
     if call.make_reply is None:
         return ChatChoice(index, {"role": "assistant", "content": text}, logprobs, reason, ids)
     reply = call.make_reply()
-    parts = _visible(call, [*reply.push(text), *reply.finish()])
+    parts = call.visible([*reply.push(text), *reply.finish()])
     fields = _with_both_names(message(parts))
     return ChatChoice(index, fields, logprobs, _reason(answer.ending, reply), ids)
 
@@ -80,11 +80,6 @@ def _with_both_names(fields: dict[str, Any]) -> dict[str, Any]:
     """Return a message or delta with the reasoning, if it has any, also under the name that vLLM uses."""
     reasoning = fields.get("reasoning_content")
     return fields if reasoning is None else fields | {"reasoning": reasoning}
-
-
-def _visible(call: OpenAICall, parts: Sequence[ReplyPart]) -> list[ReplyPart]:
-    """Return the parts of a reply without the reasoning, if the client excluded it."""
-    return [part for part in parts if call.has_reasoning or part.kind != "reasoning_content"]
 
 
 def _ids(call: OpenAICall, ids: Sequence[int]) -> OptionalTokenIds:
@@ -272,7 +267,7 @@ class _ChoiceStream:
     def _reply_events(self, text: str) -> bytes:
         """Return the events of new text of a parsed reply, without log-probabilities and ids."""
         assert self._reply is not None
-        parts = _visible(self._call, self._reply.push(text))
+        parts = self._call.visible(self._reply.push(text))
         if len(parts) == 1 and parts[0].kind != "tool_call":
             return self._text_event(parts[0].kind, parts[0].text)
         usage = self._chunks.usage()
@@ -314,7 +309,7 @@ class _ChoiceStream:
             parts = self._reply.push(piece.text)
             if piece.ending is not None:
                 parts = [*parts, *self._reply.finish()]
-            yield from map(self._part, _visible(self._call, parts))
+            yield from map(self._part, self._call.visible(parts))
             # Logprobs and ids get their own chunk: they belong to tokens, and the parser may hold text back.
             yield from self._texts("", logprobs, None, piece.token_ids)
             reason = _reason(piece.ending, self._reply)

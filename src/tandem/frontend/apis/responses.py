@@ -197,10 +197,11 @@ class ResponsesWriter:
             parts = self._reply.push(piece.text)
             if piece.ending is not None:
                 parts = [*parts, *self._reply.finish()]
-        if piece.ending is not None and not parts and not self._items.output:
-            parts = [ReplyPart("content", "")]  # an answer without text still has one message
         self._parts += parts
-        return [event for part in parts for event in self._items.push(part)]
+        shown = self._call.chat.visible(parts)
+        if piece.ending is not None and not shown and not self._items.output:
+            shown = [ReplyPart("content", "")]  # an answer without text still has one message
+        return [event for part in shown for event in self._items.push(part)]
 
     def _finished(self, ending: Ending | None) -> ResponseObject:
         status = _status(ending)

@@ -22,6 +22,7 @@ from tandem.frontend.chat.body import (
     validate,
 )
 from tandem.frontend.chat.generation import Generation
+from tandem.frontend.chat.grammars import OpenAIGrammar
 from tandem.frontend.chat.messages import RefusalPart
 from tandem.frontend.chat.openai_body import MAX_MESSAGES, OpenAICall, read_chat
 from tandem.frontend.chat.sampling import OpenAISampling
@@ -32,6 +33,9 @@ from tandem.wire.errors import InvalidRequest
 
 Message: TypeAlias = dict[str, Any]
 
+# SGLang's and vLLM's fields. `text` replaces OpenAI's `response_format`.
+GRAMMARS = OpenAIGrammar.names() - {"response_format"}
+
 # Fields rejected here, in addition to those that every route rejects: fields of other routes, and unsupported ones.
 REFUSED = frozenset(
     {
@@ -39,6 +43,7 @@ REFUSED = frozenset(
         "previous_response_id",
         *("messages", "logprobs", "response_format", "reasoning_effort", "max_tokens"),
         *("max_completion_tokens", "top_logprobs"),
+        *("enable_response_messages", "previous_input_messages"),
     }
 )
 
@@ -186,6 +191,7 @@ class ResponsesBody(GenerationBody):
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    include_reasoning: bool = True
 
 
 @dataclass(slots=True)
@@ -215,7 +221,7 @@ def read_responses(
 
 def _chat(body: ResponsesBody, data: dict[str, Any]) -> dict[str, Any]:
     """Return the equivalent body of `/v1/chat/completions`."""
-    shared = {*OpenAISampling.names(), *GenerationBody.names(), "model"} - {"max_tokens"}
+    shared = {*OpenAISampling.names(), *GRAMMARS, *GenerationBody.names(), "model"} - {"max_tokens"}
     choice: object = body.tool_choice
     if isinstance(choice, NamedFunction):
         choice = {"type": "function", "function": {"name": choice.name}}
@@ -228,6 +234,7 @@ def _chat(body: ResponsesBody, data: dict[str, Any]) -> dict[str, Any]:
         "max_tokens": body.max_output_tokens,
         "reasoning_effort": body.reasoning.effort,
         "chat_template_kwargs": body.chat_template_kwargs,
+        "include_reasoning": body.include_reasoning,
         "rid": body.rid,
     }
     text_format = body.text.format

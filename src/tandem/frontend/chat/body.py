@@ -189,6 +189,7 @@ class GenerationBody(Body):
     stream: bool = False
     priority: Priority = 0
     cache_salt: CacheSalt = ""
+    extra_key: PerPrompt[CacheSalt] = ""
     lora_path: PerPrompt[str] = ""
     bootstrap_host: PerPrompt[Annotated[str, Field(min_length=1, max_length=255)]] | None = None
     bootstrap_port: PerPrompt[Annotated[int, Field(ge=1, le=65535)]] | None = None

@@ -212,9 +212,13 @@ def create_generations(
         )
     bootstraps = body.bootstraps(len(ids), is_batch=prompts.is_batch, n=n)
     adapters = _adapters(model, body, prompts, adapter)
+    salts = [
+        f"{body.cache_salt}\n{key}" if key else body.cache_salt
+        for key in body.per_prompt("extra_key", len(prompts), is_batch=prompts.is_batch)
+    ]
     generations: list[Generation] = []
     budget = SearchBudget(n * len(ids))
-    for token_ids, each, name in zip(ids, options, adapters, strict=True):
+    for token_ids, each, name, salt in zip(ids, options, adapters, salts, strict=True):
         group = new_request_id() if n > 1 else ""
         rules = each.sampling.text_rules
         if rules.patterns:  # prompts with different parameters have different rules
@@ -226,7 +230,7 @@ def create_generations(
                 prompt_ids=token_ids,
                 sampling=msgspec.structs.replace(params, seed=seed),
                 priority=body.priority,
-                cache_salt=body.cache_salt,
+                cache_salt=salt,
                 logprobs=each.logprobs,
                 group=group,
                 adapter=model.adapters[name] if name else "",

@@ -40,7 +40,7 @@ from tandem.frontend.chat.tool_choice import ToolChoice, read_choice
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.replies.formats import ReasoningMarks
 from tandem.frontend.replies.parser import ReplyFormats
-from tandem.frontend.replies.tool_calls import Reply
+from tandem.frontend.replies.tool_calls import Reply, ReplyPart
 from tandem.frontend.request_ids import NAMES, RequestIdField, ids_of
 from tandem.frontend.schemas.budget import Budget
 from tandem.wire.errors import InvalidRequest
@@ -134,7 +134,7 @@ class OpenAICall:
         has_token_ids: Whether the answer contains the token ids of choices and prompts.
         has_ids_as_tokens: Whether log-probabilities identify tokens by id instead of text.
         eos_token_ids: End-of-sequence tokens of the model.
-        has_reasoning: Whether the answer contains the reasoning, if it is parsed separately.
+        has_reasoning: Whether the answer contains the reasoning, if it is parsed separately; see `visible`.
         make_reply: Creates the parser of one choice's text. None: all text is content.
     """
 
@@ -150,6 +150,11 @@ class OpenAICall:
     has_ids_as_tokens: bool
     eos_token_ids: Collection[int] = ()
     has_reasoning: bool = True
+
+    def visible(self, parts: Sequence[ReplyPart]) -> list[ReplyPart]:
+        """Return the parts of a reply without the reasoning, if the client excluded it."""
+        return [part for part in parts if self.has_reasoning or part.kind != "reasoning_content"]
+
     make_reply: Callable[[], Reply] | None = None
 
 
