@@ -1,6 +1,6 @@
 """The cost of a router for a request that does not stream: added latency and CPU time.
 
-The benchmark compares `tandem lb` with sglang-router, vllm-router and nginx. Each runs on a dedicated core, in front of
+The benchmark compares `tandem lb` with sglang-router, smg, vllm-router and nginx. Each runs on a dedicated core, in front of
 backends that answer at once; clients and backends run on the other cores. Each router gets three loads:
 
 - *light*: four connections with pauses. The added latency is the router's quantile minus the quantile of the same
@@ -9,9 +9,10 @@ backends that answer at once; clients and backends run on the other cores. Each 
 - *with streams*: the light load, while each of 1,000 streams gets a token every 100 ms, all at once as from one batch.
   The baseline is the same load, with the same streams, sent directly.
 
-`tandem lb` tokenizes prompts and the other routers do not. Its goal is therefore the CPU time of the cheaper Rust
-router plus the measured time to tokenize the prompt. `--peers-python DIR/bin/python` names an environment with
-`pip install sglang-router vllm-router`. Routers that are not installed are skipped, with a message.
+`tandem lb` tokenizes prompts and the other routers do not. Its goal is therefore the CPU time of the cheapest Rust
+router plus the measured time to tokenize the prompt. A second row sends it token ids. `--peers-python DIR/bin/python`
+names an environment with `pip install sglang-router smg vllm-router`; the first two are in the environment of `make
+test`. Routers that are not installed are skipped, with a message.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.edge import edge
@@ -48,7 +49,13 @@ from tandem.node.models.checkpoint import resolve_model
 GOAL_ADDED_P99_MS = 1.0
 BEAT_S, STREAM_TOKENS, NEW_TOKENS = 0.1, 50, 4
 PAUSE_S = 0.01
-OURS, RUST = "tandem lb", ("sglang-router", "vllm-router")
+OURS, RUST = "tandem lb", ("sglang-router", "smg", "vllm-router")
+IDS = "tandem lb, ids"
+# Too few for a p99 otherwise.
+MIN_ANSWERS = 100
+MAX_LONGER = 16
+# The second means the same route, with token ids in the body.
+GENERATE, GENERATE_IDS, NUM_IDS = "/generate", "/generate#ids", 55
 # A few hundred characters of prose, like a short question in a chat.
 PROMPT = (
     "A lighthouse keeper on a small island writes down the weather every morning. One day the "
@@ -72,7 +79,7 @@ class Quantiles:
     def of(cls, measured: Measured) -> "Quantiles":
         """Return the quantiles of at least two responses."""
         if len(measured.latencies_ms) < 2:
-            raise SystemExit(f"too few responses: raise --seconds; {measured.errors}")
+            raise SystemExit(f"too few responses: {measured.errors}")
         cuts = statistics.quantiles(measured.latencies_ms, n=100, method="inclusive")
         return cls(cuts[49], cuts[98])
 
@@ -92,9 +99,13 @@ class Row:
 
 def body(path: str, new_tokens: int, *, is_stream: bool = False) -> str:
     """Return the request body for the API of a path."""
-    if path == "/generate":
+    if path in (GENERATE, GENERATE_IDS):
         sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-        return json.dumps({"text": PROMPT, "sampling_params": sampling, "stream": is_stream})
+        prompt: dict[str, object] = {"text": PROMPT}
+        if path == GENERATE_IDS:
+            prompt = {"input_ids": list(range(20, 20 + NUM_IDS))}
+        fields = prompt | {"sampling_params": sampling, "stream": is_stream}
+        return json.dumps(fields | {"model": "stub"})
     fields = {"model": "stub", "prompt": PROMPT, "max_tokens": new_tokens, "temperature": 0}
     return json.dumps(fields | {"stream": is_stream})
 
@@ -108,10 +119,10 @@ def load(
     pause_s: float,
     num_streams: int = 0,
 ) -> Measured:
-    """Run a load against a server; print its failures."""
+    """Run a load against a server, for longer if it gives too few responses; print its failures."""
     plan = Plan(
         port=target.port,
-        path=path,
+        path=path.partition("#")[0],
         body=body(path, NEW_TOKENS),
         connections=connections,
         duration_s=args.seconds,
@@ -122,7 +133,10 @@ def load(
         stream_body=body(path, STREAM_TOKENS, is_stream=True),
         pids=family(target.pid),
     )
-    measured = drive(plan)
+    measured, longest_s = drive(plan), MAX_LONGER * args.seconds
+    while len(measured.latencies_ms) < MIN_ANSWERS and plan.duration_s < longest_s:
+        plan = replace(plan, duration_s=2 * plan.duration_s)
+        measured = drive(plan)
     if measured.num_failed:
         print(f"{target.name}: {measured.num_failed} failed, such as {measured.errors[0]!r}")
     return measured
@@ -160,7 +174,7 @@ def rust(name: str, program: Sequence[str], flags: Sequence[str]) -> Iterator[Ta
     """Run a Rust router with separate prefill and decode backends."""
     port, metrics = free_port(), free_port()
     with backend() as prefill, backend() as decode:
-        bootstrap = ["1"] if name == "sglang-router" else []
+        bootstrap = [] if name == "vllm-router" else ["1"]
         command = [
             *(*program, "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"),
             *(*flags, "--prefill", prefill.url, *bootstrap, "--decode", decode.url),
@@ -195,7 +209,7 @@ def nginx() -> Iterator[Target]:
             yield target
 
 
-def peer(python: Path | None, name: str) -> Path:
+def peer(python: Path, name: str) -> Path:
     """Return the program folder of a Python environment in which a package is installed.
 
     Raises:
@@ -203,21 +217,27 @@ def peer(python: Path | None, name: str) -> Path:
     """
     package = name.replace("-", "_")
     code = f"import importlib.util as u; raise SystemExit(not u.find_spec({package!r}))"
-    if python is None or subprocess.run([str(python), "-c", code], check=False).returncode:
+    if subprocess.run([str(python), "-c", code], check=False).returncode:
         raise Missing(f"{name}: set --peers-python to the Python of an environment with {name}")
     return python.parent
 
 
-def sglang_router(python: Path | None) -> contextlib.AbstractContextManager[Target]:
+def smg(python: Path) -> contextlib.AbstractContextManager[Target]:
+    """Run SMG, the successor of SGLang's router."""
+    program = [str(peer(python, RUST[1]) / "python"), "-m", "smg", "launch"]
+    return rust(RUST[1], program, ["--pd-disaggregation"])
+
+
+def sglang_router(python: Path) -> contextlib.AbstractContextManager[Target]:
     """Run SGLang's router."""
     program = [str(peer(python, RUST[0]) / "python"), "-m", "sglang_router.launch_router"]
     return rust(RUST[0], program, ["--pd-disaggregation"])
 
 
-def vllm_router(python: Path | None) -> contextlib.AbstractContextManager[Target]:
+def vllm_router(python: Path) -> contextlib.AbstractContextManager[Target]:
     """Run vLLM's router."""
-    program = [str(peer(python, RUST[1]) / "vllm-router")]
-    return rust(RUST[1], program, ["--vllm-pd-disaggregation"])
+    program = [str(peer(python, RUST[2]) / "vllm-router")]
+    return rust(RUST[2], program, ["--vllm-pd-disaggregation"])
 
 
 def tokenize_us(times: int = 500) -> float:
@@ -256,7 +276,8 @@ def main() -> None:
     add(
         "--peers-python",
         type=Path,
-        help="Python of an environment with sglang-router and vllm-router",
+        default=Path(sys.executable),
+        help="Python of an environment with sglang-router, smg and vllm-router (default: this one)",
     )
     add("--seconds", type=float, default=5, help="duration of each load")
     add("--streams", type=int, default=1000, help="number of streams in the third load")
@@ -264,10 +285,12 @@ def main() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     starts: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[Target]]]] = {
-        OURS: ("/generate", lambda: edge(BEAT_S)),
-        RUST[0]: ("/generate", lambda: sglang_router(args.peers_python)),
-        RUST[1]: ("/v1/completions", lambda: vllm_router(args.peers_python)),
-        "nginx": ("/generate", nginx),
+        OURS: (GENERATE, lambda: edge(BEAT_S)),
+        IDS: (GENERATE_IDS, lambda: edge(BEAT_S)),
+        RUST[0]: (GENERATE, lambda: sglang_router(args.peers_python)),
+        RUST[1]: (GENERATE, lambda: smg(args.peers_python)),
+        RUST[2]: ("/v1/completions", lambda: vllm_router(args.peers_python)),
+        "nginx": (GENERATE, nginx),
     }
     tokenizing_us = tokenize_us()
     print(f"tokenizing the prompt takes {tokenizing_us:.0f} us of CPU time")

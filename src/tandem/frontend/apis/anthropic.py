@@ -7,7 +7,6 @@
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -156,7 +155,7 @@ class _BlockReader:
 
 def _checked(parts: Sequence[ReplyPart]) -> ReplyPart:
     """Merge a call's parts into one. If its arguments are not a JSON object, return it as text."""
-    part = replace(parts[0], text="".join(each.text for each in parts))
+    part = msgspec.structs.replace(parts[0], text="".join(each.text for each in parts))
     try:
         is_object = isinstance(pydantic_core.from_json(part.text), dict)
     except ValueError:
