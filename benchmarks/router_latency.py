@@ -142,7 +142,9 @@ def load(
     return measured
 
 
-def measure(args: argparse.Namespace, target: Target, straight: Target, path: str) -> Row:
+def measure(
+    args: argparse.Namespace, name: str, target: Target, straight: Target, path: str
+) -> Row:
     """Measure a router under all loads; print and return the result."""
     direct = Quantiles.of(load(args, straight, path, 4, pause_s=PAUSE_S))
     light = Quantiles.of(load(args, target, path, 4, pause_s=PAUSE_S)).minus(direct)
@@ -153,7 +155,7 @@ def measure(args: argparse.Namespace, target: Target, straight: Target, path: st
         load(args, target, path, 4, pause_s=PAUSE_S, num_streams=args.streams)
     ).minus(direct)
     print(
-        f"{target.name:<15}{light.p50:>8.2f}{light.p99:>8.2f}{with_streams.p50:>9.2f}{with_streams.p99:>8.2f}"
+        f"{name:<15}{light.p50:>8.2f}{light.p99:>8.2f}{with_streams.p50:>9.2f}{with_streams.p99:>8.2f}"
         f"{cpu_us:>9.0f}{1e6 / cpu_us:>12.0f}",
         flush=True,
     )
@@ -302,7 +304,7 @@ def main() -> None:
         for name, (path, start) in starts.items():
             try:
                 with start() as target:
-                    rows[name] = measure(args, target, straight, path)
+                    rows[name] = measure(args, name, target, straight, path)
             except Missing as missing:
                 print(f"skipped {missing}")
     print("\n".join(verdicts(rows, tokenizing_us)))
