@@ -9,7 +9,7 @@ from tandem.frontend.text.tokenizer import Tokenizer
 from tandem.wire.errors import AdapterNotFound, TandemError
 from tandem.wire.generation import Finish, GenerateRequest, SamplingDefaults, TokenLogprobs
 from tandem.wire.messages import NodeLoad, TokenDelta
-from tandem.wire.token_stream import Tap
+from tandem.wire.token_stream import TokenReceiver
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ class FakeBackend:
     async def generate(
         self,
         request: GenerateRequest,
+        receiver: TokenReceiver,
         bootstrap: Bootstrap | None = None,
-        tap: Tap | None = None,
         model: str = "",
-    ) -> AsyncGenerator[TokenDelta, None]:
+    ) -> None:
         self.models_asked.append(model)
         self.requests.append(request)
         self.bootstraps.append(bootstrap)
@@ -111,8 +111,12 @@ class FakeBackend:
                 self._changed.set()
                 is_finished = delta.finish is not None
                 is_ordinary = delta.index and not is_finished and not delta.logprobs
-                if not (is_ordinary and tap is not None and tap.take_ordinary(delta.token_ids)):
-                    yield delta
+                if not (is_ordinary and receiver.take_ordinary(delta.token_ids)):
+                    receiver.take(delta)
+                if receiver.is_ended:
+                    return
+                if not receiver.has_room:
+                    await receiver.drain()
         except TandemError:
             is_finished = True
             raise

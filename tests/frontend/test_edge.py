@@ -133,7 +133,6 @@ def gaps(metrics) -> dict[str, float]:
 def reading(metrics):
     """Return a function that has so many tokens come together, in one generation."""
     reader = Transcript(TextRules(), NoText(), CollectedAnswer(), metrics.of("m").gaps)
-    reader.has_room = True
     return lambda num_tokens: reader.take_ordinary([5] * num_tokens)
 
 
@@ -163,7 +162,6 @@ def test_gaps_are_counted_by_model():
     metrics = FrontendMetrics()
     for model, num_tokens in (("a", 3), ("b", 5)):
         reader = Transcript(TextRules(), NoText(), CollectedAnswer(), metrics.of(model).gaps)
-        reader.has_room = True
         reader.take_ordinary([5])
         reader.take_ordinary([5] * num_tokens)
     text = metrics.render()

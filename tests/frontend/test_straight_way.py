@@ -1,4 +1,4 @@
-"""The answer does not depend on the path of tokens: directly through the tap, or through the request's task.
+"""The answer does not depend on whether tokens come as deltas, or as ordinary tokens.
 
 Tested over the real wire, from an engine's batches to the bytes of events.
 """
@@ -16,6 +16,7 @@ from tandem.wire.channel import Peer
 from tandem.wire.engine_client import EngineClient
 from tandem.wire.generation import Finish
 from tandem.wire.messages import StartColocated
+from tandem.wire.token_stream import Relay, SoleStream
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import FakeBackend
 from tests.patience import PATIENCE_S
@@ -33,19 +34,30 @@ class WireBackend(FakeBackend):
         super().__init__(tokenizer)
         self.client, self.is_straight, self.num_straight = client, is_straight, 0
 
-    async def generate(self, request, bootstrap=None, tap=None, model=""):
-        tap = Counted(self, tap) if tap is not None and self.is_straight else None
-        with self.client.generate(StartColocated(request=request)) as stream:
-            async for delta in stream.read(tap):
-                yield delta
+    async def generate(self, request, receiver, bootstrap=None, model=""):
+        receiver = Counted(self, receiver)
+        relay = Relay(receiver)
+        with self.client.generate(StartColocated(request=request), relay.changed) as stream:
+            await relay.run(SoleStream(stream, receiver).take)
 
 
 class Counted:
-    def __init__(self, backend, tap) -> None:
-        self._backend, self._tap = backend, tap
+    """A receiver that counts ordinary tokens, and rejects them unless they may go directly."""
+
+    def __init__(self, backend, receiver) -> None:
+        self._backend, self._receiver = backend, receiver
+        self.take, self.drain = receiver.take, receiver.drain
+
+    @property
+    def has_room(self) -> bool:
+        return self._receiver.has_room
+
+    @property
+    def is_ended(self) -> bool:
+        return self._receiver.is_ended
 
     def take_ordinary(self, token_ids) -> bool:
-        is_taken = self._tap.take_ordinary(token_ids)
+        is_taken = self._backend.is_straight and self._receiver.take_ordinary(token_ids)
         self._backend.num_straight += is_taken
         return is_taken
 
@@ -152,7 +164,7 @@ async def ask(seed, tokenizer, route, *, is_straight):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_tap_and_task_give_the_same_answer(tokenizer, route):
+async def test_deltas_and_ordinary_tokens_give_the_same_answer(tokenizer, route):
     num_straight = 0
     for seed in range(8):
         through_pieces, _ = await ask(seed, tokenizer, route, is_straight=False)

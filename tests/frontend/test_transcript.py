@@ -50,10 +50,7 @@ class Sink(CollectedAnswer):
 
 
 def transcript_of(rules, sink) -> Transcript:
-    """A transcript whose sink has room."""
-    transcript = Transcript(rules, Letters(), sink, Histogram([1.0]))
-    transcript.has_room = True
-    return transcript
+    return Transcript(rules, Letters(), sink, Histogram([1.0]))
 
 
 def delta(token_ids, finish=None, index=0, *, is_told=False) -> TokenDelta:
@@ -68,17 +65,15 @@ def delta(token_ids, finish=None, index=0, *, is_told=False) -> TokenDelta:
 
 
 def read(parts, rules=TextRules(), straight=()) -> Sink:  # noqa: B008 - it is frozen
-    """Return what a client gets of some deltas; those at the places in `straight` may use the tap."""
+    """Return what a client gets of some deltas; those at the places in `straight` may be ordinary tokens."""
     sink = Sink()
     transcript = transcript_of(rules, sink)
     for place, part in enumerate(parts):
         is_ordinary = place in straight and part.token_ids and part.finish is None
         if is_ordinary and transcript.take_ordinary(part.token_ids):
             continue
-        if (piece := transcript.take(part)) is not None:
-            sink.write(piece)
-            if piece.ending is not None:
-                break
+        transcript.take(part)
+    sink.write(transcript.end)
     assert transcript.num_tokens == len(sink.whole.token_ids)
     return sink
 
@@ -150,39 +145,40 @@ def test_first_ending_determines_the_reason(name):
     assert [sink.whole.text, sink.whole.ending.reason, sink.whole.ending.matched] == expected
 
 
-def test_stop_in_the_tap_ends_with_the_next_delta():
+def test_stop_in_ordinary_tokens_ends_the_text():
     sink = Sink()
     transcript = transcript_of(TextRules(stops=("bc",)), sink)
-    assert transcript.take(delta([0])).text == "a"
+    transcript.take(delta([0]))
     assert transcript.take_ordinary([1])  # may still become the stop
+    assert not transcript.is_ended
     assert not transcript.take_ordinary([2])
-    assert not transcript.take_ordinary([0])
-    last = transcript.take(delta([2, 0, 0], LENGTH, 2))
-    assert (last.text, list(last.token_ids), last.ending.matched) == ("", [2], "bc")
-    assert (sink.whole.text, sink.whole.token_ids, transcript.num_tokens) == ("", [1], 3)
+    transcript.take(delta([2, 0, 0], LENGTH, 2))
+    end = transcript.end
+    assert (end.text, list(end.token_ids), end.ending.matched) == ("", [2], "bc")
+    assert (sink.whole.text, sink.whole.token_ids, transcript.num_tokens) == ("a", [0, 1], 3)
 
 
-def test_slow_pattern_in_the_tap_fails_the_request():
+def test_slow_pattern_ends_the_text_with_an_error():
     rules = TextRules(patterns=(compile_pattern("(a+)+x"),))
     transcript = transcript_of(rules, Sink())
-    with pytest.raises(InvalidRequest, match="takes too long"):
-        for index in range(3000):
-            if not transcript.take_ordinary([0]):
-                transcript.take(delta([0], index=index))
+    for _ in range(3000):
+        transcript.take_ordinary([0])
+    assert isinstance(transcript.end, InvalidRequest)
+    assert "takes too long" in transcript.end.message
 
 
-def test_tokens_for_a_full_sink_are_not_lost():
+async def test_tokens_for_a_full_sink_are_not_lost():
     sink = Sink()
     transcript = transcript_of(TextRules(), sink)
     sink.is_full = True
     assert transcript.take_ordinary([0])  # it fills the sink
     assert not transcript.take_ordinary([1])
     assert sink.whole.token_ids == [0]
-    piece = transcript.take(delta([1, 2], index=1))
-    assert (piece.text, list(piece.token_ids)) == ("bc", [1, 2])
-    transcript.has_room = True  # drained
+    await transcript.drain()
+    transcript.take(delta([1, 2], index=1))
+    await transcript.drain()
     assert transcript.take_ordinary([0])
-    assert (sink.whole.text, transcript.num_tokens) == ("aa", 4)
+    assert (sink.whole.text, transcript.num_tokens) == ("abca", 4)
 
 
 def test_stream_interval_applies_to_both_paths():

@@ -19,6 +19,7 @@ from tandem.wire.errors import AdapterNotFound, InvalidRequest, NoNodeAvailable
 from tandem.wire.generation import Epoch, GenerateRequest, RequestId, SamplingParams, address_of
 from tandem.wire.messages import ModelInfo, NodeLoad, Pong, StartColocated, ToEngine
 from tests.patience import until_async
+from tests.receivers import Receiver
 from tests.router.fake_node import FakeEngine
 
 CONFIG = NodeConfig(role="decode", served_model_names=("m",), engine=EngineConfig(model_dir="m"))
@@ -165,7 +166,7 @@ async def start(config, bootstrap):
     """Return what a backend sends to its engine for a request."""
 
     class Client:
-        def generate(self, message):
+        def generate(self, message, _on_change):
             raise Started(message)
 
     backend = LocalBackend(config, None, "")
@@ -174,7 +175,7 @@ async def start(config, bootstrap):
     backend.life.apply(LifeEvent.LOADED)
     request = GenerateRequest(request_id=RequestId("r"), prompt_ids=[5], sampling=SamplingParams())
     with pytest.raises(Started) as started:
-        await anext(backend.generate(request, bootstrap))
+        await backend.generate(request, Receiver(), bootstrap)
     return started.value.args[0]
 
 

@@ -2,7 +2,7 @@ import asyncio
 import json
 import math
 import random
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
@@ -40,6 +40,7 @@ from tandem.wire.messages import (
 )
 from tandem.wire.prefixes import block_names
 from tests.patience import PATIENCE_S, until_async
+from tests.receivers import deltas
 from tests.router.fake_node import FakeNode, logprobs, request
 
 
@@ -119,7 +120,7 @@ class Reader:
         self.task = tasks.create_task(self._read(backend, generate_request))
 
     async def _read(self, backend, generate_request):
-        async for part in backend.generate(generate_request):
+        async for part in deltas(backend, generate_request):
             assert part.index == generate_request.num_prior_tokens + len(self.token_ids)
             self.token_ids += part.token_ids
             self.logprobs += part.logprobs
@@ -149,7 +150,7 @@ async def begun(setup, reader, reason=None):
 
 
 async def read(backend, generate_request=None):
-    return [part async for part in backend.generate(generate_request or request())]
+    return [part async for part in deltas(backend, generate_request or request())]
 
 
 def decode_streams(setup):
@@ -190,17 +191,6 @@ async def test_finished_request_sends_no_cancel():
         await decode.engine.next(FlushCache)
 
 
-async def test_reader_that_closes_at_the_finish_counts_as_finished():
-    async with cluster() as setup:
-        tokens = setup.backend.generate(request())
-        async with aclosing(tokens), asyncio.TaskGroup() as tasks:
-            first = tasks.create_task(anext(tokens))
-            prefill, start_prefill, _, _ = await setup.pair_of()
-            prefill.engine.say(start_prefill, 0, [2], "stop")
-            assert (await first).finish is not None
-        assert 'requests_total{model_name="",outcome="finished"} 1.0' in setup.backend.metrics()
-
-
 async def test_finish_at_the_first_token_cancels_decode():
     async with cluster() as setup, reading(setup) as reader:
         prefill, start_prefill, decode, _ = await setup.pair_of()
@@ -227,7 +217,7 @@ async def test_decode_is_released_if_the_attempt_cannot_begin_on_prefill(monkeyp
     async with cluster(max_attempts=1) as setup:
         (prefill,) = setup.backend._cluster.prefills
 
-        def broken(_start, _wake):
+        def broken(_start, _on_change):
             raise PeerLost("the link broke")
 
         monkeypatch.setattr(prefill.client, "generate", broken)
@@ -285,7 +275,7 @@ async def test_last_node_is_used_despite_failures_and_its_error_is_returned():
         assert not setup.backend._cluster.prefills[0].is_aside
 
 
-class BrokenTap:
+class BrokenReceiver:
     def take_ordinary_at(self, index, token_ids):
         raise KeyError(index)
 
@@ -298,7 +288,7 @@ async def test_router_bug_in_token_handling_puts_no_node_aside():
                 asked = tasks.create_task(raised(setup.backend))
                 prefill, _, decode, start_decode = await setup.pair_of()
                 (stream,) = decode_streams(setup)
-                stream.tap = BrokenTap()
+                stream.direct = BrokenReceiver()
                 decode.engine.send(
                     TokenBatch(
                         epoch=decode.engine.epoch,

@@ -26,6 +26,7 @@ from tandem.router.console.overview import (
 from tandem.router.metrics import Totals
 from tandem.wire.messages import NodeLoad, StartPrefill
 from tests.patience import Clock, until_async
+from tests.receivers import deltas
 from tests.router.fake_node import FakeNode, request
 from tests.router.test_backend import cluster, watched
 
@@ -69,10 +70,10 @@ async def watching():
 async def test_running_request_shows_its_pair_and_push_rate_until_it_ends():
     async with (
         watching() as watched,
-        aclosing(watched.backend.generate(request(prompt_ids=range(40)))) as deltas,
+        aclosing(deltas(watched.backend, request(prompt_ids=range(40)))) as parts,
     ):
         watched.look(0)
-        first = asyncio.ensure_future(anext(deltas))
+        first = asyncio.ensure_future(anext(parts))
         start = await watched.prefill.engine.next(StartPrefill)
         await watched.loads(watched.prefill, NodeLoad(pushed_bytes=5000, prompt_tokens=40))
         overview = watched.look(5)
@@ -84,7 +85,7 @@ async def test_running_request_shows_its_pair_and_push_rate_until_it_ends():
         assert overview.num_in_flight == 1
         watched.prefill.engine.say(start, 0, [7], reason="stop")
         await first
-        await deltas.aclose()
+        await parts.aclose()
         overview = watched.look(6)
         assert [pair.num_running for pair in overview.pairs] == [0]
         assert (overview.num_in_flight, overview.totals.num_finished) == (0, 1)

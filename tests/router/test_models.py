@@ -9,6 +9,7 @@ from tandem.router.nodes import cluster as cluster_module
 from tandem.wire.errors import InvalidRequest, ModelNotFound, NoNodeAvailable
 from tandem.wire.messages import LoadedAdapter, ModelInfo, NodeLoad, Pong, StartDecode, StartPrefill
 from tests.patience import until_async
+from tests.receivers import deltas
 from tests.router.fake_node import FakeNode, request
 from tests.router.test_backend import cluster
 
@@ -45,7 +46,7 @@ def names(backend) -> list[tuple[str, ...]]:
 
 
 async def read(backend, name, request_id="r1"):
-    return [part async for part in backend.generate(request(request_id=request_id), model=name)]
+    return [part async for part in deltas(backend, request(request_id=request_id), model=name)]
 
 
 async def answered(backend, nodes, name, request_id) -> None:
@@ -154,7 +155,7 @@ async def test_full_node_of_one_model_does_not_delay_the_other():
     a[1].engine.load = NodeLoad(max_running=1, num_edges=1, num_pages=9, pages_free=9, page_size=16)
     async with serving(*a, *b) as backend, asyncio.TaskGroup() as tasks:
         first, second = (
-            tasks.create_task(anext(backend.generate(request(request_id=name), model="a")))
+            tasks.create_task(anext(deltas(backend, request(request_id=name), model="a")))
             for name in ("a1", "a2")
         )
         start = await a[0].engine.next(StartPrefill)

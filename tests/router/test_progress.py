@@ -7,9 +7,14 @@ from tandem.wire.errors import PeerLost
 from tandem.wire.generation import LogprobOptions, Phase
 from tandem.wire.messages import StartColocated
 from tests.patience import Clock
+from tests.receivers import Receiver
 from tests.router.fake_node import delta, logprobs, request
 
 START = StartColocated(request=request())
+
+
+def progress_of(generate_request, **fields) -> Progress:
+    return Progress(generate_request, Receiver(), **fields)
 
 
 def accept(progress, index, token_ids, reason=None, **fields):
@@ -17,14 +22,14 @@ def accept(progress, index, token_ids, reason=None, **fields):
 
 
 def test_token_gap_raises_peer_lost_so_that_a_replay_fills_it():
-    progress = Progress(request())
+    progress = progress_of(request())
     with pytest.raises(PeerLost, match="tokens 0 to 1 never arrived"):
         accept(progress, 2, [7])
     assert progress.next_index == 0
 
 
 def test_finish_without_new_tokens_ends_the_request():
-    progress = Progress(request())
+    progress = progress_of(request())
     accept(progress, 0, [5])
     assert accept(progress, 1, [], "stop").finish.reason == "stop"
     assert progress.is_finished
@@ -32,7 +37,7 @@ def test_finish_without_new_tokens_ends_the_request():
 
 
 def test_hand_off_finish_does_not_end_the_request():
-    progress = Progress(request())
+    progress = progress_of(request())
     new = accept(progress, 0, [5], "handed_off")
     assert (new.token_ids, new.finish) == ([5], None)
     assert accept(progress, 1, [], "handed_off") is None
@@ -40,14 +45,14 @@ def test_hand_off_finish_does_not_end_the_request():
 
 
 def test_late_finish_below_the_next_index_is_dropped():
-    progress = Progress(request())
+    progress = progress_of(request())
     accept(progress, 0, [5, 6, 7])
     assert accept(progress, 1, [], "stop") is None
     assert not progress.is_finished
 
 
 def test_abort_ends_the_request_at_any_index():
-    progress = Progress(request())
+    progress = progress_of(request())
     accept(progress, 0, [5])
     new = accept(progress, 0, [], "abort")
     assert (new.index, new.finish.reason) == (1, "abort")
@@ -55,7 +60,7 @@ def test_abort_ends_the_request_at_any_index():
 
 
 def test_replay_prompt_includes_sent_tokens_and_the_index_continues():
-    progress = Progress(request(prompt_ids=[1, 2], group="g"))
+    progress = progress_of(request(prompt_ids=[1, 2], group="g"))
     assert progress.remaining().group == "g"
     accept(progress, 0, [5, 6])
     remaining = progress.remaining()
@@ -68,7 +73,7 @@ def test_replay_prompt_includes_sent_tokens_and_the_index_continues():
 
 
 def test_request_with_prior_tokens_starts_at_their_count():
-    progress = Progress(request(prompt_ids=[1, 5, 6], num_prior_tokens=2))
+    progress = progress_of(request(prompt_ids=[1, 5, 6], num_prior_tokens=2))
     assert progress.next_index == 2
     assert accept(progress, 2, [7]).index == 2
     assert progress.remaining().num_prior_tokens == 3
@@ -76,7 +81,7 @@ def test_request_with_prior_tokens_starts_at_their_count():
 
 
 def test_cached_tokens_are_taken_from_the_first_delta():
-    progress = Progress(request())
+    progress = progress_of(request())
     first = accept(progress, 0, [5], cached_tokens=2, cached_by_tier={"host": 1})
     assert (first.cached_tokens, first.cached_by_tier) == (2, {"host": 1})
     second = accept(progress, 1, [6], cached_tokens=4, cached_by_tier={"host": 3})
@@ -95,14 +100,14 @@ def wanting(start, num_tokens=6, **fields):
 
 
 def test_logprobs_of_duplicate_tokens_are_dropped_with_the_tokens():
-    progress = Progress(wanting(-1))
+    progress = progress_of(wanting(-1))
     accept(progress, 0, [5], logprobs=logprobs(0, 1))
     new = accept(progress, 0, [5, 6, 7], logprobs=logprobs(0, 3))
     assert (new.token_ids, new.logprobs) == ([6, 7], logprobs(1, 3))
 
 
 def test_prompt_logprobs_are_returned_once_without_tokens():
-    progress = Progress(wanting(1))
+    progress = progress_of(wanting(1))
     assert prompt_run(progress, 1, 3).prompt_logprobs == logprobs(1, 3)
     assert prompt_run(progress, 1, 3) is None
     new = prompt_run(progress, 2, 5)
@@ -113,19 +118,19 @@ def test_prompt_logprobs_are_returned_once_without_tokens():
 
 
 def test_unrequested_prompt_logprobs_are_dropped():
-    assert prompt_run(Progress(request()), 0, 3) is None
-    assert prompt_run(Progress(wanting(-1)), 0, 3) is None
+    assert prompt_run(progress_of(request()), 0, 3) is None
+    assert prompt_run(progress_of(wanting(-1)), 0, 3) is None
 
 
 def test_prompt_logprob_gap_raises_peer_lost_so_that_a_replay_fills_it():
-    progress = Progress(wanting(0))
+    progress = progress_of(wanting(0))
     with pytest.raises(PeerLost, match="positions 0 to 1 never arrived"):
         prompt_run(progress, 2, 4)
     assert progress.remaining().logprobs.prompt_start == 0
 
 
 def test_replay_requests_only_missing_prompt_positions():
-    progress = Progress(wanting(1, group="g"))
+    progress = progress_of(wanting(1, group="g"))
     prompt_run(progress, 1, 4)
     assert progress.remaining() == wanting(4, group="g")
     prompt_run(progress, 4, 6)
@@ -133,7 +138,7 @@ def test_replay_requests_only_missing_prompt_positions():
 
 
 def test_sent_tokens_get_no_prompt_logprobs():
-    progress = Progress(wanting(0))
+    progress = progress_of(wanting(0))
     accept(progress, 0, [9], logprobs=logprobs(6, 7))
     assert progress.remaining().logprobs.prompt_start == 0
     new = accept(progress, 1, [], prompt_logprobs=logprobs(0, 7))
@@ -142,7 +147,7 @@ def test_sent_tokens_get_no_prompt_logprobs():
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30), st.integers(0, 9))
 def test_overlapping_prompt_logprob_runs_return_each_position_once(windows, start):
-    progress = Progress(wanting(start, num_tokens=10))
+    progress = progress_of(wanting(start, num_tokens=10))
     told = []
     for first, size in [*windows, (start, 10)]:
         try:
@@ -161,7 +166,7 @@ def test_overlapping_prompt_logprob_runs_return_each_position_once(windows, star
     st.integers(0, 3),
 )
 def test_overlapping_deltas_return_each_token_once_and_in_order(num_tokens, windows, num_prior):
-    progress = Progress(request(num_prior_tokens=num_prior))
+    progress = progress_of(request(num_prior_tokens=num_prior))
     tokens = list(range(100, 100 + num_tokens))
     given_tokens = []
     for first, size in [*windows, (0, num_tokens)]:
@@ -178,7 +183,7 @@ def test_overlapping_deltas_return_each_token_once_and_in_order(num_tokens, wind
 
 def test_each_attempt_gets_the_remaining_deadline_until_the_first_token():
     clock = Clock(100.0)
-    progress = Progress(request(deadline_s=5.0), clock=clock)
+    progress = progress_of(request(deadline_s=5.0), clock=clock)
     seen = []
     for clock.now_s in (100.0, 102.0, 109.0):
         seen.append(progress.remaining().deadline_s)

@@ -16,6 +16,7 @@ from tandem.router.nodes.snapshot import NodeSnapshot
 from tandem.wire.messages import CacheReport, NodeLoad, StartPrefill, TierLoad
 from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS, PrefixJournal, block_names, pack_names
 from tests.patience import until_async
+from tests.receivers import deltas
 from tests.router.fake_node import FakeNode, request
 from tests.router.test_backend import cluster as cluster_of
 from tests.router.test_policy import asking, chosen, decode, node, prefill
@@ -265,8 +266,8 @@ def test_decode_tiers_count_only_when_decode_replaces_prefill():
 
 async def taken_by(backend, prefills):
     """Return which prefill is given the prompt."""
-    async with aclosing(backend.generate(request(PROMPT))) as deltas:
-        first = asyncio.ensure_future(anext(deltas))
+    async with aclosing(deltas(backend, request(PROMPT))) as parts:
+        first = asyncio.ensure_future(anext(parts))
         await until_async(lambda: not all(each.engine.is_idle() for each in prefills))
         [taken] = [each for each in prefills if not each.engine.is_idle()]
         start = await taken.engine.next(StartPrefill)

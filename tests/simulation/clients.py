@@ -1,7 +1,6 @@
 """Clients: readers that check every token, and that an error was right."""
 
 import asyncio
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from tandem.wire.errors import (
@@ -28,7 +27,7 @@ class Client:
         aborts_after: Tokens after which the request is aborted by its id.
         aborts_after_s: When it is aborted by its id, wherever it is then.
         is_slow: It pauses between reads.
-        taps: It takes ordinary tokens at once.
+        takes_ordinary: It accepts ordinary tokens.
     """
 
     request: GenerateRequest
@@ -39,7 +38,8 @@ class Client:
     aborts_after: int | None = None
     aborts_after_s: float | None = None
     is_slow: bool = False
-    taps: bool = True
+    takes_ordinary: bool = True
+    has_room: bool = True
     token_ids: list[int] = field(default_factory=list)
     logprobs: list = field(default_factory=list)
     prompt_logprobs: list = field(default_factory=list)
@@ -98,29 +98,46 @@ class Client:
             self.attempts_at_abort = self.router.world.num_attempts(self.router, self.name)
 
     async def _read(self, router, world) -> None:
-        deltas = router.backend.generate(self.request, tap=self if self.taps else None)
-        async with aclosing(deltas):
-            async for delta in deltas:
-                num = len(self.token_ids)
-                world.check(not self.finish, f"{self.name} got a delta after its end")
-                world.check(
-                    delta.index == num, f"{self.name}: index {delta.index} behind {num} tokens"
-                )
-                self._take(delta.token_ids, delta.logprobs)
-                self.prompt_logprobs += delta.prompt_logprobs
-                self.finish = delta.finish.reason if delta.finish is not None else ""
-                if self._is_after(self.leaves_after) and not self.finish:
-                    self.has_left = True
-                    return
-                if self._is_after(self.aborts_after) and not self.has_aborted:
-                    await self._abort()
-                if self.is_slow:
-                    await asyncio.sleep(world.draw.expovariate(20))
+        self._running = asyncio.ensure_future(router.backend.generate(self.request, self))
+        try:
+            await self._running
+        except asyncio.CancelledError:
+            if not self.has_left:
+                raise
+        finally:
+            self._running.cancel()
+
+    @property
+    def is_ended(self) -> bool:
+        """See `tandem.wire.token_stream.TokenReceiver`."""
+        return bool(self.finish)
+
+    def take(self, delta) -> None:
+        """See `tandem.wire.token_stream.TokenReceiver`."""
+        num, world = len(self.token_ids), self.router.world
+        world.check(not self.finish, f"{self.name} got a delta after its end")
+        world.check(delta.index == num, f"{self.name}: index {delta.index} behind {num} tokens")
+        self._take(delta.token_ids, delta.logprobs)
+        self.prompt_logprobs += delta.prompt_logprobs
+        self.finish = delta.finish.reason if delta.finish is not None else ""
+        self.has_room = not self.is_slow
+        if self._is_after(self.leaves_after) and not self.finish:
+            self.has_left = True
+            self._running.cancel()
+        elif self._is_after(self.aborts_after) and not self.has_aborted:
+            self.router.run(self._abort())
+
+    async def drain(self) -> None:
+        """See `tandem.wire.token_stream.TokenReceiver`."""
+        await asyncio.sleep(self.router.world.draw.expovariate(20))
+        self.has_room = True
 
     def take_ordinary(self, token_ids) -> bool:
-        """See `tandem.frontend.backend.Tap`."""
+        """See `tandem.wire.token_stream.TokenReceiver`."""
         world = self.router.world
-        if self._wants_logprobs or world.draw.random() < 0.1:
+        if not self.takes_ordinary or self._wants_logprobs or world.draw.random() < 0.1:
+            return False
+        if not self.has_room or self.has_left:
             return False
         if self._would_act(self.leaves_after) or self._would_act(self.aborts_after):
             return False

@@ -123,7 +123,7 @@ def _draw_group(draw, first, num, prompt, begins_s, num_routers, is_plain) -> li
             aborts_after=draw.choice([None] * 9 + [1, 3]),
             aborts_after_s=draw.choice([None] * 9 + [draw.expovariate(4.0)]),
             is_slow=draw.random() < 0.3,
-            taps=draw.random() < 0.7,
+            takes_ordinary=draw.random() < 0.7,
         )
         for i in range(num)
     ]

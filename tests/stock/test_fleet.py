@@ -19,6 +19,7 @@ from tandem.wire.generation import (
 )
 from tandem.wire.prefixes import block_names
 from tests.patience import until_async
+from tests.receivers import deltas
 from tests.stock.fake_vllm import continued
 from tests.stock.fleet import fleet
 
@@ -43,7 +44,7 @@ def request(prompt=PROMPT, num=12, *, logprobs=None, **sampling) -> GenerateRequ
 
 async def tokens(found, asked=None) -> list[int]:
     ids = []
-    async for delta in found.backend.generate(asked or request()):
+    async for delta in deltas(found.backend, asked or request()):
         ids += delta.token_ids
     return ids
 
@@ -255,9 +256,8 @@ async def interrupted(found, asked):
     """Kill decode's engine in the middle of an answer; return the tokens, the end, and the phases."""
     for decode in found.decodes:
         decode.stop_at = 5
-    deltas = found.backend.generate(asked)
     ids, phases, finish = [], [], None
-    async for delta in deltas:
+    async for delta in deltas(found.backend, asked):
         ids, phases, finish = ids + delta.token_ids, phases + delta.phases, delta.finish
         if len(ids) == 5 and finish is None:
             (decode,) = [each for each in found.decodes if each.num_running]
@@ -298,9 +298,9 @@ async def test_answer_that_no_engine_continues_ends_with_abort(tmp_path, rule, s
 async def test_log_probabilities_come_from_both_halves(tmp_path):
     async with fleet(tmp_path) as found:
         asked = request(num=2, logprobs=LogprobOptions(num_top=1, prompt_start=0))
-        deltas = [delta async for delta in found.backend.generate(asked)]
-    prompt = [each for delta in deltas for each in delta.prompt_logprobs]
-    rows = [each for delta in deltas for each in delta.logprobs]
+        parts = [part async for part in deltas(found.backend, asked)]
+    prompt = [each for part in parts for each in part.prompt_logprobs]
+    rows = [each for part in parts for each in part.logprobs]
     assert [each.logprob for each in prompt] == [None, -0.5, -0.5, -0.5, -0.5]
     first = continued(PROMPT, 1)[0]
     assert (rows[0].logprob, rows[0].top) == (-0.25, [(first, -0.25)])

@@ -10,6 +10,7 @@ from tandem.stock import node as stock_node
 from tandem.wire.errors import AttemptsUsedUp, InvalidRequest
 from tandem.wire.generation import Grammar, LogprobOptions
 from tests.patience import until_async
+from tests.receivers import deltas
 from tests.stock.fake_vllm import continued
 from tests.stock.fleet import fleet, sglang_engines
 from tests.stock.test_fleet import PROMPT, request, streaming, tokens
@@ -162,9 +163,9 @@ async def test_log_probabilities_come_from_both_halves(tmp_path, is_incremental)
     make = partial(sglang_engines, is_incremental=is_incremental)
     async with fleet(tmp_path, make=make) as found:
         asked = request(num=3, logprobs=LogprobOptions(num_top=1, prompt_start=0))
-        deltas = [delta async for delta in found.backend.generate(asked)]
-    prompt = [each for delta in deltas for each in delta.prompt_logprobs]
-    rows = [each for delta in deltas for each in delta.logprobs]
+        parts = [part async for part in deltas(found.backend, asked)]
+    prompt = [each for part in parts for each in part.prompt_logprobs]
+    rows = [each for part in parts for each in part.logprobs]
     assert [each.logprob for each in prompt] == [None, -0.5, -0.5, -0.5, -0.5]
     expected = [(-0.25, [(token, -0.25)]) for token in continued(PROMPT, 3)]
     assert [(each.logprob, each.top) for each in rows] == expected

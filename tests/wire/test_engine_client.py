@@ -12,8 +12,9 @@ from tandem.wire.engine_client import EngineClient, deliver
 from tandem.wire.errors import EngineFailed, InvalidRequest, PeerLost, TandemError
 from tandem.wire.generation import Epoch
 from tandem.wire.messages import Cancel, FlushCache, NodeLoad, Pong, StartColocated, TokenBatch
-from tandem.wire.token_stream import TokenStream
+from tandem.wire.token_stream import Relay, SoleStream, TokenStream
 from tests.patience import PATIENCE_S, until_async
+from tests.receivers import Receiver
 from tests.router.fake_node import FakeEngine, delta, logprobs, request
 
 START = StartColocated(request=request())
@@ -43,9 +44,19 @@ async def client(engine):
         yield client
 
 
+def opened(client, start=START) -> TokenStream:
+    """Start an attempt whose stream `read` can await."""
+    return client.generate(start, lambda: None)
+
+
 async def read(stream) -> list:
+    """Return the deltas of a stream until it ends."""
+    parts = []
     async with asyncio.timeout(PATIENCE_S):
-        return [part async for part in stream.read()]
+        while stream.is_open or not stream.is_empty or stream.failure is not None:
+            await until_async(lambda: not (stream.is_open and stream.is_empty))
+            parts.append(stream.take())
+    return parts
 
 
 def ids_of(parts) -> list[int]:
@@ -53,7 +64,7 @@ def ids_of(parts) -> list[int]:
 
 
 async def test_tokens_reach_their_stream_and_finish_ends_it(client, engine):
-    stream = client.generate(START)
+    stream = opened(client)
     start = await engine.next(StartColocated)
     engine.say(start, 0, [5])
     engine.say(start, 1, [6, 7], "length")
@@ -81,16 +92,19 @@ async def test_on_change_is_called_after_each_change_of_load_or_state(engine):
         assert seen[-1][0] is False
 
 
-class BrokenTap:
+class BrokenReceiver:
     def take_ordinary_at(self, index, token_ids):
         raise KeyError(index)
 
+    def take(self, part):
+        raise KeyError(part.index)
 
-async def test_exception_in_tap_cancels_only_its_stream(client, engine):
+
+async def test_exception_in_a_receiver_cancels_only_its_stream(client, engine):
     other = StartColocated(request=request(request_id="r2"))
-    broken, whole = client.generate(START), client.generate(other)
+    broken, whole = opened(client), opened(client, other)
     numbers = [(await engine.next(StartColocated)).stream for _ in range(2)]
-    broken.tap = BrokenTap()
+    broken.direct = BrokenReceiver()
     engine.send(
         TokenBatch(epoch=engine.epoch, deltas=[], streams=numbers, indexes=[0, 0], token_ids=[1, 2])
     )
@@ -103,19 +117,18 @@ async def test_exception_in_tap_cancels_only_its_stream(client, engine):
 
 
 async def test_failure_is_raised_after_earlier_tokens(client, engine):
-    stream = client.generate(START)
+    stream = opened(client)
     start = await engine.next(StartColocated)
     engine.say(start, 0, [5])
     engine.fail(start, EngineFailed("out of luck"))
-    received = []
+    await until_async(lambda: not stream.is_open)
+    assert stream.take().token_ids == [5]
     with pytest.raises(EngineFailed, match="out of luck"):
-        async for part in stream.read():
-            received += part.token_ids
-    assert received == [5]
+        stream.take()
 
 
 async def test_tokens_of_another_attempt_are_ignored(client, engine):
-    stream = client.generate(START)
+    stream = opened(client)
     await engine.next(StartColocated)
     engine.say(StartColocated(request=request(), attempt=7), 0, [9])
     engine.say(START, 0, [5], "stop")
@@ -123,7 +136,7 @@ async def test_tokens_of_another_attempt_are_ignored(client, engine):
 
 
 async def test_leaving_a_stream_early_cancels_once(client, engine):
-    with client.generate(START) as stream:
+    with opened(client) as stream:
         await engine.next(StartColocated)
     stream.close()
     assert await engine.next(Cancel) == Cancel(request_id="r1")
@@ -132,7 +145,7 @@ async def test_leaving_a_stream_early_cancels_once(client, engine):
 
 
 async def test_aborted_request_finishes_with_reason_abort_and_is_cancelled(client, engine):
-    stream = client.generate(START)
+    stream = opened(client)
     engine.say(await engine.next(StartColocated), 0, [5])
     await until_async(lambda: stream.take() is not None)
     assert client.abort("r1")
@@ -143,26 +156,26 @@ async def test_aborted_request_finishes_with_reason_abort_and_is_cancelled(clien
 
 
 async def test_second_stream_for_one_attempt_is_rejected(client):
-    with client.generate(START), pytest.raises(InvalidRequest, match="in use"):
-        client.generate(START)
+    with opened(client), pytest.raises(InvalidRequest, match="in use"):
+        opened(client)
 
 
 async def test_engine_death_fails_every_stream(engine):
     async with connected(engine) as client:
         streams = [
-            client.generate(START),
-            client.generate(StartColocated(request=request(request_id="r2"))),
+            opened(client),
+            opened(client, StartColocated(request=request(request_id="r2"))),
         ]
         engine.close()
         for stream in streams:
             with pytest.raises(PeerLost, match="connection broke"):
                 await read(stream)
         with pytest.raises(PeerLost):
-            client.generate(START)
+            opened(client)
 
 
 async def test_message_of_another_epoch_fails_every_stream(client, engine):
-    stream = client.generate(START)
+    stream = opened(client)
     await engine.next(StartColocated)
     engine.send(Pong(epoch=Epoch(engine.epoch + 1), load=NodeLoad()))
     with pytest.raises(PeerLost, match="restarted"):
@@ -183,22 +196,21 @@ async def test_unresolvable_host_is_reported_as_refusal_and_retried():
 async def test_client_without_engine_starts_no_streams():
     client = EngineClient("tcp://127.0.0.1:1")
     with pytest.raises(PeerLost):
-        client.generate(START)
+        opened(client)
     assert client.num_streams == 0
     client.stop()
     await client.run()
 
 
-class Tap:
-    """Accepts ordinary tokens of one stream; rejects them while it is closed."""
+class Direct:
+    """Accepts the ordinary tokens of one stream."""
 
     def __init__(self) -> None:
-        self.taken, self.is_open = [], True
+        self.taken = []
 
     def take_ordinary_at(self, index, token_ids) -> bool:
-        if self.is_open:
-            self.taken.append((index, list(token_ids)))
-        return self.is_open
+        self.taken.append((index, list(token_ids)))
+        return True
 
 
 def step(engine, **tokens: tuple[int, int]) -> TokenBatch:
@@ -213,11 +225,10 @@ def step(engine, **tokens: tuple[int, int]) -> TokenBatch:
 
 
 async def two_streams(client):
-    streams = [client.generate(StartColocated(request=request(request_id=i))) for i in "ab"]
-    taps = [Tap(), Tap()]
-    for stream, tap in zip(streams, taps, strict=True):
-        stream.tap = tap
-    return streams, taps
+    streams = [opened(client, StartColocated(request=request(request_id=i))) for i in "ab"]
+    for stream in streams:
+        stream.direct = Direct()
+    return streams, [stream.direct for stream in streams]
 
 
 async def test_steps_that_arrive_together_reach_each_stream_as_one_run(client, engine):
@@ -227,17 +238,17 @@ async def test_steps_that_arrive_together_reach_each_stream_as_one_run(client, e
 
 
 async def test_tokens_with_index_gaps_are_not_merged(client, engine):
-    _, (tap, _) = await two_streams(client)
+    _, (direct, _) = await two_streams(client)
     client._take([step(engine, s1=(1, 11)), step(engine, s1=(1, 11)), step(engine, s1=(3, 13))])
-    assert tap.taken == [(1, [11]), (1, [11]), (3, [13])]
+    assert direct.taken == [(1, [11]), (1, [11]), (3, [13])]
 
 
 async def test_delta_is_delivered_after_earlier_ordinary_tokens(client, engine):
-    (stream, _), (tap, _) = await two_streams(client)
+    (stream, _), (direct, _) = await two_streams(client)
     end = delta(StartColocated(request=request(request_id="a")), 3, [13], "length")
     last = TokenBatch(epoch=engine.epoch, deltas=[end])
     client._take([step(engine, s1=(1, 11)), step(engine, s1=(2, 12)), last])
-    assert tap.taken == [(1, [11, 12])]
+    assert direct.taken == [(1, [11, 12])]
     assert ids_of(await read(stream)) == [13]
 
 
@@ -283,12 +294,12 @@ async def test_idle_client_pings_at_every_second_interval():
         return [after > before for before, after in itertools.pairwise(counts)]
 
     assert pings(6) == [True, True, True, False, True, False]
-    stream = client.generate(START)
+    stream = opened(client)
     assert pings(3) == [True, True, True]
     stream.close()
     # Two idle pings show the engine that its last answer was read.
     assert pings(4) == [True, True, True, False]
-    client.generate(START).close()
+    opened(client).close()
     assert pings(2) == [True, True], "a stream that ended between two pings counts too"
 
 
@@ -310,7 +321,7 @@ def stream(cancelled):
 def made(start, cancelled=()) -> TokenStream:
     return TokenStream(
         start,
-        None,
+        lambda: None,
         forget=lambda _: None,
         cancel=lambda *key: cancelled.append(key),
     )
@@ -379,72 +390,69 @@ def test_abort_before_first_token_of_replay_keeps_the_earlier_index():
     assert stream.take().index == 3
 
 
-class FullTap:
-    """Accepts ordinary tokens; rejects them while it is full."""
+class Limited(Receiver):
+    """A receiver that accepts ordinary tokens, and has room until `is_full`."""
 
     def __init__(self) -> None:
-        self.taken, self.is_full = [], False
+        super().__init__(self._take)
+        self.deltas, self.ordinary = [], []
+
+    def _take(self, part) -> None:
+        self.deltas.append((part.index, list(part.token_ids)))
 
     def take_ordinary(self, token_ids) -> bool:
-        if not self.is_full:
-            self.taken += token_ids
-        return not self.is_full
+        self.ordinary += token_ids if self.has_room else ()
+        return self.has_room
 
 
-async def next_delta(reading):
-    async with asyncio.timeout(PATIENCE_S):
-        return await anext(reading)
+@asynccontextmanager
+async def relayed(start=START):
+    """Yield a stream that a task relays, and its receiver."""
+    receiver = Limited()
+    relay = Relay(receiver)
+    stream = TokenStream(start, relay.changed, forget=lambda _: None, cancel=lambda *_: None)
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(relay.run(SoleStream(stream, receiver).take))
+        await asyncio.sleep(0)
+        yield stream, receiver, running
 
 
-async def start_reading(reading) -> asyncio.Task:
-    """Return the task of a reader that is waiting for a delta."""
-    waiting = asyncio.ensure_future(next_delta(reading))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    return waiting
-
-
-async def test_replayed_stream_passes_its_tap_tokens_in_order_only():
+async def test_first_token_comes_as_a_delta_and_later_ones_directly():
     again = StartColocated(request=request(num_prior_tokens=3), attempt=1)
-    stream, tap = made(again), FullTap()
-    reading = stream.read(tap)
-    waiting = await start_reading(reading)
-    stream.put(delta(again, 3, []))  # no tokens yet
-    assert (await waiting).token_ids == []
-    waiting = await start_reading(reading)
-    # The first token is never ordinary: it carries more than an id.
-    deliver(stream, 3, (13,))
-    first = await waiting
-    assert (first.index, first.token_ids, tap.taken) == (3, [13], [])
-    waiting = await start_reading(reading)
-    deliver(stream, 4, (14,))
-    deliver(stream, 5, (15,))
-    assert tap.taken == [14, 15]
-    # A token that does not follow, and all later ones, go to the reader, which checks their index.
-    deliver(stream, 7, (17,))
-    deliver(stream, 8, (18,))
-    late = await waiting
-    assert (late.index, late.token_ids, tap.taken) == (7, [17, 18], [14, 15])
-    await reading.aclose()
+    async with relayed(again) as (stream, receiver, _):
+        stream.put(delta(again, 3, []))  # no tokens yet
+        deliver(stream, 3, (13,))
+        deliver(stream, 4, (14,))
+        deliver(stream, 5, (15,))
+        assert (receiver.deltas, receiver.ordinary) == ([(3, []), (3, [13])], [14, 15])
+        stream.put(delta(again, 6, [16], "length"))
 
 
-async def test_tokens_rejected_by_a_full_tap_reach_the_reader_and_later_ones_the_tap(stream):
-    tap = FullTap()
-    reading = stream.read(tap)
-    waiting = await start_reading(reading)
-    deliver(stream, 0, (10,))
-    assert (await waiting).token_ids == [10]
-    waiting = await start_reading(reading)
-    tap.is_full = True
-    deliver(stream, 1, (11,))
-    tap.is_full = False
-    deliver(stream, 2, (12,))  # must follow the queued token
-    late = await waiting
-    assert (late.index, late.token_ids, tap.taken) == (1, [11, 12], [])
-    waiting = await start_reading(reading)
-    deliver(stream, 3, (13,))
-    assert tap.taken == [13]
-    stream.put(delta(START, 4, [14], "length"))
-    assert (await waiting).token_ids == [14]
-    with pytest.raises(StopAsyncIteration):
-        await next_delta(reading)
+async def test_tokens_for_a_full_receiver_are_merged_until_it_is_drained():
+    async with relayed() as (stream, receiver, _):
+        deliver(stream, 0, (10,))
+        receiver.has_room = False
+        deliver(stream, 1, (11,))
+        deliver(stream, 2, (12,))
+        assert (receiver.deltas, receiver.ordinary) == ([(0, [10])], [])
+        await until_async(lambda: receiver.deltas[1:] == [(1, [11, 12])])
+        deliver(stream, 3, (13,))
+        assert receiver.ordinary == [13]
+        stream.put(delta(START, 4, [14], "length"))
+
+
+async def test_error_of_a_receiver_is_raised_by_the_requests_task():
+    with pytest.raises(ExceptionGroup) as raised:
+        async with relayed() as (stream, receiver, _):
+            receiver.take = BrokenReceiver().take
+            stream.put(delta(START, 0, [10]))
+    assert raised.group_contains(KeyError)
+
+
+async def test_failure_is_raised_after_the_tokens_before_it():
+    with pytest.raises(ExceptionGroup) as raised:
+        async with relayed() as (stream, receiver, _):
+            deliver(stream, 0, (10,))
+            stream.fail(PeerLost("gone"))
+    assert raised.group_contains(PeerLost)
+    assert receiver.deltas == [(0, [10])]

@@ -3,15 +3,15 @@
 The frontend has no notion of nodes, and a backend has no notion of text.
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandem.frontend.text.tokenizer import Tokenizer
 from tandem.wire.errors import InvalidRequest, ModelNotFound, NoNodeAvailable
 from tandem.wire.generation import GenerateRequest, SamplingDefaults
-from tandem.wire.messages import NodeLoad, TokenDelta
-from tandem.wire.token_stream import Tap
+from tandem.wire.messages import NodeLoad
+from tandem.wire.token_stream import TokenReceiver
 
 # Clients may send this name for the served model, whatever its name.
 _ANY_MODEL = "default"
@@ -161,27 +161,26 @@ class Backend(Protocol):
             Overloaded, RateLimited: It may not start; carries the time of a retry.
         """
 
-    def generate(
+    async def generate(
         self,
         request: GenerateRequest,
+        receiver: TokenReceiver,
         bootstrap: Bootstrap | None = None,
-        tap: Tap | None = None,
         model: str = "",
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the tokens of one request, each index once and in order.
+    ) -> None:
+        """Run one request until its receiver has ended.
 
-        `model` is the name of a model in `models`; empty: any of them.
+        The last delta has `finish`; after a `stop`, its last id is the one that matched. Tokens that arrive while the
+        receiver has no room are merged into one delta, so that a slow client accumulates ids, not deltas. A receiver
+        that ends early, or the cancellation of this task, cancels the request at every node within 1 s.
 
-        While the caller awaits the next delta, ordinary tokens may go to `tap` instead: ids only, in
-        order with the deltas, never the first or the last token.
-
-        The last delta has `finish`; after a `stop`, its last id is the one that matched. Tokens that
-        arrive while the caller is busy are merged into one delta, so that a slow client accumulates
-        ids, not deltas. Closing the generator early (`aclose`, or cancelling its task) cancels the request at
-        every node within 1 s.
+        Args:
+            receiver: Gets the tokens in plain calls, as they arrive.
+            model: The name of a model in `models`; empty: any of them.
 
         Raises:
             TandemError: The request failed, before the first delta or later. No node still holds it.
+            ConnectionError: The receiver's client has disconnected.
         """
 
     async def abort(self, request_id: str) -> bool:

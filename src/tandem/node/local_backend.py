@@ -4,7 +4,7 @@ On prefill and decode nodes a request is one half and carries the address of the
 routers for SGLang's disaggregation work with these nodes. On a colocated node it is a whole request.
 """
 
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -26,10 +26,9 @@ from tandem.wire.messages import (
     StartColocated,
     StartDecode,
     StartPrefill,
-    TokenDelta,
     UnloadAdapter,
 )
-from tandem.wire.token_stream import Tap
+from tandem.wire.token_stream import Relay, SoleStream, TokenReceiver
 
 # Silence after which an engine counts as hung: three times the longest chunk of a large model on a CPU. A healthy
 # engine answers every ping, and an idle one is pinged in every other interval.
@@ -98,18 +97,18 @@ class LocalBackend:
     async def generate(
         self,
         request: GenerateRequest,
+        receiver: TokenReceiver,
         bootstrap: Bootstrap | None = None,
-        tap: Tap | None = None,
         model: str = "",
-    ) -> AsyncGenerator[TokenDelta, None]:
+    ) -> None:
         """Generate the answer of a whole request, or run this node's half of it. It has one `model`."""
         if self._client is None:
             raise NoNodeAvailable(self.life.describe())
         if self.life.is_draining:
             raise refusal()
-        with self._client.generate(self._start(request, bootstrap)) as stream:
-            async for delta in stream.read(tap):
-                yield delta
+        relay = Relay(receiver)
+        with self._client.generate(self._start(request, bootstrap), relay.changed) as stream:
+            await relay.run(SoleStream(stream, receiver).take)
 
     def _start(
         self, request: GenerateRequest, bootstrap: Bootstrap | None

@@ -202,8 +202,11 @@ class EngineClient:
         """Make `run` return and fail each open stream with `failure()`, by default with `PeerLost`."""
         self._lose("its link was closed", failure)
 
-    def generate(self, start: Start, wake: asyncio.Event | None = None) -> TokenStream:
+    def generate(self, start: Start, on_change: Callable[[], None]) -> TokenStream:
         """Start one attempt and return its stream. The caller closes it.
+
+        Args:
+            on_change: Called when the stream has a delta or a failure; must not raise.
 
         Raises:
             PeerLost: The engine is not connected; nothing was started.
@@ -213,7 +216,7 @@ class EngineClient:
         if self.lost.is_set():
             raise self._peer_lost("its link is closed")
         start = msgspec.structs.replace(start, stream=next(self._numbers))
-        stream = TokenStream(start, wake, forget=self._forget, cancel=self.cancel)
+        stream = TokenStream(start, on_change, forget=self._forget, cancel=self.cancel)
         if stream.key in self._streams:
             raise InvalidRequest(f"request id {start.request.request_id!r} is in use")
         self._send(start)
@@ -392,12 +395,12 @@ StreamRuns = dict[TokenStream, tuple[int, list[int]]]
 
 
 def deliver(stream: TokenStream, index: int, token_ids: Sequence[int]) -> None:
-    """Pass ordinary tokens to the stream's tap, or queue them if it has none or the tap rejects them.
+    """Pass ordinary tokens on directly, or queue them.
 
-    An exception from the code behind the tap ends only this stream.
+    An exception from the receiver's code ends only this stream.
     """
     try:
-        if (tap := stream.tap) is None or not tap.take_ordinary_at(index, token_ids):
+        if (direct := stream.direct) is None or not direct.take_ordinary_at(index, token_ids):
             stream.put_ordinary(index, token_ids)
     except Exception as error:
         log.exception("stream.failed", request_id=stream.key[0])

@@ -1,16 +1,16 @@
-"""The tokens of one attempt on one engine, from the link to the task that reads them.
+"""The tokens of one attempt on one engine, from the link to their receiver.
 
 ```
  open ──put (finish)──▶ ended     ──fail──▶ failed     ──close, abort──▶ cancelled, once
 ```
 
-While the reader waits, it may install a tap. Ordinary tokens then go to the client directly from the link's
-callback, which saves the 20 µs of waking a task.
+Everything from the link to the client's connection is a plain call in the link's callback. The request's task waits
+until it has to act: to drain a full connection, to replace a failed attempt, or because the request has ended.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
 import msgspec
@@ -23,14 +23,32 @@ Start = StartPrefill | StartDecode | StartColocated
 StreamKey = tuple[RequestId, int]
 
 
-class Tap(Protocol):
-    """Accepts ordinary tokens without a queue."""
+class TokenReceiver(Protocol):
+    """Receives the tokens of one generation, each index once and in order."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it accepts tokens now. If not, await `drain`."""
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether it needs no more tokens: it has received the last one, or its text has ended."""
+
+    def take(self, delta: TokenDelta) -> None:
+        """Accept the next delta."""
 
     def take_ordinary(self, token_ids: Sequence[int]) -> bool:
-        """Accept the next tokens. False: rejected; yield them as a delta instead."""
+        """Accept the next tokens, which have no other fields and are neither the first nor the last. False: `take` them."""
+
+    async def drain(self) -> None:
+        """Wait until the receiver has room.
+
+        Raises:
+            ConnectionError: The client has disconnected.
+        """
 
 
-class StreamTap(Protocol):
+class OrdinaryTokens(Protocol):
     """Accepts ordinary tokens with their index, without a queue."""
 
     def take_ordinary_at(self, index: int, token_ids: Sequence[int]) -> bool:
@@ -38,13 +56,13 @@ class StreamTap(Protocol):
 
 
 class TokenStream:
-    """The tokens of one attempt on one engine. `read` yields deltas as they arrive; `take` returns a queued one.
+    """The tokens of one attempt on one engine.
 
     Queued deltas are merged, so that a slow reader costs memory for ids and log-probabilities only. Leaving the
     `with` block of an open stream cancels the attempt.
 
     Args:
-        wake: Event to set when a delta or failure arrives. Two streams may share one.
+        on_change: Called when a delta or failure has arrived, for `take`. Must not raise.
         forget: Called once the stream accepts nothing more, to remove it from the client.
         cancel: Called to cancel the attempt on the engine.
 
@@ -53,8 +71,7 @@ class TokenStream:
         number: Stream id on the link.
         is_open: Whether more tokens may arrive.
         failure: Error of the attempt; None: it has not failed.
-        tap: Direct path to the client. Set only while the reader waits and nothing is queued; removed when it
-            rejects a token.
+        direct: Accepts ordinary tokens while nothing is queued. The reader sets it; `put` removes it.
     """
 
     # With thousands of streams, cache misses dominate the time per token: keep the object small.
@@ -62,28 +79,28 @@ class TokenStream:
         "_cancel",
         "_forget",
         "_next_index",
+        "_on_change",
         "_waiting",
-        "_wake",
+        "direct",
         "failure",
         "is_open",
         "key",
         "number",
-        "tap",
     )
 
     def __init__(
         self,
         start: Start,
-        wake: asyncio.Event | None,
+        on_change: Callable[[], None],
         *,
         forget: "Callable[[TokenStream], None]",
         cancel: Callable[[RequestId, int], None],
     ) -> None:
         self.key: StreamKey = (start.request.request_id, start.attempt)
         self.number = start.stream
-        self.tap: StreamTap | None = None
+        self.direct: OrdinaryTokens | None = None
         self._forget, self._cancel = forget, cancel
-        self._wake = wake or asyncio.Event()
+        self._on_change = on_change
         self._waiting: deque[TokenDelta] = deque()
         self.failure: TandemError | None = None
         self._next_index = start.request.num_prior_tokens
@@ -107,8 +124,8 @@ class TokenStream:
         return None
 
     def detach_reader(self) -> None:
-        """Stop setting the reader's event."""
-        self._wake = asyncio.Event()
+        """Report no more changes."""
+        self._on_change = _ignore
 
     def take_all(self) -> list[TokenDelta]:
         """Return all queued deltas, even if the attempt failed."""
@@ -116,12 +133,12 @@ class TokenStream:
         return list(waiting)
 
     def put_ordinary(self, index: int, token_ids: Sequence[int]) -> None:
-        """Queue ordinary tokens that no tap accepted."""
+        """Queue ordinary tokens."""
         self.put(self._delta(index, list(token_ids)))
 
     def put(self, delta: TokenDelta) -> None:
         """Queue a delta, merged with the last one if it directly follows it."""
-        self.tap = None
+        self.direct = None
         self._next_index = delta.index + len(delta.token_ids)
         if self._waiting and (merged := _merged(self._waiting[-1], delta)) is not None:
             self._waiting[-1] = merged
@@ -129,19 +146,19 @@ class TokenStream:
             self._waiting.append(delta)
         if delta.finish is not None:
             self.forget()
-        self._wake.set()
+        self._on_change()
 
     def fail(self, error: TandemError) -> None:
         """End the stream with an error, which is raised after the queued deltas."""
-        self.tap = None
+        self.direct = None
         self.failure = error
         self.forget()
-        self._wake.set()
+        self._on_change()
 
     def abort(self) -> None:
         """Cancel the attempt. Its reader gets a finish with reason `abort`."""
         self.close()
-        # The index does not count tokens that the tap accepted; no reader needs it for an abort.
+        # The index does not count tokens that `direct` accepted; no reader needs it for an abort.
         self.put(self._delta(self._next_index, [], Finish(reason="abort")))
 
     def _delta(self, index: int, token_ids: list[int], finish: Finish | None = None) -> TokenDelta:
@@ -156,7 +173,7 @@ class TokenStream:
 
     def forget(self) -> None:
         """Accept no more messages from the engine. Does not cancel the attempt."""
-        self.tap = None
+        self.direct = None
         self.is_open = False
         self._forget(self)
 
@@ -172,39 +189,95 @@ class TokenStream:
     def __exit__(self, *_raised: object) -> None:
         self.close()
 
-    async def read(self, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
-        """Yield deltas until the attempt ends, except ordinary tokens that `tap` accepted.
+
+def _ignore() -> None:
+    """Do nothing."""
+
+
+class SoleStream:
+    """The deltas of a generation that has one stream. After the first token, ordinary tokens go directly to the receiver."""
+
+    def __init__(self, stream: TokenStream, receiver: TokenReceiver) -> None:
+        self._stream, self._receiver = stream, receiver
+        self._has_begun = False
+
+    def take(self) -> TokenDelta | None:
+        """Return the next delta, or None. Raises `TandemError` if the attempt failed."""
+        delta = self._stream.take()
+        if delta is not None:
+            self._has_begun = self._has_begun or bool(delta.token_ids)
+        elif self._has_begun and self._stream.is_open:
+            self._stream.direct = self
+        return delta
+
+    def take_ordinary_at(self, _index: int, token_ids: Sequence[int]) -> bool:
+        """See `OrdinaryTokens`. The engine sends each index once and in order."""
+        return self._receiver.take_ordinary(token_ids)
+
+
+class Relay:
+    """Passes deltas to a receiver as they arrive.
+
+    Args:
+        wake: Set when the task of `run` has to act.
+    """
+
+    def __init__(self, receiver: TokenReceiver, wake: asyncio.Event | None = None) -> None:
+        self._receiver, self._wake = receiver, wake or asyncio.Event()
+        self._next: Callable[[], TokenDelta | None] = _nothing
+        self._error: Exception | None = None
+
+    async def run(self, next_delta: Callable[[], TokenDelta | None]) -> None:
+        """Return when the receiver has ended.
+
+        Args:
+            next_delta: Returns the next delta for the receiver, or None if none has arrived.
 
         Raises:
-            TandemError: The attempt failed.
+            ConnectionError: The client has disconnected.
+            TandemError: Raised by `next_delta`.
         """
-        may_tap = False
-        while True:
-            while (delta := self.take()) is not None:
-                yield delta
-                may_tap = tap is not None and bool(may_tap or delta.token_ids)
-            if not self.is_open:
+        receiver, self._next, self._error = self._receiver, next_delta, None
+        try:
+            self._pass_on()
+            while not receiver.is_ended:
+                if self._error is not None:
+                    raise self._error
+                if receiver.has_room:
+                    await self._wake.wait()
+                else:
+                    await receiver.drain()
+                self._wake.clear()
+                if self._error is None:
+                    self._pass_on()
+        finally:
+            # Streams refer to the relay: without this, each request would leave a cycle to the garbage collector.
+            self._next, self._error = _nothing, None
+
+    def fail(self, error: Exception) -> None:
+        """Make `run` raise an error."""
+        self._error = error
+        self._wake.set()
+
+    def changed(self) -> None:
+        """Pass on what has arrived. Streams call it from the link's callback."""
+        try:
+            self._pass_on()
+        except Exception as error:  # noqa: BLE001 - `run` raises it
+            self.fail(error)
+        if self._receiver.is_ended or not self._receiver.has_room:
+            self._wake.set()
+
+    def _pass_on(self) -> None:
+        receiver = self._receiver
+        while receiver.has_room and (delta := self._next()) is not None:
+            receiver.take(delta)
+            if receiver.is_ended:
                 return
-            if tap is not None and may_tap:
-                self.tap = _InOrder(tap, self._next_index)
-            self._wake.clear()
-            await self._wake.wait()
-            self.tap = None
 
 
-class _InOrder:
-    """Passes tokens to a tap if they are the next in order."""
-
-    __slots__ = ("_next_index", "_tap")
-
-    def __init__(self, tap: Tap, next_index: int) -> None:
-        self._tap, self._next_index = tap, next_index
-
-    def take_ordinary_at(self, index: int, token_ids: Sequence[int]) -> bool:
-        if index != self._next_index or not self._tap.take_ordinary(token_ids):
-            return False
-        self._next_index += len(token_ids)
-        return True
+def _nothing() -> None:
+    """Return None."""
 
 
 def _merged(last: TokenDelta, delta: TokenDelta) -> TokenDelta | None:

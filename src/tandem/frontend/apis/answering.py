@@ -172,9 +172,8 @@ class CollectedAnswer:
         self.pieces.append(piece)
         return True
 
-    async def drain(self) -> bool:
+    async def drain(self) -> None:
         """Return at once."""
-        return True
 
 
 async def answer(

@@ -169,10 +169,10 @@ class ResponsesWriter:
             events.append({"type": f"response.{response.status}", "response": response})
         return self._send(events) if events else True
 
-    async def drain(self) -> bool:
+    async def drain(self) -> None:
         """Wait while the client does not read."""
         assert self._events is not None
-        return await self._events.drain()
+        await self._events.drain()
 
     def write_failure(self, error: ErrorInfo) -> None:
         """Send the final event of a response that failed."""

@@ -5,7 +5,7 @@
 
 import asyncio
 import time
-from contextlib import aclosing
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from aiohttp import web
@@ -24,6 +24,7 @@ from tandem.wire.errors import (
     Overloaded,
 )
 from tandem.wire.generation import GenerateRequest, SamplingParams, new_request_id
+from tandem.wire.messages import TokenDelta
 
 # Poll interval of `/health_generate`. Engines report their progress twice a second.
 _POLL_INTERVAL_S = 0.1
@@ -112,11 +113,29 @@ async def _one_token(backend: Backend) -> None:
         prompt_ids=[0],
         sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, seed=0),
     )
-    async with aclosing(backend.generate(probe, NO_PEER)) as deltas:
-        async for delta in deltas:
-            if delta.token_ids:
-                return
-    raise NoNodeAvailable("the generation ended without a token")
+    answer = _FirstToken()
+    await backend.generate(probe, answer, NO_PEER)
+    if not answer.has_token:
+        raise NoNodeAvailable("the generation ended without a token")
+
+
+class _FirstToken:
+    """Waits for one token. A `TokenReceiver`."""
+
+    def __init__(self) -> None:
+        self.has_room, self.has_token, self.is_ended = True, False, False
+
+    def take(self, delta: TokenDelta) -> None:
+        """Note a token or the end."""
+        self.has_token = self.has_token or bool(delta.token_ids)
+        self.is_ended = self.has_token or delta.finish is not None
+
+    def take_ordinary(self, _token_ids: Sequence[int]) -> bool:
+        """Reject every token, so that it comes as a delta."""
+        return False
+
+    async def drain(self) -> None:
+        """Return at once."""
 
 
 async def models(request: web.Request) -> web.Response:

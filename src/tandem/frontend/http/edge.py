@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,7 +21,7 @@ from typing_extensions import override
 from tandem.frontend.backend import Backend, Health
 from tandem.frontend.chat.body import read_json
 from tandem.frontend.chat.generation import Generation
-from tandem.frontend.http.metrics import FrontendMetrics, ModelMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.sse import Outbox
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.request_ids import is_part
@@ -30,8 +30,9 @@ from tandem.frontend.text.transcript import Sink, Transcript
 from tandem.frontend.timings import RequestOutcome, RequestReport, TimingsSink
 from tandem.settings.reload import ReloadedFiles
 from tandem.telemetry.log import get_logger
-from tandem.wire.errors import EngineFailed, InvalidRequest
+from tandem.wire.errors import EngineFailed, InvalidRequest, TandemError
 from tandem.wire.generation import RequestId
+from tandem.wire.messages import TokenDelta
 
 T = TypeVar("T")
 
@@ -69,7 +70,7 @@ class Edge:
         self.reloaded: list[ReloadedFiles] = []
         self.timings_sinks: list[TimingsSink] = []
         self.is_shutting_down = self.is_loopback_only = False
-        self._running: dict[RequestId, tuple[Generation, Transcript]] = {}
+        self._running: dict[RequestId, _Run] = {}
         # Not the loop's default executor: a reader keeps running after its client has disconnected, and
         # would delay DNS lookups there.
         self._short_reader = ThreadPoolExecutor(1, thread_name_prefix="short-reader")
@@ -90,47 +91,21 @@ class Edge:
     async def run(self, generation: Generation, sink: Sink) -> None:
         """Run a generation to its end, and write every piece to the sink.
 
-        The backend's generator is finished or cancelled before the last piece is written. It is
-        cancelled when this task is cancelled.
+        The backend has finished or cancelled the request before the last piece is written. It is cancelled when this
+        task is cancelled.
 
         Raises:
             InvalidRequest: A generation with this id is already running.
             ConnectionError: The client has disconnected.
             TandemError: Raised by the backend.
         """
-        rules, tokenizer, timings = generation.rules, generation.tokenizer, generation.timings
-        text: Detokenizer = NoText()
-        if tokenizer is not None:
-            text = tokenizer.detokenizer(rules.skip_special_tokens, rules.shown_tokens)
-        metrics = self.metrics.of(generation.model)
-        transcript = Transcript(rules, text, sink, metrics.gaps)
-        with self._registered(generation, transcript, metrics):
-            timings.mark_sent()
-            deltas = self.backend.generate(
-                generation.request, generation.bootstrap, transcript, generation.model
+        run = _Run(generation, sink, self.metrics)
+        with self._registered(run):
+            generation.timings.mark_sent()
+            await self.backend.generate(
+                generation.request, run, generation.bootstrap, generation.model
             )
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    if timings.record_delta(delta):
-                        num_tokens = len(generation.request.prompt_ids)
-                        metrics.prompt_tokens.inc(num_tokens)
-                        self.metrics.count_tokens_of(
-                            generation.request.client, "prompt", num_tokens
-                        )
-                    piece = transcript.take(delta)
-                    if piece is None:
-                        continue
-                    if piece.token_ids and (ttft_s := timings.record_text()) is not None:
-                        metrics.time_to_first_token.observe(ttft_s)
-                    if piece.ending is not None:
-                        break
-                    sink.write(piece)
-                    transcript.has_room = await sink.drain()
-                else:
-                    raise EngineFailed("the generation ended without a finish reason")
-            timings.num_output_tokens = transcript.num_tokens
-            metrics.duration.observe(timings.finish())
-            sink.write(piece)
+            run.finish()
             await sink.drain()
 
     async def abort(self, request_id: str, owner: str | None) -> bool:
@@ -151,16 +126,16 @@ class Edge:
         return await self._abort(lambda _: True)
 
     async def _abort(self, is_meant: Callable[[Generation], bool]) -> bool:
-        ids = [id_ for id_, (generation, _) in self._running.items() if is_meant(generation)]
+        ids = [id_ for id_, run in self._running.items() if is_meant(run.generation)]
         return any([await self.backend.abort(id_) for id_ in ids])
 
     def live(self) -> list[RequestReport]:
         """Return the timing reports of the running generations so far, oldest first."""
         return [
             msgspec.structs.replace(
-                generation.report(), outcome="running", num_output_tokens=transcript.num_tokens
+                run.generation.report(), outcome="running", num_output_tokens=run.num_tokens
             )
-            for generation, transcript in tuple(self._running.values())[-MAX_LIVE:]
+            for run in tuple(self._running.values())[-MAX_LIVE:]
         ]
 
     async def lifespan(self, _app: web.Application) -> AsyncIterator[None]:
@@ -184,15 +159,14 @@ class Edge:
                 _refresh(files)
 
     @contextmanager
-    def _registered(
-        self, generation: Generation, transcript: Transcript, metrics: ModelMetrics
-    ) -> Iterator[None]:
+    def _registered(self, run: "_Run") -> Iterator[None]:
+        generation, metrics = run.generation, run.metrics
         request_id = generation.request.request_id
         if request_id in self._running:
             raise InvalidRequest(
                 f"rid: a request with id {generation.id!r} is already running; use a different id"
             )
-        self._running[request_id] = (generation, transcript)
+        self._running[request_id] = run
         metrics.running.inc()
         outcome: RequestOutcome = "failed"
         try:
@@ -203,8 +177,8 @@ class Edge:
             raise
         finally:
             generation.timings.outcome = outcome
-            generation.timings.num_output_tokens = transcript.num_tokens
-            client, num_tokens = generation.request.client, transcript.num_tokens
+            client, num_tokens = generation.request.client, run.num_tokens
+            generation.timings.num_output_tokens = num_tokens
             metrics.output_tokens.inc(num_tokens)
             self.metrics.count_tokens_of(client, "output", num_tokens)
             self.metrics.count_generation_of(client, outcome)
@@ -217,6 +191,58 @@ class Edge:
         for sink in (*self.timings_sinks, generation.trace):
             if sink is not None:
                 sink.request_ended(generation.report)
+
+
+class _Run:
+    """A generation that runs: its text, and the metrics of its tokens. A `TokenReceiver`."""
+
+    def __init__(self, generation: Generation, sink: Sink, metrics: FrontendMetrics) -> None:
+        self.generation, self.metrics = generation, metrics.of(generation.model)
+        self._all_metrics, self._sink = metrics, sink
+        rules, tokenizer = generation.rules, generation.tokenizer
+        text: Detokenizer = NoText()
+        if tokenizer is not None:
+            text = tokenizer.detokenizer(rules.skip_special_tokens, rules.shown_tokens)
+        self._transcript = transcript = Transcript(rules, text, sink, self.metrics.gaps)
+        self.take_ordinary, self.drain = transcript.take_ordinary, transcript.drain
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, without those after a stop."""
+        return self._transcript.num_tokens
+
+    @property
+    def has_room(self) -> bool:
+        """Whether its sink has room."""
+        return self._transcript.has_room
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether its text has ended."""
+        return self._transcript.is_ended
+
+    def take(self, delta: TokenDelta) -> None:
+        """Process the next delta."""
+        timings, request = self.generation.timings, self.generation.request
+        if timings.record_delta(delta):
+            num_tokens = len(request.prompt_ids)
+            self.metrics.prompt_tokens.inc(num_tokens)
+            self._all_metrics.count_tokens_of(request.client, "prompt", num_tokens)
+        self._transcript.take(delta)
+        if self.num_tokens and (ttft_s := timings.record_text()) is not None:
+            self.metrics.time_to_first_token.observe(ttft_s)
+
+    def finish(self) -> None:
+        """Write the last piece. Raises the error that ended the text."""
+        end = self._transcript.end
+        if end is None:
+            raise EngineFailed("the generation ended without a finish reason")
+        if isinstance(end, TandemError):
+            raise end
+        timings = self.generation.timings
+        timings.num_output_tokens = self.num_tokens
+        self.metrics.duration.observe(timings.finish())
+        self._sink.write(end)
 
 
 def _refresh(files: ReloadedFiles) -> None:

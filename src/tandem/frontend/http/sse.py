@@ -179,18 +179,15 @@ class EventStream:
         self._outbox.put(transport, events)
         return transport.get_write_buffer_size() < _ROOM_BYTES
 
-    async def drain(self) -> bool:
+    async def drain(self) -> None:
         """Start the response if it has events, then wait until the write buffer has room.
-
-        Returns:
-            True if the stream has started, and thus has room for more events.
 
         Raises:
             ConnectionError: The client has disconnected, or was disconnected because it stopped reading.
         """
         if not self.is_started:
             if not self._pending:
-                return False
+                return
             await self._start()
         if self.request.transport is None:
             raise ConnectionResetError("the client has disconnected")
@@ -198,7 +195,6 @@ class EventStream:
         if transport is not None and transport.get_write_buffer_size() >= _ROOM_BYTES:
             self._outbox.flush()
             await self._with_stall_timeout(self.request.writer.drain())
-        return transport is not None
 
     async def finish(self, last: bytes) -> web.StreamResponse:
         """Send the last events and end the stream. Returns the response for aiohttp.

@@ -74,8 +74,8 @@ class Sink(Protocol):
         Must neither block nor raise.
         """
 
-    async def drain(self) -> bool:
-        """Wait until the client has caught up. Return whether there is room for more.
+    async def drain(self) -> None:
+        """Wait until the client has caught up.
 
         Raises:
             ConnectionError: The client has disconnected.
@@ -83,7 +83,7 @@ class Sink(Protocol):
 
 
 class Transcript:
-    """Converts the backend's deltas of one generation to pieces. Also the generation's `Tap`.
+    """Writes the pieces of one generation to a sink, except the last one. A `TokenReceiver`.
 
     The text does not depend on how tokens are grouped: with stops, tokens are processed one by one, and
     tokens after the match are dropped.
@@ -93,13 +93,13 @@ class Transcript:
 
     Attributes:
         num_tokens: Tokens processed so far, without those after a stop.
-        has_room: True while the sink has room. Also set by `Edge.run` after `drain`.
+        has_room: Whether the sink has room.
+        end: The last piece, or the error that ended the text. The caller writes it once no node holds the request.
     """
 
     __slots__ = (
         "_cached_tokens",
         "_detokenizer",
-        "_end",
         "_gaps",
         "_held",
         "_is_plain",
@@ -108,6 +108,7 @@ class Transcript:
         "_rules",
         "_sink",
         "_stops",
+        "end",
         "has_room",
         "num_tokens",
     )
@@ -118,7 +119,7 @@ class Transcript:
         self._rules, self._detokenizer = rules, detokenizer
         self._sink, self._gaps = sink, gaps
         self._last_token_s = 0.0  # 0: no token yet
-        self.has_room = False
+        self.has_room = True
         self._stops = _stops(rules)
         self._is_plain = not (
             rules.patterns or rules.min_new_tokens or rules.is_silent or rules.stream_interval > 1
@@ -126,58 +127,66 @@ class Transcript:
         self._held = EMPTY_PIECE
         self.num_tokens = self._cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprobs] = []
-        self._end: TextPiece | TandemError | None = None
+        self.end: TextPiece | TandemError | None = None
 
-    def take(self, delta: TokenDelta) -> TextPiece | None:
-        """Return the next piece. None: there is nothing to show yet.
+    @property
+    def is_ended(self) -> bool:
+        """Whether the text has ended."""
+        return self.end is not None
 
-        Must not be called after a piece with an ending.
-
-        Raises:
-            InvalidRequest: A stop pattern takes too long on this text.
-        """
+    def take(self, delta: TokenDelta) -> None:
+        """Process the next delta. What follows the end is ignored."""
+        if self.end is not None:
+            return
         self._cached_tokens = max(self._cached_tokens, delta.cached_tokens)
         self._prompt_logprobs += delta.prompt_logprobs
-        if self._end is not None:  # `delta` starts with tokens that `take_ordinary` has processed
-            if isinstance(self._end, TandemError):
-                raise self._end
-            return self._end
-        if not delta.token_ids and delta.finish is None:
-            return None
-        return self._read(delta.token_ids, delta.finish, delta.logprobs)
+        if delta.token_ids or delta.finish is not None:
+            self._process(delta.token_ids, delta.finish, delta.logprobs)
 
     def take_ordinary(self, token_ids: Sequence[int]) -> bool:
-        """Write tokens to the sink immediately. False: the caller must send them as a delta.
-
-        Tokens that complete a stop are processed here, but their piece is kept for `take`, because a tap cannot
-        end the generation.
-        """
-        if not self.has_room or self._end is not None:
+        """Process tokens that have no other fields. False: there is no room, or they end the text."""
+        if not self.has_room or self.end is not None:
             return False
         stops = self._stops
-        if self._is_plain and (stops is None or len(token_ids) == 1):
-            # A fast path of `_read` without its branches, because most tokens arrive here.
-            self.num_tokens += len(token_ids)
-            self._record_gap(len(token_ids))
-            text, ending = self._detokenizer.push(token_ids), None
-            if stops is not None:
-                text = stops.push(text)
-                ending = None if stops.matched is None else Ending("stop", stops.matched)
-            piece = TextPiece(text, token_ids, self._cached_tokens, ending)
-        else:
-            try:
-                read = self._read(token_ids)
-            except TandemError as error:
-                self._end = error
-                return False
-            if read is None:  # held back
-                return True
-            piece = read
-        if piece.ending is not None:
-            self._end = piece
+        if not self._is_plain or not (stops is None or len(token_ids) == 1):
+            self._process(token_ids)
+            return self.end is None
+        # A fast path of `_process` without its branches, because most tokens arrive here.
+        self.num_tokens += len(token_ids)
+        self._record_gap(len(token_ids))
+        text, ending = self._detokenizer.push(token_ids), None
+        if stops is not None:
+            text = stops.push(text)
+            ending = None if stops.matched is None else Ending("stop", stops.matched)
+        piece = TextPiece(text, token_ids, self._cached_tokens, ending)
+        if ending is not None:
+            self.end = piece
             return False
         self.has_room = self._sink.write(piece)
         return True
+
+    async def drain(self) -> None:
+        """Wait until the sink has room."""
+        await self._sink.drain()
+        self.has_room = True
+
+    def _process(
+        self,
+        ids: Sequence[int],
+        finish: Finish | None = None,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
+        try:
+            piece = self._read(ids, finish, logprobs)
+        except TandemError as error:  # a stop pattern takes too long on this text
+            self.end = error
+            return
+        if piece is None:
+            return
+        if piece.ending is not None:
+            self.end = piece
+        else:
+            self.has_room = self._sink.write(piece)
 
     def _record_gap(self, num_tokens: int) -> None:
         now_s = time.perf_counter()
@@ -190,8 +199,8 @@ class Transcript:
     def _read(
         self,
         ids: Sequence[int],
-        finish: Finish | None = None,
-        logprobs: Sequence[TokenLogprobs] = (),
+        finish: Finish | None,
+        logprobs: Sequence[TokenLogprobs],
     ) -> TextPiece | None:
         if ids:
             self._record_gap(len(ids))

@@ -168,7 +168,7 @@ async def _answer(starts: Sequence[tuple[Node, Start]]) -> list[int]:
         for node, start in starts:
             if node.client is None:
                 raise PeerLost(f"{node.role} node {node.url} was lost")
-            streams.append(node.client.generate(start, wake))
+            streams.append(node.client.generate(start, wake.set))
         while True:
             for stream in streams:
                 while (delta := stream.take()) is not None:

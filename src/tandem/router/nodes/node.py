@@ -120,7 +120,7 @@ class NodeWork:
             self._num_to_compute = 0
 
     def finish(self) -> None:
-        """Release the share of a half that is done. Its later messages wake no reader. Safe to call twice."""
+        """Release the share of a half that is done. Its later messages are not reported. Safe to call twice."""
         if not self.is_finished:
             self.is_finished = True
             self._node.record_outcome(self.stream.failure, self._num_failed_before)
@@ -362,10 +362,13 @@ class Node:
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
-    def start(self, start: Start, wake: asyncio.Event, num_to_compute: int = 0) -> NodeWork:
+    def start(
+        self, start: Start, on_change: Callable[[], None], num_to_compute: int = 0
+    ) -> NodeWork:
         """Start an attempt on this node, or one half of it.
 
         Args:
+            on_change: Called when its stream has a delta or a failure.
             num_to_compute: Prompt tokens that the node computes itself, in an attempt on this node alone.
 
         Raises:
@@ -373,7 +376,7 @@ class Node:
         """
         if self.client is None:
             raise PeerLost(f"{self.role} node {self.url} was lost")
-        stream = self.client.generate(start, wake)
+        stream = self.client.generate(start, on_change)
         return NodeWork(self, stream, len(start.request.prompt_ids), num_to_compute)
 
     def record_outcome(self, failure: TandemError | None, num_failed_before: int) -> None:

@@ -6,7 +6,7 @@ Each model has its own queue, places and adapters. All models share the limits o
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -27,8 +27,8 @@ from tandem.router.serving.suspects import Suspects
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import NoNodeAvailable, PeerLost, TandemError
 from tandem.wire.generation import GenerateRequest
-from tandem.wire.messages import NodeLoad, TokenDelta
-from tandem.wire.token_stream import Tap
+from tandem.wire.messages import NodeLoad
+from tandem.wire.token_stream import TokenReceiver
 
 log = get_logger(__name__)
 
@@ -158,44 +158,40 @@ class ClusterBackend:
     async def generate(
         self,
         request: GenerateRequest,
+        receiver: TokenReceiver,
         bootstrap: Bootstrap | None = None,
-        tap: Tap | None = None,
         model: str = "",
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Wait for admission and yield the tokens of one request; see `Backend`.
+    ) -> None:
+        """Wait for admission and run one request; see `Backend`.
 
         Args:
             bootstrap: Unused, because this router pairs the nodes itself.
         """
         fleet = self._cluster.fleet(model)
         admission, metrics = self._entry(fleet, model).admission, self._metrics.of(model)
-        timeline, running = RequestTimeline(), Request(self._shared, fleet)
+        timeline, running = RequestTimeline(), Request(self._shared, fleet, receiver)
         self._requests[request.request_id] = held = running, admission
         try:
             async with admission.admitted(request) as admitted:
                 if admitted is None:
-                    yield Progress(request).aborted()
+                    receiver.take(Progress(request, receiver).aborted())
                     return
                 timeline.end("queue")
-                progress = Progress(admitted.request, tap, timeline=timeline)
+                progress = Progress(admitted.request, receiver, timeline=timeline)
                 outcome = "failed"
                 with (
                     metrics.in_flight.track_inprogress(),
                     self._groups.entered(progress.group) as group,
                 ):
                     try:
-                        running.begin(progress, group)
-                        while (delta := await running.next()) is not None:
-                            if delta.finish is not None:
-                                # Set before the yield: the reader may close the generator there.
-                                outcome = "finished"
-                            yield delta
-                    except (GeneratorExit, asyncio.CancelledError):
-                        outcome = "finished" if progress.is_finished else "cancelled"
+                        await running.run(progress, group)
+                        outcome = "finished"
+                    except (ConnectionError, asyncio.CancelledError):
+                        outcome = "finished" if receiver.is_ended else "cancelled"
                         raise
                     except TandemError:
                         running.release()
-                        yield progress.final_timings()
+                        receiver.take(progress.final_timings())
                         raise
                     finally:
                         running.release()

@@ -19,7 +19,7 @@ import msgspec
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import Finish, GenerateRequest, Phase, RequestId, TokenLogprobs
 from tandem.wire.messages import TokenDelta
-from tandem.wire.token_stream import Tap
+from tandem.wire.token_stream import TokenReceiver
 
 
 class RequestTimeline:
@@ -72,7 +72,7 @@ class Progress:
     """The tokens that a request's client has received, and the part that is left.
 
     Args:
-        tap: Receives ordinary tokens directly; see `Backend.generate`.
+        receiver: Receives ordinary tokens directly.
         clock: Clock of the request's deadline, which counts from now.
 
     Attributes:
@@ -84,7 +84,7 @@ class Progress:
     def __init__(
         self,
         request: GenerateRequest,
-        tap: Tap | None = None,
+        receiver: TokenReceiver,
         clock: Callable[[], float] = time.monotonic,
         timeline: RequestTimeline | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class Progress:
         self.sent_ids: list[int] = []
         self.next_index = request.num_prior_tokens
         self.is_finished = False
-        self._request, self._tap = request, tap
+        self._request, self._take_ordinary = request, receiver.take_ordinary
         self._clock, self._started = clock, clock()
         start = request.logprobs.prompt_start if request.logprobs is not None else -1
         self._next_position = start if start >= 0 else len(request.prompt_ids)
@@ -164,9 +164,8 @@ class Progress:
         return new
 
     def take_ordinary_at(self, index: int, token_ids: Sequence[int]) -> bool:
-        """Pass tokens to the tap if they are the next ones. Implements `StreamTap`."""
-        tap = self._tap
-        if index != self.next_index or tap is None or not tap.take_ordinary(token_ids):
+        """Pass tokens to the receiver if they are the next ones. Implements `OrdinaryTokens`."""
+        if index != self.next_index or not self._take_ordinary(token_ids):
             return False
         self.sent_ids += token_ids
         self.next_index = index + len(token_ids)

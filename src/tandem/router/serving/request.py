@@ -1,4 +1,4 @@
-"""One request from admission to its last token. A single task pulls the tokens from here.
+"""One request from admission to its last token. Its task chooses the pairs, and the links' callbacks pass on the tokens.
 
 ```
  choose a pair ──▶ attempt 0 on (prefill, decode), or on decode alone ──finish──▶ done
@@ -6,8 +6,8 @@
    └────────────────────┘ a different pair, prompt + sent tokens, the index continues
 ```
 
-Streams, nodes that come up and an abort all set the same event. `Replays` decides by the error of an attempt whether
-another attempt follows:
+The end of an attempt, nodes that come up and an abort all set the same event. `Replays` decides by the error of an
+attempt whether another attempt follows:
 
 ```
  an error that a retry cannot fix ────────────────────────────▶ the client gets it
@@ -20,6 +20,7 @@ another attempt follows:
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem.frontend.timings import RESAMPLED
@@ -43,6 +44,7 @@ from tandem.wire.errors import (
     TandemError,
 )
 from tandem.wire.messages import StartColocated, TokenDelta
+from tandem.wire.token_stream import Relay, TokenReceiver
 
 log = get_logger(__name__)
 
@@ -138,7 +140,7 @@ class Attempt:
     """One attempt at a request: its two halves on a pair, or all of it on decode. Its owner must call `release`.
 
     Args:
-        wake: Set whenever a message arrives.
+        on_change: Called whenever a message arrives.
 
     Raises:
         TandemError: A node was lost after it had been chosen, or rejects the request. Nothing remains to be released.
@@ -153,7 +155,7 @@ class Attempt:
         progress: Progress,
         pair: Pair,
         number: int,
-        wake: asyncio.Event,
+        on_change: Callable[[], None],
     ) -> None:
         cluster = shared.cluster
         self._progress, self._pair = progress, pair
@@ -165,13 +167,13 @@ class Attempt:
         if not pair.prefill:
             start = StartColocated(request=request, attempt=number)
             num_cached = RoutingRequest.of(request).cached_tokens(cluster.view(pair.decode))
-            self._decode = decode.start(start, wake, tokens_to_compute(request, num_cached))
+            self._decode = decode.start(start, on_change, tokens_to_compute(request, num_cached))
         else:
             prefill = cluster.node(pair.prefill)
             start_decode, start_prefill = halves(request, prefill, number)
-            self._decode = decode.start(start_decode, wake)
+            self._decode = decode.start(start_decode, on_change)
             try:
-                self._prefill = prefill.start(start_prefill, wake)
+                self._prefill = prefill.start(start_prefill, on_change)
             except TandemError:
                 self._decode.release()
                 raise
@@ -180,25 +182,20 @@ class Attempt:
     def take(self) -> TokenDelta | None:
         """Return the next delta that is new to the client, or None.
 
+        Once decode has sent a token, only its tokens can follow. Ordinary ones then go to the client directly.
+
         Raises:
             TandemError: A half failed before the request ended.
         """
-        self._decode.stream.tap = None
         while not self._progress.is_finished and (arrived := self._next()) is not None:
             node, delta = arrived
             if delta.phases:
                 self._progress.timeline.add(delta.phases, node)
             if new := self._progress.accept(delta):
                 return new
-        return None
-
-    def open_tap(self) -> None:
-        """Pass ordinary tokens of decode directly to the client, until another message arrives.
-
-        This is possible once decode has sent a token: from then on only its tokens can follow.
-        """
         if self.is_decoding:
-            self._decode.stream.tap = self._progress
+            self._decode.stream.direct = self._progress
+        return None
 
     def release(self) -> None:
         """Cancel the halves that still run, and release their shares of both nodes. Safe to call twice."""
@@ -255,16 +252,17 @@ class RequestAborted(Exception):
 
 
 class Request:
-    """One admitted request. After `begin`, its task awaits `next` until that returns None, then calls `release`.
+    """One request. Once it is admitted, its task awaits `run` and then calls `release`.
 
     Args:
         fleet: The nodes of its model.
     """
 
-    def __init__(self, shared: RequestContext, fleet: Fleet) -> None:
+    def __init__(self, shared: RequestContext, fleet: Fleet, receiver: TokenReceiver) -> None:
         self._shared, self._cluster, self._fleet = shared, shared.cluster, fleet
         self._replays = Replays(shared.max_attempts)
-        self._wake = asyncio.Event()
+        self._receiver, self._wake = receiver, asyncio.Event()
+        self._relay = Relay(receiver, self._wake)
         self._is_aborted = False
         self._fingerprint = ""
         # Name of its prompt while that is suspected, and its losses; see `Suspects`.
@@ -275,48 +273,52 @@ class Request:
         self._failed: set[Pair] = set()
         self._last_error: TandemError | None = None
 
-    def begin(self, progress: Progress, group: PairGroup) -> None:
-        """Start serving `progress`, until `release`."""
+    def abort(self) -> None:
+        """End the request with reason `abort`, also while it waits."""
+        self._is_aborted = True
+        self._relay.fail(RequestAborted())
+
+    async def run(self, progress: Progress, group: PairGroup) -> None:
+        """Serve `progress` until its receiver has ended.
+
+        Raises:
+            TandemError: The request failed, and no further attempt follows.
+            ConnectionError: The client has disconnected.
+        """
         self._progress, self._group = progress, group
         self._suspect, self._num_lost = self._shared.suspects.known(
             progress.request, self._fleet.name
         )
-
-    def abort(self) -> None:
-        """End the request with reason `abort`, also while it waits."""
-        self._is_aborted = True
-        self._wake.set()
-
-    async def next(self) -> TokenDelta | None:
-        """Wait for the next delta that is new to the client; None after the last.
-
-        Raises:
-            TandemError: The request failed, and no further attempt follows.
-        """
         try:
-            while not self._progress.is_finished:
+            while not self._receiver.is_ended:
                 self._check_aborted()
                 if self._pair is None:
                     self._pair = await self._choose_pair()
                     self._check_continuation(self._pair)
                 try:
-                    attempt = self._attempt or self._begin_attempt(self._pair)
-                    delta = attempt.take()
+                    await self._serve(self._pair)
                 except TandemError as error:
                     await self._lose(self._pair, error)
-                    continue
-                if self._suspect and (attempt.is_decoding or self._progress.is_finished):
-                    self._shared.suspects.clear(self._suspect)
-                    self._shared.suspects.end(self._wake)
-                    self._suspect = ""
-                if delta is not None:
-                    return delta
-                attempt.open_tap()
-                await self._wake.wait()
-                self._wake.clear()
         except RequestAborted:
-            return self._progress.aborted()
-        return None
+            self._receiver.take(progress.aborted())
+
+    async def _serve(self, pair: Pair) -> None:
+        """Make one attempt on a pair. Raises `TandemError` if it fails."""
+        number, self._number = self._number, self._number + 1
+        attempt = Attempt(self._shared, self._progress, pair, number, self._relay.changed)
+        self._attempt = attempt
+        await self._relay.run(self._take_unsuspected if self._suspect else attempt.take)
+
+    def _take_unsuspected(self) -> TokenDelta | None:
+        """Return the next delta. A token of decode clears the suspected prompt."""
+        attempt = self._attempt
+        assert attempt is not None
+        delta = attempt.take()
+        if self._suspect and (attempt.is_decoding or self._progress.is_finished):
+            self._shared.suspects.clear(self._suspect)
+            self._shared.suspects.end(self._wake)
+            self._suspect = ""
+        return delta
 
     def _check_aborted(self) -> None:
         if self._is_aborted:
@@ -384,13 +386,6 @@ class Request:
     async def _are_alive(self, pair: Pair) -> bool:
         clients = [self._cluster.node(url).client for url in pair.urls]
         return all([client is not None and await client.is_alive() for client in clients])
-
-    def _begin_attempt(self, pair: Pair) -> Attempt:
-        number, self._number = self._number, self._number + 1
-        self._wake.clear()
-        self._check_aborted()
-        self._attempt = Attempt(self._shared, self._progress, pair, number, self._wake)
-        return self._attempt
 
     def release(self) -> None:
         """Release the running attempt. Safe to call twice."""
