@@ -38,10 +38,11 @@ def make_link(inbox: Inbox[ToEngine], on_messages=lambda _: None) -> AsyncLink[F
 async def send_when_connected(link: AsyncLink[FromEngine], message) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            try:
-                return link.send(message)
-            except PeerLost:
-                await asyncio.sleep(0)
+            with contextlib.suppress(PeerLost):
+                link.send(message)
+                break
+            await asyncio.sleep(0)
+    await asyncio.sleep(0)  # it is sent in the loop's next turn
 
 
 def send_soon(link: Link[FromEngine], send) -> None:
@@ -120,6 +121,24 @@ async def test_link_is_lost_when_its_inbox_closes():
     with pytest.raises(PeerLost):
         link.send(Ping())
     link.close()
+
+
+async def test_link_is_lost_if_it_cannot_send_what_it_has_accepted(monkeypatch):
+    inbox = make_inbox()
+    link = make_link(inbox)
+    await send_when_connected(link, Ping())
+
+    def broken(_frames):
+        raise PeerLost("no connection")
+
+    monkeypatch.setattr(link._link, "send_frames", broken)
+    link.send(Ping())
+    async with asyncio.timeout(PATIENCE_S):
+        await link.wait_lost()
+    with pytest.raises(PeerLost):
+        link.send(Ping())
+    link.close()
+    inbox.close()
 
 
 async def test_backlog_of_messages_does_not_starve_other_tasks():

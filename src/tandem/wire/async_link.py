@@ -15,7 +15,7 @@ from tandem.wire.messages import Message
 # Messages per callback. A backlog of steps is merged, and other tasks still get their turn.
 MAX_DRAINED = 64
 # A plain int: `&` on the enum takes a third of a poll's time.
-_READABLE = int(zmq.POLLIN)
+_READABLE, _WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 
 class AsyncLink(Generic[In]):
@@ -44,6 +44,7 @@ class AsyncLink(Generic[In]):
         self._link: Link[In] = Link(address, incoming, key, heartbeat)
         self.address, self._on_messages = address, on_messages
         self._loop = asyncio.get_running_loop()
+        self._unsent: list[bytes] = []
         self._lost = asyncio.Event()
         self._failure: Exception | None = None
         self._monitor_fd = self._link.handshakes.monitor.fileno()
@@ -79,19 +80,32 @@ class AsyncLink(Generic[In]):
         return self._link.handshakes.reason
 
     def send(self, message: Message) -> None:
-        """Send without waiting.
+        """Send without waiting, in the loop's next turn.
+
+        Messages of one turn leave together, because a wake of libzmq's thread costs as much as several frames. A link
+        that cannot send them is lost.
 
         Raises:
             PeerLost: The link is not connected, was lost or is closed.
+            MessageTooLarge: The frame exceeds the limit.
         """
         if self._lost.is_set() or self._link.socket.closed:
             raise PeerLost(f"link to {self.address} was lost or closed")
-        try:
-            self._link.send(message)
-        finally:
-            # The send may have consumed the descriptor's edge: poll again, outside the caller's stack.
-            if self._is_readable():
-                self._loop.call_soon(self._receive)
+        frame = self._link.frame_of(message)
+        if not self._unsent:
+            if not self._events() & _WRITABLE:
+                raise PeerLost(f"no connection to {self.address}")
+            self._loop.call_soon(self._flush)
+        self._unsent.append(frame)
+
+    def _flush(self) -> None:
+        frames, self._unsent = self._unsent, []
+        if frames and not self._link.socket.closed:
+            try:
+                self._link.send_frames(frames)
+            except PeerLost:
+                self._lost.set()
+            self._events()
 
     async def wait_lost(self) -> None:
         """Return when the established connection is lost: reset, closed, or silent for too long.
@@ -106,14 +120,22 @@ class AsyncLink(Generic[In]):
         if self._failure is not None:
             raise self._failure
 
-    def _is_readable(self) -> bool:
+    def _events(self) -> int:
+        """Return what the socket is ready for. If it is readable, schedule a receive: this consumes the descriptor's edge."""
+        events = self._ready()
+        if events & _READABLE:
+            self._loop.call_soon(self._receive)
+        return events
+
+    def _ready(self) -> int:
         # A heartbeat signals the descriptor too. Reading EVENTS clears it at half the cost of a failed receive.
-        return bool(int(self._link.socket.getsockopt(zmq.EVENTS)) & _READABLE)
+        return int(self._link.socket.getsockopt(zmq.EVENTS))
 
     def _receive(self) -> None:
         messages: list[In] = []
-        while len(messages) < MAX_DRAINED and not self._link.socket.closed and self._is_readable():
-            if (message := self._link.receive()) is not None:
+        link = self._link
+        while len(messages) < MAX_DRAINED and not link.socket.closed and self._ready() & _READABLE:
+            if (message := link.receive()) is not None:
                 messages.append(message)
         if messages and not self._lost.is_set():
             try:
@@ -132,6 +154,7 @@ class AsyncLink(Generic[In]):
     def close(self) -> None:
         """Close the socket, as `Link.close`. Safe to call twice."""
         if not self._link.socket.closed:
+            self._flush()
             self._loop.remove_reader(self._fd)
             self._loop.remove_reader(self._monitor_fd)
             self._link.close()

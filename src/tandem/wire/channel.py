@@ -20,7 +20,7 @@ import errno
 import itertools
 import resource
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
@@ -433,8 +433,17 @@ class Link(Generic[In]):
         Raises:
             PeerLost: The link is not connected.
         """
+        self.send_frames([self.frame_of(message)])
+
+    def frame_of(self, message: Message) -> bytes:
+        """Return the frame of a message for `send_frames`. Raises `MessageTooLarge`."""
+        return self._codec.encode(message)
+
+    def send_frames(self, frames: Iterable[bytes]) -> None:
+        """Send frames without blocking. Raises `PeerLost` if the link is not connected."""
         try:
-            self.socket.send(self._codec.encode(message), zmq.NOBLOCK)
+            for frame in frames:
+                self.socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             raise PeerLost(f"no connection to {self.address}: {error.strerror}") from error
 
