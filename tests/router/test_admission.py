@@ -163,18 +163,19 @@ class Rig:
 
     async def serve(self, name, **fields):
         """Be admitted, and stay until the test has the request leave."""
-        async with self.admission.admitted(request(request_id=name, **fields)) as admitted:
-            if admitted is None:
-                self.seen.append("abort")
-                return
-            self.lengths[name] = len(admitted.request.prompt_ids)
-            self.inside.append(name)
-            self.seen.append(admitted.request)
-            self.ends[name] = asyncio.Event()
-            try:
-                await self.ends[name].wait()
-            finally:
-                self.inside.remove(name)
+        admitted = await self.admission.admit(request(request_id=name, **fields))
+        if admitted is None:
+            self.seen.append("abort")
+            return
+        self.lengths[name] = len(admitted.request.prompt_ids)
+        self.inside.append(name)
+        self.seen.append(admitted.request)
+        self.ends[name] = asyncio.Event()
+        try:
+            await self.ends[name].wait()
+        finally:
+            self.inside.remove(name)
+            admitted.end(0)
 
     async def leave(self, name):
         self.ends[name].set()
@@ -467,8 +468,8 @@ async def test_room_counts_nodes_of_the_last_served_model():
         await settled()
         refused = pytest.raises(Overloaded) if up else contextlib.nullcontext()
         with refused:
-            async with admission.admitted(request()) as admitted:
-                assert admitted is not None
+            admitted = await admission.admit(request())
+            admitted.end(0)
 
 
 @in_virtual_time
@@ -483,8 +484,8 @@ async def test_disabled_admission_starts_all_requests_immediately():
 @in_virtual_time
 async def test_key_token_budget_counts_prompt_and_output():
     rig = Rig(num_places=9, keys=KeyUsage({"default": KeyLimit(tokens_per_minute=60)}))
-    async with rig.admission.admitted(request(prompt_ids=range(1, 31), client="k")) as admitted:
-        admitted.count_output(60)
+    admitted = await rig.admission.admit(request(prompt_ids=range(1, 31), client="k"))
+    admitted.end(60)
     with pytest.raises(RateLimited) as refused:
         await rig.serve("b", client="k")
     # 90 of 60 are used, and three more are asked for, at one a second.

@@ -33,14 +33,14 @@ def test_hand_overs_use_no_attempt_and_are_bounded():
 
 def test_group_keeps_its_pair_until_its_last_request_ends():
     groups = PairGroups()
-    with groups.entered("g") as first, groups.entered("h") as other, groups.entered("") as alone:
-        first.pair = PAIR
-        with pytest.raises(RuntimeError), groups.entered("g"):
-            raise RuntimeError
-        with groups.entered("g") as second, groups.entered("") as also_alone:
-            assert second.pair == PAIR
-            assert other.pair is alone.pair is also_alone.pair is None
-        assert len(groups) == 2
+    first, other, alone = groups.enter("g"), groups.enter("h"), groups.enter("")
+    first.pair = PAIR
+    assert groups.enter("g").pair == PAIR
+    assert other.pair is alone.pair is groups.enter("").pair is None
+    groups.leave("g")
+    groups.leave("")
+    assert len(groups) == 2
+    groups.leave("g")
+    groups.leave("h")
     assert len(groups) == 0
-    with groups.entered("g") as later:
-        assert later.pair is None
+    assert groups.enter("g").pair is None

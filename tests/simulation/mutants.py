@@ -205,9 +205,7 @@ MUTANTS = {
         "an answer that began ends with its deadline": changed(
             Progress, "remaining_s", _always_left
         ),
-        "admission keeps the place of a finished request": changed(
-            Admission, "_release_place", _nothing
-        ),
+        "admission keeps the place of a finished request": changed(Admission, "release", _nothing),
         "an abort reaches only those that run": changed(ClusterBackend, "abort", _abort_on_nodes),
     },
 }

@@ -13,8 +13,7 @@ take turns. The queue does not predict waiting times from past load: while it ha
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -330,19 +329,24 @@ def _room_tokens(node: NodeSnapshot) -> float:
 
 
 class Admitted:
-    """A request that has started and holds a place.
+    """A request that has started. It holds a place until its owner calls `end`.
 
     Attributes:
         request: The request for the nodes: without its client, and with the remaining time as its deadline.
     """
 
-    def __init__(self, request: GenerateRequest, usage: KeyState | None) -> None:
-        self.request, self._usage = request, usage
+    def __init__(
+        self, admission: "Admission", request: GenerateRequest, usage: KeyState | None
+    ) -> None:
+        self.request = request
+        self._admission, self._usage = admission, usage
 
-    def count_output(self, num_tokens: int) -> None:
-        """Count the tokens of its answer against the limits of its key."""
+    def end(self, num_output_tokens: int) -> None:
+        """Release the place, and count the tokens of the answer against the limits of the key."""
+        self._admission.release(len(self.request.prompt_ids))
         if self._usage is not None:
-            self._usage.count_output(num_tokens, _now())
+            self._usage.count_output(num_output_tokens, _now())
+            self._usage.finish()
 
 
 class Admission:
@@ -385,12 +389,8 @@ class Admission:
             "waiting": len(self._futures) + len(self._by_id),
         }
 
-    @asynccontextmanager
-    async def admitted(self, request: GenerateRequest) -> AsyncIterator[Admitted | None]:
-        """Wait until a request may start, and hold its place inside the block.
-
-        Yields:
-            The started request; None if it was aborted while it waited.
+    async def admit(self, request: GenerateRequest) -> Admitted | None:
+        """Wait until a request may start. None: it was aborted while it waited.
 
         Raises:
             Overloaded, RateLimited: It may not start; carries the time of a retry.
@@ -398,18 +398,19 @@ class Admission:
         """
         arrived_s = _now()
         deadline = None if request.deadline_s is None else arrived_s + request.deadline_s
-        usage = self._begin(request, arrived_s)
+        usage, is_started = self._begin(request, arrived_s), False
         try:
-            if not await self._enter(request, arrived_s, deadline):
-                yield None
-                return
-            try:
-                yield Admitted(_for_nodes(request, deadline), usage)
-            finally:
-                self._release_place(len(request.prompt_ids))
+            is_started = await self._enter(request, arrived_s, deadline)
         finally:
-            if usage is not None:
+            if usage is not None and not is_started:
                 usage.finish()
+        return Admitted(self, _for_nodes(request, deadline), usage) if is_started else None
+
+    def release(self, num_tokens: int) -> None:
+        """Release the place of a request with so many prompt tokens."""
+        self._num_started -= 1
+        self._started_tokens -= num_tokens
+        self.schedule_start()
 
     def check(self, client: str, priority: int) -> None:
         """Raise `Overloaded` if a request of this client would find neither a place nor room in the queue."""
@@ -490,7 +491,7 @@ class Admission:
             self._queue.leave(waiting)
             metrics.queued.dec()
             if not is_started and _has_started(future):  # started and cancelled at the same moment
-                self._release_place(waiting.num_tokens)
+                self.release(waiting.num_tokens)
         return is_started
 
     def _start_waiting(self) -> None:
@@ -509,11 +510,6 @@ class Admission:
         self._started_tokens += num_tokens
         self._places = self._places.without(1, num_tokens)
         self.metrics.queue_wait.observe(now - arrived_s)
-
-    def _release_place(self, num_tokens: int) -> None:
-        self._num_started -= 1
-        self._started_tokens -= num_tokens
-        self.schedule_start()
 
     def _is_open(self, now: float) -> bool:
         has_place = bool(self.places(now))

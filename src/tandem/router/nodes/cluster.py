@@ -53,7 +53,8 @@ class Roster:
         self.version = 0
         self.on_change: Callable[[], None] = lambda: None
         self._nodes: dict[str, Node] = {}
-        self._changed: dict[str, None] = {}
+        # Whether only counts have changed, by URL.
+        self._changed: dict[str, bool] = {}
         self._outlines: dict[str, tuple[object, ...]] = {}
         self._snapshots: dict[str, dict[str, NodeSnapshot]] = {role: {} for role in sorted(ROLES)}
         self._candidates: dict[tuple[str, str, str], Candidates] = {}
@@ -73,16 +74,20 @@ class Roster:
     def add(self, node: Node) -> None:
         """Add a node, whose `on_change` must be `note_change`."""
         self._nodes[node.url] = node
-        self.note_change(node)
+        self.note_change(node, is_count=False)
 
     def remove(self, node: Node) -> None:
         """Forget a node."""
         del self._nodes[node.url]
-        self.note_change(node)
+        self.note_change(node, is_count=False)
 
-    def note_change(self, node: Node) -> None:
-        """Reread this node before the next snapshot."""
-        self._changed[node.url] = None
+    def note_change(self, node: Node, is_count: bool) -> None:
+        """Reread this node before the next snapshot.
+
+        Args:
+            is_count: Whether only its counts of requests and tokens have changed.
+        """
+        self._changed[node.url] = is_count and self._changed.get(node.url, True)
         self.on_change()
 
     def snapshot(self) -> ClusterSnapshot:
@@ -105,10 +110,18 @@ class Roster:
 
     def refresh(self) -> None:
         """Reread the nodes that have changed."""
-        for url in self._changed:
-            self._refresh_node(url)
-            self._is_stale = True
+        if not self._changed:
+            return
+        for url, is_count in self._changed.items():
+            if not is_count:
+                self._refresh_node(url)
+            if (node := self._nodes.get(url)) is not None and node.role in self._snapshots:
+                self._snapshots[node.role][url] = snapshot = node.snapshot()
+                # Adapters that all nodes have share their candidates.
+                for candidates in set(self._candidates.values()):
+                    candidates.put(snapshot)
         self._changed.clear()
+        self._is_stale = True
 
     def _refresh_node(self, url: str) -> None:
         node = self._nodes.get(url)
@@ -119,12 +132,7 @@ class Roster:
         if node is None:
             del self._outlines[url]
         for role, snapshots in self._snapshots.items():
-            if node is not None and node.role == role:
-                snapshots[url] = snapshot = node.snapshot()
-                # Adapters that all nodes have share their candidates.
-                for candidates in set(self._candidates.values()):
-                    candidates.put(snapshot)
-            else:
+            if node is None or node.role != role:
                 snapshots.pop(url, None)
 
 

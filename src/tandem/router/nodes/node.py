@@ -22,6 +22,8 @@ While it is aside, it gets requests only if no other node is left.
 import asyncio
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from tandem.frontend.text.tokenizer import Tokenizer
 from tandem.router.config import host_of
 from tandem.router.membership.membership import Member
@@ -150,7 +152,8 @@ class Node:
     """The node at one URL, across restarts of its process.
 
     Args:
-        on_change: Called with the node when the result of `snapshot` may have changed.
+        on_change: Called with the node when the result of `snapshot` may have changed, and whether only its counts of
+            requests and tokens have.
         known: Cached prefixes of all nodes and their tiers.
 
     Attributes:
@@ -172,7 +175,7 @@ class Node:
         url: str,
         role: str,
         bootstrap_port: int | None = None,
-        on_change: "Callable[[Node], None]" = lambda _node: None,
+        on_change: "Callable[[Node, bool], None]" = lambda _node, _is_count: None,
         known: KnownPrefixes | None = None,
     ) -> None:
         self.url, self.host, self.role = url, host_of(url), role
@@ -197,6 +200,7 @@ class Node:
         self._backlog_load = _NO_LOAD
         # Kept, because each request takes several snapshots between two changes.
         self._snapshot: NodeSnapshot | None = None
+        self._is_recounted = False
 
     # ── membership ───────────────────────────────────────────────────────────────────────────────
 
@@ -291,7 +295,13 @@ class Node:
     def changed(self) -> None:
         """Discard the last snapshot, which is out of date."""
         self._snapshot = None
-        self._on_change(self)
+        self._on_change(self, False)
+
+    def _recount(self) -> None:
+        """Note that only the counts of the last snapshot are out of date."""
+        self._is_recounted = True
+        # The pause of a node that is put aside may be over.
+        self._on_change(self, not self.failures.num_in_a_row)
 
     def _link_changed(self) -> None:
         if self.client is not None and self.client.lost.is_set():
@@ -406,13 +416,13 @@ class Node:
             self.idle.clear()
         else:
             self.idle.set()
-        self.changed()
+        self._recount()
 
     def count_backlog(self, num_tokens: int) -> None:
         """Count prompt tokens of this edge worker that the node must compute; negative: has computed."""
         self.backlog_tokens()
         self._own_backlog_tokens += num_tokens
-        self.changed()
+        self._recount()
 
     def backlog_tokens(self) -> int:
         """Return the prompt tokens that wait to be computed on this node.
@@ -429,7 +439,7 @@ class Node:
     def count_fresh(self, num_tokens: int) -> None:
         """Count tokens sent to this node, until its next load report."""
         self._fresh_tokens = self.fresh_tokens() + num_tokens
-        self.changed()
+        self._recount()
 
     def fresh_tokens(self) -> int:
         """Return the tokens sent to this node since its last load report."""
@@ -442,7 +452,21 @@ class Node:
         """Return the current snapshot. It is the same object until the node changes."""
         if self._snapshot is None:
             self._snapshot = self._make_snapshot()
+        elif self._is_recounted:
+            # Four times per request: the other fields need not be read again.
+            self._snapshot = replace(self._snapshot, **self._counts())
+        self._is_recounted = False
         return self._snapshot
+
+    def _counts(self) -> dict[str, int]:
+        """Return the fields of a snapshot that each request changes."""
+        return {
+            "in_flight_requests": self.in_flight_requests,
+            "in_flight_tokens": self.in_flight_tokens,
+            # If this process runs nothing here, the requests behind these tokens have ended.
+            "fresh_tokens": self.fresh_tokens() if self.in_flight_requests else 0,
+            "backlog_tokens": self.backlog_tokens(),
+        }
 
     def _make_snapshot(self) -> NodeSnapshot:
         return NodeSnapshot(
@@ -453,15 +477,11 @@ class Node:
             fingerprint=self.info.model.fingerprint if self.info else "",
             reason=self.shown_reason,
             load=self.load,
-            in_flight_requests=self.in_flight_requests,
-            in_flight_tokens=self.in_flight_tokens,
-            # If this process runs nothing here, the requests behind these tokens have ended.
-            fresh_tokens=self.fresh_tokens() if self.in_flight_requests else 0,
             zone=self.zone,
             prefixes=self.prefixes.cached if self.prefixes else NOTHING_CACHED,
             tiers=self.prefixes.tiers if self.prefixes else (),
             takes_prompts=self.info is not None and self.info.takes_prompts,
-            backlog_tokens=self.backlog_tokens(),
+            **self._counts(),
         )
 
 

@@ -15,8 +15,7 @@
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from tandem.router.metrics import RouterMetrics
@@ -55,19 +54,19 @@ class PairGroups:
     def __len__(self) -> int:
         return len(self._groups)
 
-    @contextmanager
-    def entered(self, name: str) -> Iterator[PairGroup]:
-        """Count a request inside the block and yield its group; without a name, a new, unshared group."""
+    def enter(self, name: str) -> PairGroup:
+        """Count a request of a group and return the group; without a name, a new, unshared one."""
         if not name:
-            yield PairGroup()
-            return
+            return PairGroup()
         group = self._groups.setdefault(name, PairGroup())
         group.num_running += 1
-        try:
-            yield group
-        finally:
-            group.num_running -= 1
-            if not group.num_running:
+        return group
+
+    def leave(self, name: str) -> None:
+        """Count the end of a request of a group."""
+        if name:
+            self._groups[name].num_running -= 1
+            if not self._groups[name].num_running:
                 del self._groups[name]
 
 

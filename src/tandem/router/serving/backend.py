@@ -169,34 +169,34 @@ class ClusterBackend:
         """
         fleet = self._cluster.fleet(model)
         admission, metrics = self._entry(fleet, model).admission, self._metrics.of(model)
-        timeline, running = RequestTimeline(), Request(self._shared, fleet, receiver)
+        running = Request(self._shared, fleet, receiver)
         self._requests[request.request_id] = held = running, admission
         try:
-            async with admission.admitted(request) as admitted:
-                if admitted is None:
-                    receiver.take(Progress(request, receiver).aborted())
-                    return
-                timeline.end("queue")
-                progress = Progress(admitted.request, receiver, timeline=timeline)
-                outcome = "failed"
-                with (
-                    metrics.in_flight.track_inprogress(),
-                    self._groups.entered(progress.group) as group,
-                ):
-                    try:
-                        await running.run(progress, group)
-                        outcome = "finished"
-                    except (ConnectionError, asyncio.CancelledError):
-                        outcome = "finished" if receiver.is_ended else "cancelled"
-                        raise
-                    except TandemError:
-                        running.release()
-                        receiver.take(progress.final_timings())
-                        raise
-                    finally:
-                        running.release()
-                        admitted.count_output(len(progress.sent_ids))
-                        metrics.requests[outcome].inc()
+            timeline = RequestTimeline()
+            admitted = await admission.admit(request)
+            if admitted is None:
+                receiver.take(Progress(request, receiver).aborted())
+                return
+            timeline.end("queue")
+            progress = Progress(admitted.request, receiver, timeline=timeline)
+            group, outcome = self._groups.enter(progress.group), "failed"
+            metrics.in_flight.inc()
+            try:
+                await running.run(progress, group)
+                outcome = "finished"
+            except (ConnectionError, asyncio.CancelledError):
+                outcome = "finished" if receiver.is_ended else "cancelled"
+                raise
+            except TandemError:
+                running.release()
+                receiver.take(progress.final_timings())
+                raise
+            finally:
+                running.release()
+                self._groups.leave(progress.group)
+                admitted.end(len(progress.sent_ids))
+                metrics.in_flight.dec()
+                metrics.requests[outcome].inc()
         finally:
             if self._requests.get(request.request_id) is held:
                 del self._requests[request.request_id]
