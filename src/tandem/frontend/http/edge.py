@@ -30,7 +30,7 @@ from tandem.frontend.text.transcript import Sink, Transcript
 from tandem.frontend.timings import RequestOutcome, RequestReport, TimingsSink
 from tandem.settings.reload import ReloadedFiles
 from tandem.telemetry.log import get_logger
-from tandem.wire.errors import EngineFailed, InvalidRequest
+from tandem.wire.errors import EngineFailed
 from tandem.wire.generation import RequestId
 
 T = TypeVar("T")
@@ -94,7 +94,6 @@ class Edge:
         cancelled when this task is cancelled.
 
         Raises:
-            InvalidRequest: A generation with this id is already running.
             ConnectionError: The client has disconnected.
             TandemError: Raised by the backend.
         """
@@ -188,10 +187,6 @@ class Edge:
         self, generation: Generation, transcript: Transcript, metrics: ModelMetrics
     ) -> Iterator[None]:
         request_id = generation.request.request_id
-        if request_id in self._running:
-            raise InvalidRequest(
-                f"rid: a request with id {generation.id!r} is already running; use a different id"
-            )
         self._running[request_id] = (generation, transcript)
         metrics.running.inc()
         outcome: RequestOutcome = "failed"
