@@ -84,6 +84,11 @@ class FakeBackend:
         self.node_loads: list[NodeLoad] = []
         self.no_model: TandemError | None = None
 
+    @property
+    def client_ids(self) -> list[str]:
+        """The ids that the clients know, without the random part that makes each unique."""
+        return [request.request_id.rpartition("-")[0] for request in self.requests]
+
     def models(self) -> ServedModels:
         if self.no_model is not None:
             raise self.no_model

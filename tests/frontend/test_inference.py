@@ -42,7 +42,7 @@ async def test_inference_returns_ids_for_ids(client, backend, ids):
         },
     }
     [asked] = backend.requests
-    assert (asked.request_id, asked.prompt_ids) == ("mine", [5, 6, 7, 8])
+    assert (backend.client_ids, asked.prompt_ids) == (["mine"], [5, 6, 7, 8])
     assert (asked.sampling.temperature, asked.sampling.max_new_tokens) == (0.5, 8188)
 
 

@@ -225,7 +225,7 @@ def test_infinite_logprob_becomes_a_finite_number(tokenizer):
     told = CompletionLogprobs(tokenizer, 0).write(([5], impossible))
     assert told["token_logprobs"] == [-9999.0]
     wanting = request(logprobs=LogprobOptions())
-    generation = Generation(wanting, TextRules(), tokenizer)
+    generation = Generation("r", wanting, TextRules(), tokenizer)
     writer = NativeLogprobs(generation, LogprobOptions(), has_text=False)
     writer.add(([5], impossible), [])
     meta = MetaInfo("r", None, 1, 0)

@@ -25,7 +25,7 @@ def id_in(answer) -> str:
 async def test_body_id_is_the_request_id(client, backend, path, name):
     header, answer = await asked(client, path, ROUTES[path] | {name: "mine", "max_tokens": 2})
     assert (header, id_in(answer)) == ("mine", "mine")
-    assert [request.request_id for request in backend.requests] == ["mine"]
+    assert backend.client_ids == ["mine"]
 
 
 @each_route
@@ -43,7 +43,7 @@ async def test_header_id_is_returned_and_prefixes_the_request_id(client, backend
 @each_route
 async def test_generated_id_is_returned_in_the_header(client, backend, path):
     header, answer = await asked(client, path, ROUTES[path])
-    assert header == id_in(answer) == backend.requests[0].request_id
+    assert backend.client_ids == [header] == [id_in(answer)]
 
 
 @pytest.mark.parametrize("given", ["é", "a" * 241, ""])
@@ -84,15 +84,22 @@ async def test_request_is_aborted_by_the_client_id(client, backend, path, n, whe
 
 
 @each_route
-async def test_id_of_a_running_request_is_rejected(client, backend, path):
-    backend.script = lambda _: [asyncio.Event()]
+async def test_requests_with_the_same_id_run_at_once_and_are_aborted_together(
+    client, backend, path
+):
+    backend.script = lambda _: [[5], asyncio.Event()]
     async with asyncio.TaskGroup() as group:
-        first = group.create_task(post(client, path, ROUTES[path] | {"rid": "mine"}))
-        await backend.until(lambda: backend.aborts)
-        status, answer = await post(client, path, ROUTES[path] | {"rid": "mine"})
-        await post(client, "/abort_request", {"rid": "mine"})
-    assert (status, "is already running" in answer["error"]["message"]) == (400, True)
-    assert (await first)[0] == 200
+        asking = [
+            group.create_task(asked(client, path, ROUTES[path] | {"rid": "mine"})) for _ in range(2)
+        ]
+        await backend.until(lambda: len(backend.requests) == 2 and backend.aborts)
+        assert len({request.request_id for request in backend.requests}) == 2
+        await backend.until(lambda: len(backend.aborts) == 2)
+        assert (await post(client, "/abort_request", {"rid": "mine"}))[1] == {"aborted": True}
+    for task in asking:
+        header, answer = await task
+        assert (header, id_in(answer)) == ("mine", "mine")
+    assert not backend.aborts
 
 
 def key(name: str) -> dict[str, str]:

@@ -306,6 +306,22 @@ def test_second_start_with_the_same_id_replaces_the_first(rig):
     assert rig.role.started == rig.role.cancelled
 
 
+def test_edge_workers_may_use_the_same_id_at_once(rig):
+    rig.role.is_talking = False
+    rig.begin("a")
+    own, rig.link = rig.link, Link(rig.inbox.address, FromEngine)
+    rig.send(start("a"))
+    rig.pass_until(lambda: len(rig.role.started) == 2)
+    rig.send(Cancel(request_id=RequestId("a")))
+    rig.pass_until(lambda: rig.role.cancelled)
+    rig.role.is_talking = True
+    rig.pass_until(lambda: own.socket.poll(0))
+    assert not rig.link.socket.poll(0)
+    rig.link.close()
+    rig.link = own
+    assert [delta.request_id for delta in rig.answer().deltas] == ["a"]
+
+
 def test_rejected_request_is_answered(rig):
     rig.role.refusal = Overloaded("full")
     rig.send(start("a"))

@@ -150,6 +150,14 @@ async def test_key_aborts_only_its_own_requests_through_any_worker(router):
         assert (await posting).status == 200
 
 
+async def test_abort_ends_requests_with_the_same_id_at_all_workers(router):
+    _, one, other = router
+    async with generating(one, "mine") as first, generating(other, "mine") as second:
+        assert (await post(one, "/abort_request", "one", rid="mine"))["aborted"]
+        async with asyncio.timeout(PATIENCE_S):
+            assert [(await posting).status for posting in (first, second)] == [200, 200]
+
+
 async def test_unresponsive_worker_is_listed_and_delays_no_answer(router, monkeypatch):
     _, asked, stopped = router
     monkeypatch.setattr(WorkerLink.ask, "__defaults__", (None, 0.1))

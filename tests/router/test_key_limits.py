@@ -1,4 +1,7 @@
+import subprocess
+import sys
 import tempfile
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import example, given
@@ -7,6 +10,7 @@ from hypothesis import strategies as st
 from tandem.router.arguments import parse
 from tandem.router.key_limits import KeyLimit, KeyUsage, read_limits, release_requests
 from tandem.wire.errors import ConfigInvalid, RateLimited
+from tests.router import key_user
 
 NODES = ["--prefill", "http://p:1", "--decode", "http://d:1"]
 
@@ -180,3 +184,42 @@ def test_several_edge_workers_reject_what_one_would(steps):
                 else:
                     outcomes.append(None)
             assert outcomes[0] == outcomes[1]
+
+
+def key_users(directory, stack: ExitStack) -> list[subprocess.Popen[str]]:
+    """Start the workers of `key_user`, and return them when each is ready to begin."""
+    users = [
+        stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.router.key_user", str(directory), str(index)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        for index in range(key_user.NUM_WORKERS)
+    ]
+    for user in users:
+        stack.callback(user.kill)
+        assert user.stdout.readline() == "ready\n"
+    return users
+
+
+def test_limits_are_exact_while_edge_workers_start_requests_at_the_same_moment(tmp_path):
+    limit = key_user.LIMIT
+    with ExitStack() as stack:
+        users = key_users(tmp_path, stack)
+        for user in users:
+            user.stdin.write("\n")
+            user.stdin.flush()
+        results = [[int(number) for number in user.stdout.readline().split()] for user in users]
+    assert [num_above for _, num_above in results] == [0, 0]
+    num_started = sum(num_started for num_started, _ in results)
+    assert num_started == limit.requests_per_minute
+    keys = key_user.keys(str(tmp_path), 0)
+    keys.limits = {"default": KeyLimit(tokens_per_minute=limit.tokens_per_minute)}
+    used = num_started * (key_user.PROMPT_TOKENS + key_user.OUTPUT_TOKENS)
+    left = limit.tokens_per_minute - used
+    keys.of("k").check(left, key_user.NOW_S)
+    with pytest.raises(RateLimited, match="tokens per minute"):
+        keys.of("k").check(left + 1, key_user.NOW_S)

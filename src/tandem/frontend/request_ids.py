@@ -3,8 +3,10 @@
 ```
  body: rid, request_id ─┐
  X-Request-Id: abc ─────┴▶ abc_<number> ──▶ ids of its generations, which /abort_request accepts
- answer ◀── X-Request-Id: abc
+ answer ◀── X-Request-Id: abc                    └──▶ abc_<number>-<random>: the id that the nodes get
 ```
+
+Clients may repeat an id, also at the same time. No two generations share the id that the nodes get.
 """
 
 import secrets
@@ -35,25 +37,21 @@ def with_header_id(request: web.Request, data: dict[str, Any]) -> dict[str, Any]
     return {**data, "rid": part_id(header_id, secrets.randbits(32))}
 
 
-def owned_id(client: str, request_id: str) -> RequestId:
-    """Return the id by which this process and the nodes know a request, so that two keys can use the same id.
-
-    Args:
-        client: Name of the key that sent the request; empty on a server without keys.
-    """
-    return RequestId(f"{client}:{request_id}" if client else request_id)
+def unique_id(client_id: str) -> RequestId:
+    """Return a new id for this process and the nodes. It begins with the client's id, so that logs can be searched."""
+    return RequestId(f"{client_id}-{secrets.token_hex(8)}")
 
 
-def ids_of(request_id: str, count: int) -> list[RequestId]:
+def ids_of(request_id: str, count: int) -> list[str]:
     """Return the ids of a request's generations: the request's id, numbered if there are several."""
     if count == 1:
-        return [RequestId(request_id)]
+        return [request_id]
     return [part_id(request_id, index) for index in range(count)]
 
 
-def part_id(request_id: str, index: int) -> RequestId:
+def part_id(request_id: str, index: int) -> str:
     """Return the id of one generation of a request that has several."""
-    return RequestId(f"{request_id}_{index}")
+    return f"{request_id}_{index}"
 
 
 def is_part(part: str, request_id: str) -> bool:
@@ -62,7 +60,7 @@ def is_part(part: str, request_id: str) -> bool:
     return numbers != part and all(number.isdigit() for number in numbers.split("_"))
 
 
-def record_ids(request: web.Request, ids: Sequence[RequestId]) -> None:
+def record_ids(request: web.Request, ids: Sequence[str]) -> None:
     """Record the request's id, from its generations' ids, for the header of its answer."""
     request[RESPONSE_ID] = ids[0] if len(ids) == 1 else ids[0].removesuffix("_0")
 

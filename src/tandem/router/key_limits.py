@@ -1,7 +1,8 @@
 """Limits of an API key: requests in flight, requests per minute, tokens per minute, and priority.
 
-The limits apply to all edge workers of a router together. They share each key's usage in a memory-mapped file. No class
-reads a clock: the caller passes the time of a clock that all workers share. The file of limits:
+The limits apply to all edge workers of a router together. They share each key's usage in a memory-mapped file, under one
+lock, so that no two workers check a limit at the same moment. No class reads a clock: the caller passes the time of a clock
+that all workers share. The file of limits:
 
 ```toml
 [default]                    # keys without a section of their own
@@ -15,11 +16,16 @@ max_priority = 10            # higher priorities of its requests are lowered to 
 ```
 """
 
+import contextlib
+import fcntl
 import math
 import mmap
+import os
 import re
 import tomllib
+import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -30,12 +36,12 @@ from tandem.wire.errors import ConfigInvalid, RateLimited
 MINUTE_S = 60.0
 # Tolerance of waits: far above the rounding errors of a year, far below a noticeable wait.
 ROUNDING_S = 1e-6
-# Cells of each edge worker for a key: requests in flight, and two cells for each of the two rates.
-CELLS, CELL_BYTES = 5, 8
+# Cells of a key: one for each of the two rates, then the requests in flight of each edge worker.
+RATE_CELLS, CELL_BYTES = 2, 8
 Cells: TypeAlias = "memoryview[float]"
 DEFAULT = "default"
 DOCUMENTATION = "docs/admission.md#what-a-key-may-use"
-_FILE = "key-"
+_FILE, _LOCK_FILE = "key-", "key_limits.lock"
 _CLIENT = re.compile("[0-9a-f]{8}")
 
 
@@ -73,48 +79,60 @@ def read_limits(path: str) -> dict[str, KeyLimit]:
     return limits
 
 
+class _Lock:
+    """Excludes all other holders of the same file's lock. The kernel releases it when its process ends.
+
+    A process suspended within the few microseconds for which it holds the lock blocks the others until it continues.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        weakref.finalize(self, os.close, self._fd)
+
+    def __enter__(self) -> None:
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+
+    def __exit__(self, *_exception: object) -> None:
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
 class _Minute:
     """A token bucket that holds at most one minute's allowance, counted in seconds. An answer may overdraw it.
 
-    The edge workers share it without a lock, because each writes its own cells only. Without the cap, the balance would
-    be `now - sum(used_s)`. The bucket is full when this balance reaches a new maximum; otherwise it lacks the
-    difference to the maximum. Maxima occur just before a use, so only `use` updates `lost_s`.
-
     Args:
-        used_s: Allowance that each worker has used.
-        lost_s: The highest balance that each worker has seen before a use.
-        index: Index of this worker's cell.
+        full_at_s: One cell: the time at which the bucket is full again.
     """
 
-    def __init__(self, used_s: Cells, lost_s: Cells, index: int) -> None:
-        self._used_s, self._lost_s, self._index = used_s, lost_s, index
+    def __init__(self, full_at_s: Cells) -> None:
+        self._full_at_s = full_at_s
 
     def wait_s(self, amount_s: float, now: float) -> float:
         """Return the seconds until the bucket holds `amount_s`, or is full if that exceeds its capacity."""
-        missing_s = max(0.0, sum(self._used_s) + max(self._lost_s) - now)
+        missing_s = max(0.0, self._full_at_s[0] - now)
         return max(0.0, min(amount_s, MINUTE_S) + missing_s - MINUTE_S - ROUNDING_S)
 
     def use(self, amount_s: float, now: float) -> None:
-        self._lost_s[self._index] = max(*self._lost_s, now - sum(self._used_s))
-        self._used_s[self._index] += amount_s
+        self._full_at_s[0] = max(self._full_at_s[0], now) + amount_s
 
 
 class KeyState:
     """Current usage of one key at all edge workers of a router.
 
     Args:
-        cells: `CELLS` numbers of each worker, which the workers share.
-        index: Index of this worker, which writes its own cells only.
+        cells: `RATE_CELLS` numbers, then one of each worker, which the workers share.
+        index: Index of this worker. Of the workers' own cells, each writes only one.
+        lock: Held while the cells are checked and changed.
 
     Attributes:
         limit: The limits that apply now.
     """
 
-    def __init__(self, limit: KeyLimit, cells: Cells, index: int) -> None:
+    def __init__(
+        self, limit: KeyLimit, cells: Cells, index: int, lock: AbstractContextManager[None]
+    ) -> None:
         self.limit = limit
-        self._in_flight, self._index = cells[0::CELLS], index
-        self._requests = _Minute(cells[1::CELLS], cells[2::CELLS], index)
-        self._tokens = _Minute(cells[3::CELLS], cells[4::CELLS], index)
+        self._requests, self._tokens = _Minute(cells[0:1]), _Minute(cells[1:2])
+        self._in_flight, self._index, self._lock = cells[RATE_CELLS:], index, lock
 
     @property
     def num_in_flight(self) -> int:
@@ -123,6 +141,10 @@ class KeyState:
 
     def check(self, num_tokens: int, now: float) -> None:
         """Raise `RateLimited` if a request with this many tokens, or more, may not start."""
+        with self._lock:
+            self._check(num_tokens, now)
+
+    def _check(self, num_tokens: int, now: float) -> None:
         limit = self.limit.requests_in_flight
         if limit and self.num_in_flight >= limit:
             raise RateLimited(
@@ -135,10 +157,11 @@ class KeyState:
 
     def begin(self, num_tokens: int, now: float) -> None:
         """Count the start of a request. Raises `RateLimited`."""
-        self.check(num_tokens, now)
-        for bucket, amount_s, _ in self._uses(num_tokens):
-            bucket.use(amount_s, now)
-        self._in_flight[self._index] += 1
+        with self._lock:
+            self._check(num_tokens, now)
+            for bucket, amount_s, _ in self._uses(num_tokens):
+                bucket.use(amount_s, now)
+            self._in_flight[self._index] += 1
 
     def _uses(self, num_tokens: int) -> Iterable[tuple[_Minute, float, str]]:
         """Return what a request takes from each bucket, in seconds of its allowance, with the bucket's unit."""
@@ -149,10 +172,11 @@ class KeyState:
 
     def count_output(self, num_tokens: int, now: float) -> None:
         """Count the tokens of an answer."""
-        self._tokens.use(_allowance_s(num_tokens, self.limit.tokens_per_minute), now)
+        with self._lock:
+            self._tokens.use(_allowance_s(num_tokens, self.limit.tokens_per_minute), now)
 
     def finish(self) -> None:
-        """Count the end of a request counted by `begin`."""
+        """Count the end of a request counted by `begin`. Needs no lock: only this worker writes its cell."""
         self._in_flight[self._index] -= 1
 
 
@@ -182,6 +206,7 @@ class KeyUsage:
         self.limits = limits
         self._directory, self._index, self._num_workers = directory, index, num_workers
         self._usage: dict[str, KeyState] = {}
+        self._lock = _Lock(Path(directory, _LOCK_FILE)) if directory else contextlib.nullcontext()
 
     def load(self, path: str) -> None:
         """Apply the limits of a file from now on; usage stays. Raises `ConfigInvalid`."""
@@ -202,13 +227,13 @@ class KeyUsage:
         if not client or limit is None:
             return None
         if client not in self._usage:
-            self._usage[client] = KeyState(limit, self._cells(client), self._index)
+            self._usage[client] = KeyState(limit, self._cells(client), self._index, self._lock)
         state = self._usage[client]
         state.limit = limit
         return state
 
     def _cells(self, client: str) -> Cells:
-        size_bytes = CELL_BYTES * CELLS * self._num_workers
+        size_bytes = CELL_BYTES * (RATE_CELLS + self._num_workers)
         if not self._directory:
             return memoryview(bytearray(size_bytes)).cast("d")
         with open(Path(self._directory, _FILE + client), "a+b") as file:
@@ -220,5 +245,5 @@ def release_requests(directory: str, index: int) -> None:
     """Reset the number of requests in flight of an edge worker that has exited."""
     for path in Path(directory).glob(_FILE + "*"):
         with path.open("r+b") as file:
-            file.seek(CELL_BYTES * CELLS * index)
+            file.seek(CELL_BYTES * (RATE_CELLS + index))
             file.write(bytes(CELL_BYTES))

@@ -15,7 +15,7 @@ import xxhash
 from tandem.wire.prefixes import scope_name
 
 RequestId = NewType("RequestId", str)
-"""Id of a generation, from HTTP to the last token. Unique within one edge worker's life."""
+"""Id of a generation, from HTTP to the last token, over all attempts. Random, so that no two share it."""
 
 NUM_ROOMS = 1 << 63
 

@@ -30,7 +30,7 @@ from tandem.frontend.http.middleware import public_info
 from tandem.frontend.http.sse import COMMENT, EventStream, named_event
 from tandem.frontend.http.tracing import TRACE
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.request_ids import owned_id, record_ids, with_header_id
+from tandem.frontend.request_ids import record_ids, with_header_id
 from tandem.frontend.text.transcript import Sink, TextPiece, join_pieces
 from tandem.wire.errors import ErrorInfo, InvalidRequest, TandemError
 
@@ -105,9 +105,7 @@ def with_caller(
     return [
         replace(
             generation,
-            request=msgspec.structs.replace(
-                generation.request, request_id=owned_id(caller.client, generation.id), **fields
-            ),
+            request=msgspec.structs.replace(generation.request, **fields),
             timings=timings.Timings(caller.received_s, is_requested=caller.include_timings),
             trace=trace,
         )

@@ -48,7 +48,7 @@ from tandem.frontend.request_ids import MAX_ID_CHARS, NAMES, RequestIdField, ids
 from tandem.frontend.schemas.budget import Budget
 from tandem.frontend.text.transcript import Ending, TextPiece, error_ending
 from tandem.wire.errors import ErrorInfo, InvalidRequest
-from tandem.wire.generation import LogprobOptions, RequestId, new_request_id
+from tandem.wire.generation import LogprobOptions, new_request_id
 
 _RID_SENTENCE = (
     f"must be a string of 1 to {MAX_ID_CHARS} characters, or a list with one for each prompt"
@@ -188,7 +188,7 @@ def _check_counts(samplings: list[NativeSampling]) -> None:
         )
 
 
-def _request_ids(rid: str | list[str] | None, count: int, n: int) -> list[RequestId]:
+def _request_ids(rid: str | list[str] | None, count: int, n: int) -> list[str]:
     """Return an id for each generation: the client's id, numbered if it has several generations."""
     if rid is None:
         return [new_request_id() for _ in range(count * n)]

@@ -11,7 +11,7 @@ from pydantic import Field
 from tandem.frontend.backend import Bootstrap, ServedModel
 from tandem.frontend.chat.body import GenerationBody, Many, with_message
 from tandem.frontend.chat.sampling import SamplingBody, engine_params, seeds
-from tandem.frontend.request_ids import owned_id
+from tandem.frontend.request_ids import unique_id
 from tandem.frontend.text.stops import SearchBudget, TextRules
 from tandem.frontend.text.tokenizer import Tokenizer
 from tandem.frontend.timings import ReportMaker, Timings, TimingsSink
@@ -20,7 +20,6 @@ from tandem.wire.generation import (
     GenerateRequest,
     Grammar,
     LogprobOptions,
-    RequestId,
     new_request_id,
 )
 
@@ -150,6 +149,7 @@ class Generation:
     """One generation to run.
 
     Attributes:
+        id: The client's id of it. Several may have the same; only `request.request_id` is unique.
         rules: Stop rules and display options of its text.
         tokenizer: None if the model has none. The text is then always empty.
         bootstrap: Address of its other half, if an SGLang-style router chose the pair.
@@ -158,6 +158,7 @@ class Generation:
         model: Name of its model, for the backend.
     """
 
+    id: str
     request: GenerateRequest
     rules: TextRules
     tokenizer: Tokenizer | None
@@ -165,11 +166,6 @@ class Generation:
     timings: Timings = field(default_factory=Timings)
     trace: TimingsSink | None = None
     model: str = ""
-
-    @property
-    def id(self) -> RequestId:
-        """The client's id of it. In `request`, the name of the client's key precedes the id."""
-        return RequestId(self.request.request_id.removeprefix(owned_id(self.request.client, "")))
 
     @property
     def report(self) -> ReportMaker:
@@ -194,7 +190,7 @@ def create_generations(
     ids: Sequence[list[int]],
     *,
     options: Sequence[PromptOptions],
-    request_ids: Sequence[RequestId],
+    request_ids: Sequence[str],
     adapter: str = "",
 ) -> list[Generation]:
     """Return n generations for each prompt, each with a different seed. Those of one prompt form a group.
@@ -202,7 +198,7 @@ def create_generations(
     Args:
         ids: Token ids of each prompt.
         options: Options of each prompt, all with the same n.
-        request_ids: Id of each generation.
+        request_ids: The client's id of each generation.
         adapter: The adapter that the body's `model` names, or empty.
     """
     n = options[0].sampling.n
@@ -225,8 +221,9 @@ def create_generations(
             rules = replace(rules, budget=budget)
         params = engine_params(each.sampling, model, len(token_ids), each.grammar)
         for seed in seeds(each.sampling.seed, n, is_left_open=bootstraps[0] is not None):
+            client_id = request_ids[len(generations)]
             request = GenerateRequest(
-                request_id=request_ids[len(generations)],
+                request_id=unique_id(client_id),
                 prompt_ids=token_ids,
                 sampling=msgspec.structs.replace(params, seed=seed),
                 priority=body.priority,
@@ -237,7 +234,7 @@ def create_generations(
             )
             bootstrap = bootstraps[len(generations)]
             generations.append(
-                Generation(request, rules, model.tokenizer, bootstrap, model=model.name)
+                Generation(client_id, request, rules, model.tokenizer, bootstrap, model=model.name)
             )
     return generations
 

@@ -30,7 +30,7 @@ from tandem.frontend.text.transcript import Sink, Transcript
 from tandem.frontend.timings import RequestOutcome, RequestReport, TimingsSink
 from tandem.settings.reload import ReloadedFiles
 from tandem.telemetry.log import get_logger
-from tandem.wire.errors import EngineFailed, InvalidRequest, TandemError
+from tandem.wire.errors import EngineFailed, TandemError
 from tandem.wire.generation import RequestId
 from tandem.wire.messages import TokenDelta
 
@@ -95,7 +95,6 @@ class Edge:
         task is cancelled.
 
         Raises:
-            InvalidRequest: A generation with this id is already running.
             ConnectionError: The client has disconnected.
             TandemError: Raised by the backend.
         """
@@ -162,10 +161,6 @@ class Edge:
     def _registered(self, run: "_Run") -> Iterator[None]:
         generation, metrics = run.generation, run.metrics
         request_id = generation.request.request_id
-        if request_id in self._running:
-            raise InvalidRequest(
-                f"rid: a request with id {generation.id!r} is already running; use a different id"
-            )
         self._running[request_id] = run
         metrics.running.inc()
         outcome: RequestOutcome = "failed"
