@@ -69,10 +69,10 @@ def read_node(node: ChildProcess, role: str):
 
 
 def test_ignored_node_flags_are_passed_to_nodes_only():
-    prefill, decode, router = cluster("--enable-metrics", "--stream-interval", "5")
+    prefill, decode, router = cluster("--enable-metrics", "--enable-p2p-check")
     for node in (prefill, decode):
-        assert read_node(node, "prefill")[1] == ["--enable-metrics", "--stream-interval"]
-    assert not {"enable-metrics", "stream-interval"} & router.settings.keys()
+        assert read_node(node, "prefill")[1] == ["--enable-metrics", "--enable-p2p-check"]
+    assert not {"enable-metrics", "enable-p2p-check"} & router.settings.keys()
 
 
 def test_each_flag_goes_to_the_processes_that_have_it(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from tandem.frontend.http.sse import DONE, EventStream
 from tandem.frontend.text import transcript
 from tandem.frontend.text.detokenizer import NoText
 from tandem.frontend.text.stops import TextRules
-from tandem.frontend.text.transcript import Transcript
+from tandem.frontend.text.transcript import StreamInterval, Transcript
 from tandem.frontend.timings import Timings
 from tandem.wire.errors import NoNodeAvailable, Overloaded
 from tandem.wire.generation import Phase
@@ -132,7 +132,9 @@ def gaps(metrics) -> dict[str, float]:
 
 def reading(metrics):
     """Return a function that has so many tokens come together, in one generation."""
-    reader = Transcript(TextRules(), NoText(), CollectedAnswer(), metrics.of("m").gaps)
+    reader = Transcript(
+        TextRules(), NoText(), CollectedAnswer(), metrics.of("m").gaps, StreamInterval()
+    )
     return lambda num_tokens: reader.take_ordinary([5] * num_tokens)
 
 
@@ -161,7 +163,9 @@ def test_first_tokens_have_no_gap():
 def test_gaps_are_counted_by_model():
     metrics = FrontendMetrics()
     for model, num_tokens in (("a", 3), ("b", 5)):
-        reader = Transcript(TextRules(), NoText(), CollectedAnswer(), metrics.of(model).gaps)
+        reader = Transcript(
+            TextRules(), NoText(), CollectedAnswer(), metrics.of(model).gaps, StreamInterval()
+        )
         reader.take_ordinary([5])
         reader.take_ordinary([5] * num_tokens)
     text = metrics.render()

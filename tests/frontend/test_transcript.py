@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tandem.frontend.apis.answering import CollectedAnswer
 from tandem.frontend.text.stops import TextRules, compile_pattern
-from tandem.frontend.text.transcript import TextPiece, Transcript, join_pieces
+from tandem.frontend.text.transcript import StreamInterval, TextPiece, Transcript, join_pieces
 from tandem.telemetry.histogram import Histogram
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Finish
@@ -49,8 +49,8 @@ class Sink(CollectedAnswer):
         return join_pieces(self.pieces)
 
 
-def transcript_of(rules, sink) -> Transcript:
-    return Transcript(rules, Letters(), sink, Histogram([1.0]))
+def transcript_of(rules, sink, interval=None) -> Transcript:
+    return Transcript(rules, Letters(), sink, Histogram([1.0]), interval or StreamInterval())
 
 
 def delta(token_ids, finish=None, index=0, *, is_told=False) -> TokenDelta:
@@ -64,10 +64,10 @@ def delta(token_ids, finish=None, index=0, *, is_told=False) -> TokenDelta:
     )
 
 
-def read(parts, rules=TextRules(), straight=()) -> Sink:  # noqa: B008 - it is frozen
+def read(parts, rules=TextRules(), straight=(), interval=None) -> Sink:  # noqa: B008 - it is frozen
     """Return what a client gets of some deltas; those at the places in `straight` may be ordinary tokens."""
     sink = Sink()
-    transcript = transcript_of(rules, sink)
+    transcript = transcript_of(rules, sink, interval)
     for place, part in enumerate(parts):
         is_ordinary = place in straight and part.token_ids and part.finish is None
         if is_ordinary and transcript.take_ordinary(part.token_ids):
@@ -90,6 +90,7 @@ def told_of(sink):
     return sink.whole.text, sink.whole.token_ids, sink.whole.ending
 
 
+INTERVALS = st.sampled_from(["1", "2", "3"]).map(StreamInterval)
 RULES = st.builds(
     TextRules,
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=3), max_size=3).map(tuple),
@@ -105,11 +106,12 @@ RULES = st.builds(
     st.lists(st.integers(1, 3), max_size=8),
     RULES,
     st.sets(st.integers(1, 8)),
+    INTERVALS,
 )
-def test_pieces_do_not_depend_on_token_grouping_or_path(ids, sizes, rules, straight):
+def test_pieces_do_not_depend_on_token_grouping_or_path(ids, sizes, rules, straight, interval):
     whole = read([delta(ids, LENGTH, is_told=True)], rules)
     parted = read(in_parts(ids, sizes, is_told=True), rules)
-    mixed = read(in_parts(ids, sizes), rules, straight)
+    mixed = read(in_parts(ids, sizes), rules, straight, interval)
     assert told_of(parted) == told_of(mixed) == told_of(whole)
     # Each log-probability belongs to its token.
     for sink in (whole, parted):
@@ -184,5 +186,25 @@ async def test_tokens_for_a_full_sink_are_not_lost():
 def test_stream_interval_applies_to_both_paths():
     parts = [delta([i % 3], LENGTH if i == 9 else None, i) for i in range(10)]
     for straight in ((), range(1, 10)):
-        sink = read(parts, TextRules(stream_interval=4), straight)
-        assert (sink.sizes, sink.whole.text) == ([1, 4, 4, 1], "abcabcabca")
+        for rules, interval in ((TextRules(stream_interval=4), None), (TextRules(), "4")):
+            sink = read(parts, rules, straight, interval and StreamInterval(interval))
+            assert (sink.sizes, sink.whole.text) == ([1, 4, 4, 1], "abcabcabca")
+
+
+def test_busy_process_writes_every_second_token():
+    interval, sink = StreamInterval("auto"), Sink()
+    transcript = transcript_of(TextRules(), sink, interval)
+    transcript.take(delta([0]))
+    for busy, sizes in ((0.5, [1, 1]), (0.7, [2]), (0.5, [2]), (0.7, []), (0.2, [2, 1])):
+        interval.adapt(busy)
+        del sink.sizes[:]
+        for _ in range(1 if not sizes else 2):
+            assert transcript.take_ordinary([1])
+        assert sink.sizes == sizes, busy
+    assert sink.whole.text == "abbbbbbbbb"
+
+
+def test_stream_interval_of_a_number_does_not_adapt():
+    interval = StreamInterval("1")
+    interval.adapt(1.0)
+    assert interval.num_tokens == 1

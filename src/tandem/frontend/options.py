@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from tandem.frontend.replies.parser import NO_FORMATS, ReplyFormats
 from tandem.frontend.text.chat_template import read_template
+from tandem.frontend.text.transcript import AUTO
 from tandem.settings.flags import Flag
 from tandem.settings.reload import ReloadedFiles
 from tandem.telemetry.log import get_logger
@@ -111,6 +112,12 @@ def _checked_origin(text: str) -> str:
     raise ConfigInvalid(
         f"--cors-allow-origin {text}: invalid origin; use https://HOST[:PORT] without a path, or *"
     )
+
+
+def _checked_interval(text: str) -> str:
+    if text == AUTO or (text.isascii() and text.isdigit() and int(text) >= 1):
+        return text
+    raise ConfigInvalid(f"--stream-interval {text}: use a number of tokens from 1 on, or {AUTO}")
 
 
 def _checked_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
@@ -228,6 +235,16 @@ class HttpOptions:
             parse=checked_endpoint,
         ),
     ] = ""
+    stream_interval: Annotated[
+        str,
+        Flag(
+            "--stream-interval",
+            metavar="TOKENS",
+            help="stream at least this many tokens per event, except in the first and the last; auto: 1, and 2 while the "
+            "process is busy",
+            parse=_checked_interval,
+        ),
+    ] = "1"
     tls: TlsFiles | None = None
 
     @property

@@ -21,7 +21,6 @@ FLAGS_WITHOUT_EFFECT = {
     "--enable-metrics": "metrics are always at /metrics",
     "--tokenizer-worker-num": "the router's edge workers tokenize",
     "--detokenizer-worker-num": "the router's edge workers detokenize",
-    "--stream-interval": "requests set it: sampling_params.stream_interval",
 }
 
 

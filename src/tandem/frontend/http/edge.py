@@ -9,6 +9,7 @@ Load balancers notice the shutdown late. Connections that arrive until then are 
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from tandem.frontend.http.sse import Outbox
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.request_ids import is_part
 from tandem.frontend.text.detokenizer import Detokenizer, NoText
-from tandem.frontend.text.transcript import Sink, Transcript
+from tandem.frontend.text.transcript import Sink, StreamInterval, Transcript
 from tandem.frontend.timings import RequestOutcome, RequestReport, TimingsSink
 from tandem.settings.reload import ReloadedFiles
 from tandem.telemetry.log import get_logger
@@ -70,6 +71,7 @@ class Edge:
         self.reloaded: list[ReloadedFiles] = []
         self.timings_sinks: list[TimingsSink] = []
         self.is_shutting_down = self.is_loopback_only = False
+        self._interval = StreamInterval(options.http.stream_interval)
         self._running: dict[RequestId, _Run] = {}
         # Not the loop's default executor: a reader keeps running after its client has disconnected, and
         # would delay DNS lookups there.
@@ -98,7 +100,7 @@ class Edge:
             ConnectionError: The client has disconnected.
             TandemError: Raised by the backend.
         """
-        run = _Run(generation, sink, self.metrics)
+        run = _Run(generation, sink, self.metrics, self._interval)
         with self._registered(run):
             generation.timings.mark_sent()
             await self.backend.generate(
@@ -150,8 +152,10 @@ class Edge:
     async def _pulse(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            due_s = loop.time() + PULSE_INTERVAL_S
+            began_s, computed_s = loop.time(), time.thread_time()
+            due_s = began_s + PULSE_INTERVAL_S
             await asyncio.sleep(PULSE_INTERVAL_S)
+            self._interval.adapt((time.thread_time() - computed_s) / (loop.time() - began_s))
             self.metrics.loop_lag.observe(max(0.0, loop.time() - due_s))
             self.metrics.flush_gaps()
             for files in self.reloaded:
@@ -191,14 +195,20 @@ class Edge:
 class _Run:
     """A generation that runs: its text, and the metrics of its tokens. A `TokenReceiver`."""
 
-    def __init__(self, generation: Generation, sink: Sink, metrics: FrontendMetrics) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        sink: Sink,
+        metrics: FrontendMetrics,
+        interval: StreamInterval,
+    ) -> None:
         self.generation, self.metrics = generation, metrics.of(generation.model)
         self._all_metrics, self._sink = metrics, sink
         rules, tokenizer = generation.rules, generation.tokenizer
         text: Detokenizer = NoText()
         if tokenizer is not None:
             text = tokenizer.detokenizer(rules.skip_special_tokens, rules.shown_tokens)
-        self._transcript = transcript = Transcript(rules, text, sink, self.metrics.gaps)
+        self._transcript = transcript = Transcript(rules, text, sink, self.metrics.gaps, interval)
         self.take_ordinary, self.drain = transcript.take_ordinary, transcript.drain
 
     @property

@@ -51,6 +51,9 @@ class TextPiece(msgspec.Struct, frozen=True, gc=False):
 
 
 EMPTY_PIECE = TextPiece("", ())
+AUTO = "auto"
+# Above the first share of time a process writes fewer events, which about halves the share; below the second, all again.
+BUSY_SHARE, IDLE_SHARE = 0.6, 0.25
 
 
 def join_pieces(pieces: Sequence[TextPiece]) -> TextPiece:
@@ -82,6 +85,29 @@ class Sink(Protocol):
         """
 
 
+class StreamInterval:
+    """The minimum number of tokens per event of a server, except in the first and the last event of a generation.
+
+    A write takes several times as long as everything else about a token. So with `auto`, a busy process writes every
+    second token.
+
+    Args:
+        setting: A number of tokens, or `auto`.
+
+    Attributes:
+        num_tokens: The minimum now.
+    """
+
+    def __init__(self, setting: str = "1") -> None:
+        self._is_auto = setting == AUTO
+        self.num_tokens = 1 if self._is_auto else int(setting)
+
+    def adapt(self, busy: float) -> None:
+        """Adapt to the share of time for which the process computed, from 0 to 1."""
+        if self._is_auto and not IDLE_SHARE <= busy <= BUSY_SHARE:
+            self.num_tokens = 2 if busy > BUSY_SHARE else 1
+
+
 class Transcript:
     """Writes the pieces of one generation to a sink, except the last one. A `TokenReceiver`.
 
@@ -90,6 +116,7 @@ class Transcript:
 
     Args:
         gaps: Histogram of the time between tokens. Tokens that arrive together share the gap equally.
+        interval: The server's stream interval, in addition to that of `rules`.
 
     Attributes:
         num_tokens: Tokens processed so far, without those after a stop.
@@ -102,6 +129,7 @@ class Transcript:
         "_detokenizer",
         "_gaps",
         "_held",
+        "_interval",
         "_is_plain",
         "_last_token_s",
         "_prompt_logprobs",
@@ -114,10 +142,15 @@ class Transcript:
     )
 
     def __init__(
-        self, rules: TextRules, detokenizer: Detokenizer, sink: Sink, gaps: Histogram
+        self,
+        rules: TextRules,
+        detokenizer: Detokenizer,
+        sink: Sink,
+        gaps: Histogram,
+        interval: StreamInterval,
     ) -> None:
         self._rules, self._detokenizer = rules, detokenizer
-        self._sink, self._gaps = sink, gaps
+        self._sink, self._gaps, self._interval = sink, gaps, interval
         self._last_token_s = 0.0  # 0: no token yet
         self.has_room = True
         self._stops = _stops(rules)
@@ -159,10 +192,14 @@ class Transcript:
             text = stops.push(text)
             ending = None if stops.matched is None else Ending("stop", stops.matched)
         piece = TextPiece(text, token_ids, self._cached_tokens, ending)
+        shown: TextPiece | None = piece
+        if self._interval.num_tokens > 1 or self._held is not EMPTY_PIECE:
+            shown = self._batch(piece)
         if ending is not None:
-            self.end = piece
+            self.end = shown
             return False
-        self.has_room = self._sink.write(piece)
+        if shown is not None:
+            self.has_room = self._sink.write(shown)
         return True
 
     async def drain(self) -> None:
@@ -221,8 +258,7 @@ class Transcript:
             if self._stops.matched is not None:
                 ending = Ending("stop", self._stops.matched)
         self.num_tokens += len(ids)
-        piece = self._piece(text, ids, ending, logprobs[: len(ids)])
-        return piece if self._rules.stream_interval == 1 else self._batch(piece)
+        return self._batch(self._piece(text, ids, ending, logprobs[: len(ids)]))
 
     def _read_to_stop(
         self, stops: StopStrings | StopPatterns, ids: Sequence[int]
@@ -257,14 +293,15 @@ class Transcript:
 
     def _batch(self, piece: TextPiece) -> TextPiece | None:
         """Merge the piece with the held ones. Return the result, or hold it while it has too few tokens."""
-        held, self._held = self._held, EMPTY_PIECE
-        merged = join_pieces((held, piece))
-        num_tokens = len(merged.token_ids)
+        if self._held is not EMPTY_PIECE:
+            piece, self._held = join_pieces((self._held, piece)), EMPTY_PIECE
+        interval, num_tokens = self._interval.num_tokens, len(piece.token_ids)
+        interval = max(interval, self._rules.stream_interval)
         is_first = num_tokens == self.num_tokens
-        if merged.ending is None and not is_first and num_tokens < self._rules.stream_interval:
-            self._held = merged
+        if piece.ending is None and not is_first and num_tokens < interval:
+            self._held = piece
             return None
-        return merged
+        return piece
 
 
 def error_ending(error: ErrorInfo) -> Ending:
