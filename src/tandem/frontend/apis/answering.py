@@ -17,7 +17,6 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from tandem.frontend import timings
 from tandem.frontend.backend import ServedModel
@@ -67,8 +66,7 @@ class Caller:
 CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
 
 
-@web.middleware
-async def attach_caller(request: web.Request, handler: Handler) -> web.StreamResponse:
+def attach_caller(request: web.Request) -> None:
     """Attach the `Caller` to a request, before its body is read.
 
     Raises:
@@ -84,7 +82,6 @@ async def attach_caller(request: web.Request, handler: Handler) -> web.StreamRes
     end_by_s = now + timeout_s if timeout_s else None
     include_timings = request.headers.get(timings.HEADER, "").lower() in {"1", "true"}
     request[CALLER] = Caller(client_of(request), start_by_s, end_by_s, received_s, include_timings)
-    return await handler(request)
 
 
 def with_caller(

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import hdrs, web
+from aiohttp import web
 from typing_extensions import override
 
 from tandem.frontend.backend import Backend, Health
@@ -261,10 +261,3 @@ EDGE = web.AppKey("edge", Edge)
 def begin_shutdown(app: web.Application) -> None:
     """Answer `/health` with 503 and close each connection after its answer, from now on."""
     app[EDGE].is_shutting_down = True
-
-
-async def close_when_shutting_down(request: web.Request, response: web.StreamResponse) -> None:
-    """Close the connection after this answer if the server is shutting down."""
-    if request.app[EDGE].is_shutting_down:
-        response.headers[hdrs.CONNECTION] = "close"
-        response.force_close()

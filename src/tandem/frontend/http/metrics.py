@@ -1,7 +1,7 @@
 """Prometheus metrics of the edge. Each app has its own registry."""
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 from prometheus_client import (
@@ -71,10 +71,13 @@ class FrontendMetrics:
         histogram = partial(PrometheusHistogram, registry=registry)
         # As in vLLM and SGLang. The values are the names in answers, which operators choose.
         by_model = ["model_name"]
-        self.requests = counter(
-            "tandem_http_requests",
-            "HTTP requests answered, by route and status; 499: the client disconnected.",
-            ["route", "status"],
+        # `labels` takes several times as long as `inc`, so its results are kept.
+        self.requests = cache(
+            counter(
+                "tandem_http_requests",
+                "HTTP requests answered, by route and status; 499: the client disconnected.",
+                ["route", "status"],
+            ).labels
         )
         self._running = Gauge(
             "tandem_edge_generations_running",
@@ -132,7 +135,6 @@ class FrontendMetrics:
 
     def of(self, model: str) -> ModelMetrics:
         """Return the metrics of a model by its name."""
-        # `labels` takes several times as long as `inc`, so its results are kept.
         if model not in self._models:
             self._models[model] = ModelMetrics(
                 self._running.labels(model),
