@@ -154,7 +154,7 @@ class Edge:
             due_s = loop.time() + PULSE_INTERVAL_S
             await asyncio.sleep(PULSE_INTERVAL_S)
             self.metrics.loop_lag.observe(max(0.0, loop.time() - due_s))
-            self.metrics.flush_gaps()
+            self.metrics.flush()
             for files in self.reloaded:
                 _refresh(files)
 
