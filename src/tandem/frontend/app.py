@@ -20,7 +20,7 @@ from tandem.frontend.http.edge import EDGE, Edge
 from tandem.frontend.http.keys import AcceptedKeys, check_key
 from tandem.frontend.http.middleware import prepare_answers, serve_requests
 from tandem.frontend.http.openapi import DOCUMENT, Route, document, show_document, show_page
-from tandem.frontend.http.origins import answer_preflight, refuse_pages
+from tandem.frontend.http.origins import refuse_pages
 from tandem.frontend.http.tracing import create_tracing
 from tandem.frontend.options import FrontendOptions
 from tandem.wire.keys import reader_key
@@ -43,7 +43,6 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
     tracing = (
         create_tracing(http.traces_endpoint, options.service) if http.traces_endpoint else None
     )
-    preflight = partial(answer_preflight, origins=http.cors_origins) if http.cors_origins else None
     if http.has_keys:
         keys = AcceptedKeys(options)
         edge.reloaded.append(keys.files)
@@ -55,7 +54,7 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
         guard = refuse_pages(edge)  # with API keys, a page has to send one
     app = web.Application(
         client_max_size=http.max_body_bytes,
-        middlewares=[serve_requests(edge, [guard, attach_caller], preflight, tracing)],
+        middlewares=[serve_requests(edge, [guard, attach_caller], tracing)],
     )
     app[EDGE] = edge
     if tracing is not None:

@@ -70,13 +70,13 @@ def attach_caller(request: web.Request) -> None:
         InvalidRequest: The timeout header is not a positive number.
     """
     received_s = time.perf_counter()
-    http = request.app[EDGE].options.http
-    wait_s, timeout_s = client_timeout_s(request.headers), http.request_timeout_s
-    if timeout_s:
-        wait_s = min(timeout_s, math.inf if wait_s is None else wait_s)
-    now = asyncio.get_running_loop().time()
-    start_by_s = None if wait_s is None else now + wait_s
-    end_by_s = now + timeout_s if timeout_s else None
+    timeout_s = request.app[EDGE].options.http.request_timeout_s
+    wait_s = client_timeout_s(request.headers)
+    start_by_s = end_by_s = None
+    if wait_s or timeout_s:  # finding the loop would take longer than the rest of this function
+        now = asyncio.get_running_loop().time()
+        start_by_s = now + min(wait_s or math.inf, timeout_s or math.inf)
+        end_by_s = now + timeout_s if timeout_s else None
     include_timings = request.headers.get(timings.HEADER, "").lower() in {"1", "true"}
     request[CALLER] = Caller(client_of(request), start_by_s, end_by_s, received_s, include_timings)
 

@@ -14,13 +14,14 @@ Only a loopback listener checks `Host`: behind other listeners it may be a servi
 """
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
 
 from tandem.frontend.http.edge import Edge
+from tandem.frontend.options import HttpOptions
 from tandem.wire.errors import TandemError
 from tandem.wire.hosts import is_address
 
@@ -57,7 +58,7 @@ def refuse_pages(edge: Edge) -> Callable[[web.Request], None]:
                 "--api-key"
             )
         is_refused = request.method not in _SAFE_METHODS and _is_foreign(request, host)
-        if is_refused and _allowed(request, http.cors_origins) is None:
+        if is_refused and _allowed(request, http) is None:
             origin = request.headers.get(hdrs.ORIGIN, "")[:_MAX_SHOWN_CHARS]
             raise PageRefused(
                 f"a web page of the origin {origin!r} sent this request: start the server with --cors-allow-origin "
@@ -87,11 +88,11 @@ def _is_foreign(request: web.Request, host: str) -> bool:
     return origin is not None and origin.partition("://")[2].lower() != host.lower()
 
 
-def answer_preflight(request: web.Request, origins: Sequence[str]) -> web.Response | None:
+def answer_preflight(request: web.Request, http: HttpOptions) -> web.Response | None:
     """Answer the CORS preflight request of a browser. None: it is a different request, or of a different origin."""
-    has_method = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
-    is_preflight = request.method == hdrs.METH_OPTIONS and has_method
-    if not is_preflight or not _allowed(request, origins):
+    if request.method != hdrs.METH_OPTIONS or not _allowed(request, http):
+        return None
+    if hdrs.ACCESS_CONTROL_REQUEST_METHOD not in request.headers:
         return None
     headers = {
         hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, HEAD, POST, PUT, DELETE",
@@ -103,21 +104,19 @@ def answer_preflight(request: web.Request, origins: Sequence[str]) -> web.Respon
     return web.Response(status=204, headers=headers)
 
 
-def allow_origins(
-    request: web.Request, response: web.StreamResponse, origins: Sequence[str]
-) -> None:
-    """Let pages of these origins read the answer."""
-    if "*" not in origins:
+def allow_origin(request: web.Request, response: web.StreamResponse, http: HttpOptions) -> None:
+    """Let the page read the answer, if it is of an allowed origin."""
+    if "*" not in http.cors_origins:
         response.headers[hdrs.VARY] = hdrs.ORIGIN  # caches must store one answer per origin
-    if allowed := _allowed(request, origins):
+    if allowed := _allowed(request, http):
         response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = allowed
 
 
-def _allowed(request: web.Request, origins: Sequence[str]) -> str | None:
+def _allowed(request: web.Request, http: HttpOptions) -> str | None:
     """Return the origin to allow. None: no browser sent the request, or its origin is not allowed."""
     origin = request.headers.get(hdrs.ORIGIN)
     if origin is None:
         return None
-    if "*" in origins:
+    if "*" in http.cors_origins:
         return "*"
-    return origin if origin in origins else None
+    return origin if origin in http.cors_origins else None
