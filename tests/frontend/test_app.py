@@ -153,6 +153,7 @@ async def test_metrics_include_backend_and_edge(client):
     assert 'tandem_http_requests_total{route="unknown",status="404"} 1.0' in lines
     assert 'tandem_edge_output_tokens_total{model_name="smol"} 3.0' in lines
     assert 'tandem_edge_time_to_first_token_seconds_count{model_name="smol"} 1.0' in lines
+    assert 'tandem_edge_generation_seconds_count{model_name="smol"} 1.0' in lines
     assert 'tandem_edge_generations_running{model_name="smol"} 0.0' in lines
     assert "" not in lines
 

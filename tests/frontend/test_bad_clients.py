@@ -183,6 +183,25 @@ async def test_incomplete_body_gets_408_and_generates_nothing(backend, line):
     assert len(backend.requests) == 1
 
 
+@pytest.mark.parametrize(
+    ("keys", "line", "status"),
+    [
+        (("k",), "X-Api-Key: wrong", 401),
+        ((), "Origin: https://evil.example", 403),
+        ((), "X-Request-Timeout-Ms: soon", 400),
+    ],
+)
+async def test_sender_is_checked_before_the_body_arrives(backend, keys, line, status):
+    options = FrontendOptions(http=HttpOptions(api_keys=keys), body_timeout_s=0.3)
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        serve(backend, options) as client,
+        connected(client) as bad,
+    ):
+        await bad.send(head("POST", "/generate", "Content-Length: 100", line))
+        assert (await bad.reply()).status == status
+
+
 async def test_content_length_over_the_limit_is_rejected_before_the_body(backend):
     async with (
         asyncio.timeout(PATIENCE_S),

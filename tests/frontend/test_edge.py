@@ -178,7 +178,7 @@ def test_each_gap_is_exported_once():
     come = reading(metrics)
     for _ in range(5):
         come(1)
-        metrics.flush_gaps()
+        metrics.flush()
     assert gaps(metrics)["_count"] == 4
     buckets = [value for le, value in gaps(metrics).items() if le[0].isdigit()]
     assert buckets == sorted(buckets), "cumulative"

@@ -1,11 +1,10 @@
-"""The HTTP application: its routes and middlewares. `frontend/http/server.py` serves it."""
+"""The HTTP application: its routes and its middleware. `frontend/http/server.py` serves it."""
 
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 
 from tandem.frontend import answers
 from tandem.frontend.apis import anthropic, inference, native, openai, responses, routes, tokenizing
@@ -17,14 +16,13 @@ from tandem.frontend.chat.grammars import NativeGrammar, OpenAIGrammar
 from tandem.frontend.chat.openai_body import ChatBody, CompletionBody
 from tandem.frontend.chat.sampling import CompletionSampling, NativeSampling, OpenAISampling
 from tandem.frontend.http import loads
-from tandem.frontend.http.edge import EDGE, Edge, close_when_shutting_down
+from tandem.frontend.http.edge import EDGE, Edge
 from tandem.frontend.http.keys import AcceptedKeys, check_key
-from tandem.frontend.http.middleware import answer_errors, count_requests, read_body
+from tandem.frontend.http.middleware import prepare_answers, serve_requests
 from tandem.frontend.http.openapi import DOCUMENT, Route, document, show_document, show_page
-from tandem.frontend.http.origins import allow_origins, answer_preflight, refuse_pages
-from tandem.frontend.http.tracing import Tracing, create_tracing
+from tandem.frontend.http.origins import refuse_pages
+from tandem.frontend.http.tracing import create_tracing
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.request_ids import add_id_header
 from tandem.wire.keys import reader_key
 
 __all__ = ["FrontendOptions", "create_app"]
@@ -41,22 +39,28 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
     options = options or FrontendOptions()
     for formats in (options.reply_formats, *options.model_formats.values()):
         formats.load()
-    endpoint = options.http.traces_endpoint
-    tracing = create_tracing(endpoint, options.service) if endpoint else None
-    keys = AcceptedKeys(options) if options.http.has_keys else None
-    app = web.Application(
-        client_max_size=options.http.max_body_bytes,
-        middlewares=_middlewares(options, keys, tracing),
+    http, edge = options.http, Edge(backend, options)
+    tracing = (
+        create_tracing(http.traces_endpoint, options.service) if http.traces_endpoint else None
     )
+    if http.has_keys:
+        keys = AcceptedKeys(options)
+        edge.reloaded.append(keys.files)
+        # Only nodes serve their tokenizer; routers fetch it with the reader key.
+        is_node = options.tokenizer_files is not None
+        reader = reader_key(options.operator_key) if is_node else ""
+        guard = check_key(keys, options.open_paths, reader)
+    else:
+        guard = refuse_pages(edge)  # with API keys, a page has to send one
+    app = web.Application(
+        client_max_size=http.max_body_bytes,
+        middlewares=[serve_requests(edge, [guard, attach_caller], tracing)],
+    )
+    app[EDGE] = edge
     if tracing is not None:
         app.cleanup_ctx.append(tracing.lifespan)
-    app[EDGE] = edge = Edge(backend, options)
-    if keys is not None:
-        edge.reloaded.append(keys.files)
     app.cleanup_ctx.append(edge.lifespan)
-    app.on_response_prepare.extend([close_when_shutting_down, add_id_header])
-    if options.http.cors_origins:
-        app.on_response_prepare.append(allow_origins(options.http.cors_origins))
+    app.on_response_prepare.append(prepare_answers(edge))
     table = route_table(options)
     for route in table:
         add = {"get": web.get, "post": web.post, "put": web.put, "delete": web.delete}[
@@ -64,26 +68,9 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
         ]  # `get` adds HEAD
         app.add_routes([add(route.path, route.handler)])
     # Built on the first request, because most processes never receive one.
-    has_keys = options.http.has_keys
-    describe: Callable[[], dict[str, Any]] = cache(partial(document, table, has_keys=has_keys))
+    describe: Callable[[], dict[str, Any]] = cache(partial(document, table, has_keys=http.has_keys))
     app[DOCUMENT] = describe
     return app
-
-
-def _middlewares(
-    options: FrontendOptions, keys: AcceptedKeys | None, tracing: Tracing | None
-) -> list[Middleware]:
-    """Return the middlewares of every route, outermost first."""
-    http = options.http
-    preflight = [answer_preflight(http.cors_origins)] if http.cors_origins else []
-    # Only nodes serve their tokenizer; routers fetch it with the reader key.
-    is_node = options.tokenizer_files is not None
-    reader = reader_key(options.operator_key) if is_node else ""
-    # With API keys, a page has to send one.
-    guard = refuse_pages(http) if keys is None else check_key(keys, options.open_paths, reader)
-    traced = [tracing.trace_request] if tracing is not None else []
-    inner = [answer_errors, guard, attach_caller, read_body]
-    return [count_requests, *preflight, *traced, *inner]
 
 
 def route_table(options: FrontendOptions) -> list[Route]:

@@ -73,11 +73,6 @@ def response_id(request: web.Request) -> str:
     return request_id
 
 
-async def add_id_header(request: web.Request, response: web.StreamResponse) -> None:
-    """Add the request's id to the headers of its answer."""
-    response.headers[HEADER] = response_id(request)
-
-
 def _header_id(headers: Mapping[str, str]) -> str:
     """Return the id in the client's header. Empty if the header is absent or not a valid id."""
     header_id = headers.get(HEADER, "")

@@ -10,14 +10,11 @@ Each API provides a function that parses its body into an `ApiCall`, and a `Writ
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from tandem.frontend import timings
 from tandem.frontend.backend import ServedModel
@@ -45,8 +42,7 @@ class RequestTimedOut(TandemError, code="timeout", status=504):
     """The request took longer than `--request-timeout-s`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """The sender of a request and the sender's limits.
 
     Attributes:
@@ -67,50 +63,43 @@ class Caller:
 CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
 
 
-@web.middleware
-async def attach_caller(request: web.Request, handler: Handler) -> web.StreamResponse:
+def attach_caller(request: web.Request) -> None:
     """Attach the `Caller` to a request, before its body is read.
 
     Raises:
         InvalidRequest: The timeout header is not a positive number.
     """
     received_s = time.perf_counter()
-    http = request.app[EDGE].options.http
-    wait_s, timeout_s = client_timeout_s(request.headers), http.request_timeout_s
-    if timeout_s:
-        wait_s = min(timeout_s, math.inf if wait_s is None else wait_s)
-    now = asyncio.get_running_loop().time()
-    start_by_s = None if wait_s is None else now + wait_s
-    end_by_s = now + timeout_s if timeout_s else None
+    timeout_s = request.app[EDGE].options.http.request_timeout_s
+    wait_s = client_timeout_s(request.headers)
+    start_by_s = end_by_s = None
+    if wait_s or timeout_s:  # finding the loop would take longer than the rest of this function
+        now = asyncio.get_running_loop().time()
+        start_by_s = now + min(wait_s or math.inf, timeout_s or math.inf)
+        end_by_s = now + timeout_s if timeout_s else None
     include_timings = request.headers.get(timings.HEADER, "").lower() in {"1", "true"}
     request[CALLER] = Caller(client_of(request), start_by_s, end_by_s, received_s, include_timings)
-    return await handler(request)
 
 
-def with_caller(
-    request: web.Request, generations: Sequence[Generation], session: str
-) -> list[Generation]:
-    """Return the generations with their client, session, trace and remaining time to start.
+def set_caller(request: web.Request, generations: Sequence[Generation], session: str) -> None:
+    """Set the client, session, trace and remaining time to start of the generations, and record their ids.
 
     A priority above the limit of the client's key is lowered to it, so that clients cannot overtake each other.
     """
-    caller, trace = request[CALLER], request.get(TRACE)
+    caller, options = request[CALLER], request.app[EDGE].options
+    trace = request.get(TRACE) if options.http.traces_endpoint else None
     left_s = None
     if caller.start_by_s is not None:
         left_s = caller.start_by_s - asyncio.get_running_loop().time()
     fields: dict[str, Any] = {"client": caller.client, "deadline_s": left_s, "session": session}
     if caller.client and generations:
-        limit = request.app[EDGE].options.max_priority(caller.client)
+        limit = options.max_priority(caller.client)
         fields["priority"] = min(generations[0].request.priority, limit)
-    return [
-        replace(
-            generation,
-            request=msgspec.structs.replace(generation.request, **fields),
-            timings=timings.Timings(caller.received_s, is_requested=caller.include_timings),
-            trace=trace,
-        )
-        for generation in generations
-    ]
+    record_ids(request, [generation.id for generation in generations])
+    for generation in generations:
+        generation.request = msgspec.structs.replace(generation.request, **fields)
+        generation.timings = timings.Timings(caller.received_s, is_requested=caller.include_timings)
+        generation.trace = trace
 
 
 def client_timeout_s(headers: Mapping[str, str]) -> float | None:
@@ -202,8 +191,7 @@ async def answer(
     priority = max_priority(request.headers, body)
     edge.backend.check(client, min(priority, options.max_priority(client)) if client else priority)
     call, session = await edge.read(body, read_both)
-    call.generations = with_caller(request, call.generations, session)
-    record_ids(request, [generation.id for generation in call.generations])
+    set_caller(request, call.generations, session)
     writer = writer_of(call, options)
     if not call.is_stream:
         body = writer.body(await _collect(request, call.generations))
@@ -214,17 +202,18 @@ async def answer(
         return await events.finish(writer.trailer())
 
 
-@asynccontextmanager
-async def within_request_timeout(request: web.Request) -> AsyncIterator[None]:
-    """Cancel the block when the request exceeds `--request-timeout-s`.
+async def within_request_timeout(request: web.Request, work: Awaitable[None]) -> None:
+    """Await the work, and cancel it when the request exceeds `--request-timeout-s`.
 
     Raises:
-        RequestTimedOut: The block was cancelled.
+        RequestTimedOut: The work was cancelled.
     """
-    limit = asyncio.timeout_at(request[CALLER].end_by_s)
+    if (end_by_s := request[CALLER].end_by_s) is None:
+        return await work
+    limit = asyncio.timeout_at(end_by_s)
     try:
         async with limit:
-            yield
+            await work
     except TimeoutError:
         if not limit.expired():
             raise
@@ -241,13 +230,8 @@ async def _collect(request: web.Request, generations: Sequence[Generation]) -> l
         TandemError: A generation failed; the remaining ones were cancelled.
     """
     edge, answers = request.app[EDGE], [CollectedAnswer() for _ in generations]
-    async with within_request_timeout(request):
-        await _run_concurrently(
-            [
-                edge.run(generation, answer)
-                for generation, answer in zip(generations, answers, strict=True)
-            ]
-        )
+    runs = [edge.run(*each) for each in zip(generations, answers, strict=True)]
+    await within_request_timeout(request, _run_concurrently(runs))
     return [join_pieces(answer.pieces) for answer in answers]
 
 
@@ -258,8 +242,7 @@ async def _stream(edge: Edge, events: EventStream, sink: StreamSink) -> None:
         TandemError: The generation failed before the first event.
     """
     try:
-        async with within_request_timeout(events.request):
-            await edge.run(sink.generation, sink)
+        await within_request_timeout(events.request, edge.run(sink.generation, sink))
     except TandemError as error:
         if not events.is_started:
             raise

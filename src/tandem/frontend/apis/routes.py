@@ -1,6 +1,6 @@
 """Routes about the server: health, the model, metrics, the tokenizer, aborts and cache flushes.
 
-`answer_errors` in `frontend/http/middleware.py` converts the errors that they raise.
+`frontend/http/middleware.py` converts the errors that they raise.
 """
 
 import asyncio

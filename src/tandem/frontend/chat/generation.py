@@ -144,7 +144,7 @@ def check_ids(model: ServedModel, ids: Sequence[int]) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Generation:
     """One generation to run.
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import hdrs, web
+from aiohttp import web
 from typing_extensions import override
 
 from tandem.frontend.backend import Backend, Health
@@ -157,7 +157,7 @@ class Edge:
             await asyncio.sleep(PULSE_INTERVAL_S)
             self._interval.adapt((time.thread_time() - computed_s) / (loop.time() - began_s))
             self.metrics.loop_lag.observe(max(0.0, loop.time() - due_s))
-            self.metrics.flush_gaps()
+            self.metrics.flush()
             for files in self.reloaded:
                 _refresh(files)
 
@@ -266,10 +266,3 @@ EDGE = web.AppKey("edge", Edge)
 def begin_shutdown(app: web.Application) -> None:
     """Answer `/health` with 503 and close each connection after its answer, from now on."""
     app[EDGE].is_shutting_down = True
-
-
-async def close_when_shutting_down(request: web.Request, response: web.StreamResponse) -> None:
-    """Close the connection after this answer if the server is shutting down."""
-    if request.app[EDGE].is_shutting_down:
-        response.headers[hdrs.CONNECTION] = "close"
-        response.force_close()

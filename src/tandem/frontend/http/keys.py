@@ -11,11 +11,11 @@ abort all requests. Whether a request counts as an operator's:
 """
 
 import hashlib
-from collections.abc import Set
+from collections.abc import Callable, Set
 from functools import wraps
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
 from tandem.frontend.http.edge import EDGE
 from tandem.frontend.options import FrontendOptions, read_keys
@@ -56,8 +56,8 @@ class AcceptedKeys:
 
 def check_key(
     accepted: AcceptedKeys, open_paths: Set[str] = frozenset(), reader_key: str = ""
-) -> Middleware:
-    """Return a middleware that rejects requests without an accepted key, except to open paths.
+) -> Callable[[web.Request], None]:
+    """Return a check that rejects requests without an accepted key, except to open paths.
 
     Args:
         reader_key: Key that opens `READER_ROUTES` only. Empty: there is none.
@@ -67,13 +67,11 @@ def check_key(
     def is_reader(request: web.Request, key: bytes) -> bool:
         return request.path in READER_ROUTES and _digest(key) == reader
 
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+    def check(request: web.Request) -> None:
         is_open = request.path in OPEN_ROUTES or request.path in open_paths
         key = key_of(request)
         if not (is_open or key in accepted or is_reader(request, key)):
             raise Unauthorized("send the API key as 'Authorization: Bearer KEY'")
-        return await handler(request)
 
     return check
 

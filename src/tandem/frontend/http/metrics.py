@@ -1,7 +1,8 @@
 """Prometheus metrics of the edge. Each app has its own registry."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 from prometheus_client import (
@@ -37,7 +38,7 @@ class _BatchHistogram(PrometheusHistogram):
 
     def observe_all(self, counts: list[int], total: float) -> None:
         """Add the number of values in each bucket, and the sum of all values."""
-        # Calling `observe` for each token would cost 2 µs per token.
+        # Calling `observe` for each value would cost 2 µs.
         self._sum.inc(total)
         for bucket, num in zip(self._buckets, counts, strict=True):
             if num:
@@ -46,19 +47,17 @@ class _BatchHistogram(PrometheusHistogram):
 
 @dataclass(frozen=True, slots=True)
 class ModelMetrics:
-    """Metrics of one model.
+    """Metrics of one model. Its histograms have the values since the last `flush`, in seconds.
 
     Attributes:
-        inter_token: Receives `gaps`.
-        gaps: Times between tokens, in seconds, since the last `flush_gaps`.
+        gaps: Times between tokens.
     """
 
     running: Gauge
     prompt_tokens: Counter
     output_tokens: Counter
-    time_to_first_token: PrometheusHistogram
-    duration: PrometheusHistogram
-    inter_token: _BatchHistogram
+    time_to_first_token: Histogram
+    duration: Histogram
     gaps: Histogram
 
 
@@ -68,13 +67,16 @@ class FrontendMetrics:
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         counter = partial(Counter, registry=registry)
-        histogram = partial(PrometheusHistogram, registry=registry)
+        histogram = partial(_BatchHistogram, registry=registry)
         # As in vLLM and SGLang. The values are the names in answers, which operators choose.
         by_model = ["model_name"]
-        self.requests = counter(
-            "tandem_http_requests",
-            "HTTP requests answered, by route and status; 499: the client disconnected.",
-            ["route", "status"],
+        # `labels` takes several times as long as `inc`, so its results are kept.
+        self.requests = cache(
+            counter(
+                "tandem_http_requests",
+                "HTTP requests answered, by route and status; 499: the client disconnected.",
+                ["route", "status"],
+            ).labels
         )
         self._running = Gauge(
             "tandem_edge_generations_running",
@@ -110,12 +112,11 @@ class FrontendMetrics:
             "Seconds by which a timer of this process fired late: the extra delay of every token.",
             buckets=_LAG_BUCKETS_S,
         )
-        self._inter_token = _BatchHistogram(
+        self._inter_token = histogram(
             "tandem_edge_inter_token_latency_seconds",
             "Seconds between two tokens of a generation; tokens that arrive together share the gap equally.",
             by_model,
             buckets=_ITL_BUCKETS_S,
-            registry=registry,
         )
         self._key_generations = counter(
             "tandem_edge_key_generations",
@@ -129,21 +130,25 @@ class FrontendMetrics:
         )
         self._keys = set[str]()
         self._models: dict[str, ModelMetrics] = {}
+        self._flushed: list[tuple[Histogram, _BatchHistogram]] = []
 
     def of(self, model: str) -> ModelMetrics:
         """Return the metrics of a model by its name."""
-        # `labels` takes several times as long as `inc`, so its results are kept.
         if model not in self._models:
             self._models[model] = ModelMetrics(
                 self._running.labels(model),
                 self._prompt_tokens.labels(model),
                 self._output_tokens.labels(model),
-                self._time_to_first_token.labels(model),
-                self._duration.labels(model),
-                self._inter_token.labels(model),
-                Histogram(_ITL_BUCKETS_S),
+                self._flushed_into(self._time_to_first_token.labels(model), _TTFT_BUCKETS_S),
+                self._flushed_into(self._duration.labels(model), _E2E_BUCKETS_S),
+                self._flushed_into(self._inter_token.labels(model), _ITL_BUCKETS_S),
             )
         return self._models[model]
+
+    def _flushed_into(self, registered: _BatchHistogram, bounds: Sequence[float]) -> Histogram:
+        values = Histogram(bounds)
+        self._flushed.append((values, registered))
+        return values
 
     def count_generation_of(self, client: str, outcome: str) -> None:
         """Count an ended generation of a key by its name. Does nothing on a server without keys."""
@@ -160,13 +165,13 @@ class FrontendMetrics:
             self._keys.add(client)
         return client if client in self._keys else OTHER_KEYS
 
-    def flush_gaps(self) -> None:
-        """Move the gaps counted since the last call into the registry, which the processes of a pool share."""
-        for model in self._models.values():
-            spread = model.gaps.take()
-            model.inter_token.observe_all(spread.counts, spread.total)
+    def flush(self) -> None:
+        """Move the values since the last call into the registry, which the processes of a pool share."""
+        for values, registered in self._flushed:
+            spread = values.take()
+            registered.observe_all(spread.counts, spread.total)
 
     def render(self) -> str:
         """Return all metrics in Prometheus' text format."""
-        self.flush_gaps()
+        self.flush()
         return generate_latest(self._registry).decode()

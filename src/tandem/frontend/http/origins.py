@@ -14,18 +14,16 @@ Only a loopback listener checks `Host`: behind other listeners it may be a servi
 """
 
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
-from aiohttp.typedefs import Handler, Middleware
 
-from tandem.frontend.http.edge import EDGE
+from tandem.frontend.http.edge import Edge
 from tandem.frontend.options import HttpOptions
 from tandem.wire.errors import TandemError
 from tandem.wire.hosts import is_address
-
-OnPrepare = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
 # Methods that change nothing here.
 _SAFE_METHODS = frozenset({hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS})
@@ -45,32 +43,32 @@ class HostRefused(TandemError, code="host_not_allowed", status=403):
     """The request to a loopback address has a `Host` header that does not name this machine."""
 
 
-def refuse_pages(http: HttpOptions) -> Middleware:
-    """Return a middleware that rejects requests of other origins' pages. For servers without API keys."""
+def refuse_pages(edge: Edge) -> Callable[[web.Request], None]:
+    """Return a check that rejects requests of other origins' pages. For servers without API keys."""
+    http = edge.options.http
     # HTTP/1.0 has no Host header.
     names = frozenset({"", "localhost", socket.gethostname().lower(), *http.allowed_hosts})
 
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+    def check(request: web.Request) -> None:
         host = request.headers.get(hdrs.HOST, "")
-        if request.app[EDGE].is_loopback_only and not _is_local(host, names):
+        if edge.is_loopback_only and not _is_local(host, names):
             raise HostRefused(
                 f"the Host header is {host[:_MAX_SHOWN_CHARS]!r}, which is not a name of this machine: a web page may "
                 "have made it resolve to this server. Use localhost, or start the server with --allowed-host HOST or "
                 "--api-key"
             )
         is_refused = request.method not in _SAFE_METHODS and _is_foreign(request, host)
-        if is_refused and _allowed(request, http.cors_origins) is None:
+        if is_refused and _allowed(request, http) is None:
             origin = request.headers.get(hdrs.ORIGIN, "")[:_MAX_SHOWN_CHARS]
             raise PageRefused(
                 f"a web page of the origin {origin!r} sent this request: start the server with --cors-allow-origin "
                 "ORIGIN, or with --api-key, which the page then has to send"
             )
-        return await handler(request)
 
     return check
 
 
+@lru_cache(maxsize=64)  # parsing takes 2 µs, and clients send few names
 def _is_local(host: str, names: frozenset[str]) -> bool:
     """Return whether a `Host` header names this machine."""
     try:
@@ -90,44 +88,35 @@ def _is_foreign(request: web.Request, host: str) -> bool:
     return origin is not None and origin.partition("://")[2].lower() != host.lower()
 
 
-def answer_preflight(origins: Sequence[str]) -> Middleware:
-    """Return a middleware that answers the CORS preflight requests of browsers."""
-
-    @web.middleware
-    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-        has_method = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
-        is_preflight = request.method == hdrs.METH_OPTIONS and has_method
-        if not is_preflight or not _allowed(request, origins):
-            return await handler(request)
-        headers = {
-            hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, HEAD, POST, PUT, DELETE",
-            hdrs.ACCESS_CONTROL_MAX_AGE: "7200",  # Chromium's upper limit
-        }
-        # Allow every requested header: the server uses no cookies.
-        if names := request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS):
-            headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = names
-        return web.Response(status=204, headers=headers)
-
-    return answer
+def answer_preflight(request: web.Request, http: HttpOptions) -> web.Response | None:
+    """Answer the CORS preflight request of a browser. None: it is a different request, or of a different origin."""
+    if request.method != hdrs.METH_OPTIONS or not _allowed(request, http):
+        return None
+    if hdrs.ACCESS_CONTROL_REQUEST_METHOD not in request.headers:
+        return None
+    headers = {
+        hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, HEAD, POST, PUT, DELETE",
+        hdrs.ACCESS_CONTROL_MAX_AGE: "7200",  # Chromium's upper limit
+    }
+    # Allow every requested header: the server uses no cookies.
+    if names := request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS):
+        headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = names
+    return web.Response(status=204, headers=headers)
 
 
-def allow_origins(origins: Sequence[str]) -> OnPrepare:
-    """Return a hook that lets pages of these origins read each answer."""
-
-    async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
-        if "*" not in origins:
-            response.headers[hdrs.VARY] = hdrs.ORIGIN  # caches must store one answer per origin
-        if allowed := _allowed(request, origins):
-            response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = allowed
-
-    return set_headers
+def allow_origin(request: web.Request, response: web.StreamResponse, http: HttpOptions) -> None:
+    """Let the page read the answer, if it is of an allowed origin."""
+    if "*" not in http.cors_origins:
+        response.headers[hdrs.VARY] = hdrs.ORIGIN  # caches must store one answer per origin
+    if allowed := _allowed(request, http):
+        response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = allowed
 
 
-def _allowed(request: web.Request, origins: Sequence[str]) -> str | None:
+def _allowed(request: web.Request, http: HttpOptions) -> str | None:
     """Return the origin to allow. None: no browser sent the request, or its origin is not allowed."""
     origin = request.headers.get(hdrs.ORIGIN)
     if origin is None:
         return None
-    if "*" in origins:
+    if "*" in http.cors_origins:
         return "*"
-    return origin if origin in origins else None
+    return origin if origin in http.cors_origins else None

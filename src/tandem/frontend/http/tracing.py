@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from tandem.frontend.timings import ReportMaker, RequestReport
 from tandem.telemetry.log import get_logger
@@ -53,6 +52,15 @@ class RequestTrace:
         """Create the spans of a generation."""
         if self.span.is_recording():
             self._add_spans(report())
+
+    def end(self, status: int) -> None:
+        """End the span with the status of the answer."""
+        from opentelemetry.trace import StatusCode
+
+        self.span.set_attribute("http.response.status_code", status)
+        if status >= 500:
+            self.span.set_status(StatusCode.ERROR)
+        self.span.end()
 
     def _add_spans(self, report: RequestReport) -> None:
         started_s = report.started_unix_s
@@ -105,29 +113,19 @@ class Tracing:
         self._provider, self._shutdown_timeout_s = provider, shutdown_timeout_s
         self._tracer = provider.get_tracer("tandem")
 
-    @web.middleware
-    async def trace_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Trace a generation request, including the inner middlewares that may reject it."""
-        from opentelemetry.trace import SpanKind, StatusCode
+    def start(self, request: web.Request) -> RequestTrace | None:
+        """Start tracing a generation request. None: requests to its route are not traced."""
+        from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         if request.path not in TRACED:
-            return await handler(request)
+            return None
         parent = TraceContextTextMapPropagator().extract(request.headers)
         attributes = {"http.request.method": request.method, "http.route": request.path}
         name = f"{request.method} {request.path}"
         span = self._tracer.start_span(name, parent, kind=SpanKind.SERVER, attributes=attributes)
-        request[TRACE] = RequestTrace(self._tracer, span)
-        status = 499  # NGINX's code for a client that disconnected
-        try:
-            response = await handler(request)
-            status = response.status
-        finally:
-            span.set_attribute("http.response.status_code", status)
-            if status >= 500:
-                span.set_status(StatusCode.ERROR)
-            span.end()
-        return response
+        request[TRACE] = trace = RequestTrace(self._tracer, span)
+        return trace
 
     async def lifespan(self, _app: web.Application) -> AsyncIterator[None]:
         """Send the last spans when the app ends; for `cleanup_ctx`."""
