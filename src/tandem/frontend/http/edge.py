@@ -10,9 +10,8 @@ Load balancers notice the shutdown late. Connections that arrive until then are 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -101,13 +100,24 @@ class Edge:
             TandemError: Raised by the backend.
         """
         run = _Run(generation, sink, self.metrics, self._interval)
-        with self._registered(run):
+        self._running[generation.request.request_id] = run
+        run.metrics.running.inc()
+        outcome: RequestOutcome = "failed"
+        try:
             generation.timings.mark_sent()
             await self.backend.generate(
                 generation.request, run, generation.bootstrap, generation.model
             )
             run.finish()
             await sink.drain()
+            outcome = "finished"
+        except (ConnectionError, asyncio.CancelledError):
+            outcome = "cancelled"
+            raise
+        finally:
+            del self._running[generation.request.request_id]
+            run.metrics.running.dec()
+            self._report(run, outcome)
 
     async def abort(self, request_id: str, owner: str | None) -> bool:
         """Abort the generations of the client's request `request_id`. False if the owner has none.
@@ -161,32 +171,14 @@ class Edge:
             for files in self.reloaded:
                 _refresh(files)
 
-    @contextmanager
-    def _registered(self, run: "_Run") -> Iterator[None]:
-        generation, metrics = run.generation, run.metrics
-        request_id = generation.request.request_id
-        self._running[request_id] = run
-        metrics.running.inc()
-        outcome: RequestOutcome = "failed"
-        try:
-            yield
-            outcome = "finished"
-        except (ConnectionError, asyncio.CancelledError):
-            outcome = "cancelled"
-            raise
-        finally:
-            generation.timings.outcome = outcome
-            client, num_tokens = generation.request.client, run.num_tokens
-            generation.timings.num_output_tokens = num_tokens
-            metrics.output_tokens.inc(num_tokens)
-            self.metrics.count_tokens_of(client, "output", num_tokens)
-            self.metrics.count_generation_of(client, outcome)
-            metrics.running.dec()
-            del self._running[request_id]
-            self._report(generation)
-
-    def _report(self, generation: Generation) -> None:
-        generation.timings.finish()
+    def _report(self, run: "_Run", outcome: RequestOutcome) -> None:
+        generation, num_tokens = run.generation, run.num_tokens
+        client, timings = generation.request.client, generation.timings
+        run.metrics.output_tokens.inc(num_tokens)
+        self.metrics.count_tokens_of(client, "output", num_tokens)
+        self.metrics.count_generation_of(client, outcome)
+        timings.outcome, timings.num_output_tokens = outcome, num_tokens
+        timings.finish()
         for sink in (*self.timings_sinks, generation.trace):
             if sink is not None:
                 sink.request_ended(generation.report)
