@@ -92,7 +92,8 @@ class Roster:
 
     def snapshot(self) -> ClusterSnapshot:
         """Return all nodes with a known role. Its candidates are kept up to date until the next snapshot is made."""
-        self.refresh()
+        if self._changed:
+            self.refresh()
         if self._is_stale:
             self._is_stale = False
             self._snapshot = ClusterSnapshot(
@@ -105,13 +106,12 @@ class Roster:
 
     def view(self, url: str) -> NodeSnapshot | None:
         """Return the current snapshot of one node with a known role."""
-        self.refresh()
+        if self._changed:
+            self.refresh()
         return self._snapshots["prefill"].get(url) or self._snapshots["decode"].get(url)
 
     def refresh(self) -> None:
         """Reread the nodes that have changed."""
-        if not self._changed:
-            return
         for url, is_count in self._changed.items():
             if not is_count:
                 self._refresh_node(url)
@@ -120,8 +120,8 @@ class Roster:
                 # Adapters that all nodes have share their candidates.
                 for candidates in set(self._candidates.values()):
                     candidates.put(snapshot)
+            self._is_stale = True
         self._changed.clear()
-        self._is_stale = True
 
     def _refresh_node(self, url: str) -> None:
         node = self._nodes.get(url)
