@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
@@ -17,6 +24,9 @@ from typing_extensions import override
 from tandem.router.nodes.snapshot import ClusterSnapshot
 from tandem.telemetry.process_metrics import BuildCollector, ProcessesCollector
 from tandem.wire.errors import TandemError
+
+# `_created` series would double the number of series, and count in `counts`.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 # From the time that admission itself takes to the timeout of common proxies.
 WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
