@@ -167,6 +167,7 @@ REFUSED = {
     "no text": (content({"type": "text"}), "content.0.text: is missing"),
     "result of nothing": (content(RESULT), "no tool_use with id 't1'"),
     "prefill": ({"messages": [USER, {"role": "assistant", "content": "A"}]}, "cannot be continued"),
+    "no blocks": (content(), "messages: must have at least 1"),
     "no messages": ({"messages": []}, "messages: must have at least 1"),
     "no maximum": ({"max_tokens": None}, "max_tokens: is missing"),
     "server tool": ({"tools": [{"type": "web_search_20250305"}]}, "tools.0.type: must be 'custom'"),

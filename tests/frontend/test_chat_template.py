@@ -8,7 +8,7 @@ import pytest
 
 from tandem.frontend.chat.body import validate
 from tandem.frontend.chat.messages import ChatMessage
-from tandem.frontend.chat.openai_body import chat_text, read_messages
+from tandem.frontend.chat.openai_body import chat_text, checked_chat
 from tandem.frontend.text.chat_template import ChatTemplate
 from tandem.wire.errors import InvalidRequest
 from tests.frontend.chat_templates import TEMPLATES
@@ -240,7 +240,7 @@ def test_continued_prompt_is_that_of_transformers(tokenizer, monkeypatch, contin
     def prompt(prefill: str) -> str | None:
         messages = [USER, {"role": "assistant", "content": prefill}]
         sent = {"messages": messages, "continue_final_message": True}
-        body = read_messages(model, sent)
+        body = checked_chat(model, sent)
         try:
             return chat_text(model, body)
         except InvalidRequest:

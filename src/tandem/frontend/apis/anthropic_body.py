@@ -19,6 +19,7 @@ from tandem.frontend.backend import ServedModel
 from tandem.frontend.chat.body import Body, ModelBody, refuse_unsupported, validate
 from tandem.frontend.chat.generation import require_tokenizer, tokenize
 from tandem.frontend.chat.grammars import OpenAIGrammar, openai_grammar
+from tandem.frontend.chat.messages import tool_object
 from tandem.frontend.chat.openai_body import (
     MAX_MESSAGES,
     THINKING_SWITCHES,
@@ -26,16 +27,9 @@ from tandem.frontend.chat.openai_body import (
     ChatOptions,
     OpenAICall,
     chat_text,
-    create_chat,
+    make_call,
 )
-from tandem.frontend.chat.sampling import (
-    MAX_STOPS,
-    OpenAISampling,
-    Positive,
-    Share,
-    Stop,
-    read_sampling,
-)
+from tandem.frontend.chat.sampling import MAX_STOPS, OpenAISampling, Stop, read_sampling
 from tandem.frontend.options import FrontendOptions
 from tandem.wire.errors import InvalidRequest
 
@@ -46,15 +40,8 @@ _SAMPLING = frozenset({"max_tokens", "temperature", "top_p", "top_k"})
 # Fields of Anthropic's API that would change the answer or its metadata.
 UNSUPPORTED_IN_MESSAGES = frozenset(
     {
-        *(
-            "compaction",
-            "container",
-            "diagnostics",
-            "inference_geo",
-            "mcp_servers",
-            "output_format",
-        ),
-        "thread",
+        *("compaction", "container", "diagnostics", "inference_geo", "mcp_servers"),
+        *("output_format", "thread"),
     }
 )
 # Supported on other routes.
@@ -167,11 +154,7 @@ class CustomTool(Body, kw_only=True):
 
     def for_chat(self) -> dict[str, Any]:
         """Return the tool in OpenAI's format."""
-        about = {"description": self.description} if self.description else {}
-        function: dict[str, Any] = {"name": self.name, **about, "parameters": self.input_schema}
-        if self.strict:
-            function["strict"] = True
-        return {"type": "function", "function": function}
+        return tool_object(self.name, self.description, self.input_schema, is_strict=self.strict)
 
 
 class CustomToolChoice(Body):
@@ -243,9 +226,9 @@ class CountBody(ModelBody, kw_only=True):
 class MessagesBody(CountBody, kw_only=True):
     """`/v1/messages`."""
 
-    max_tokens: Positive
+    max_tokens: Annotated[int, Meta(ge=1)]
     temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Share | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: int | None = None
     stop_sequences: Annotated[list[Stop], Meta(max_length=MAX_STOPS)] = field(default_factory=list)
 
@@ -256,11 +239,10 @@ def read_messages(model: ServedModel, options: FrontendOptions, data: dict[str, 
     body = validate(MessagesBody, data)
     params = {name: getattr(body, name) for name in _SAMPLING} | {"stop": body.stop_sequences}
     sampling = read_sampling(OpenAISampling, params, model)
-    grammar = None
-    if (form := body.output_config.format) is not None:
-        grammar = openai_grammar({"json_schema": form.schema_})
+    form = body.output_config.format
+    grammar = openai_grammar({} if form is None else {"json_schema": form.schema_})
     chat = _chat(body, model, options)
-    return create_chat(model, options, chat, sampling, grammar, id_prefix="msg_")
+    return make_call(model, options, chat, sampling, grammar, id_prefix="msg_")
 
 
 def count_prompt(model: ServedModel, options: FrontendOptions, data: dict[str, Any]) -> int:
@@ -297,8 +279,8 @@ def _turns(body: CountBody) -> Iterator[dict[str, Any]]:
         raise InvalidRequest(
             "messages: the last message must not be the assistant's, because answers cannot be continued"
         )
-    if body.system:
-        yield {"role": "system", "content": _joined(_blocks(body.system))}
+    if system := _blocks(body.system):
+        yield {"role": "system", "content": _joined(system)}
     names: dict[str, str] = {}
     for kind, messages in groupby(body.messages, key=type):
         blocks = [block for message in messages for block in _blocks(message.content)]

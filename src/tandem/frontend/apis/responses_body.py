@@ -14,21 +14,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 from msgspec import Meta, field
 
 from tandem.frontend.backend import ServedModel
-from tandem.frontend.chat.body import (
-    Body,
-    ModelBody,
-    refuse_unsupported,
-    validate,
-)
+from tandem.frontend.chat.body import Body, ModelBody, refuse_unsupported, validate, without_nulls
 from tandem.frontend.chat.generation import Generation
 from tandem.frontend.chat.grammars import OpenAIGrammar, openai_grammar
-from tandem.frontend.chat.openai_body import (
-    MAX_MESSAGES,
-    Chat,
-    ChatOptions,
-    OpenAICall,
-    create_chat,
-)
+from tandem.frontend.chat.messages import tool_object
+from tandem.frontend.chat.openai_body import MAX_MESSAGES, Chat, ChatOptions, OpenAICall, make_call
 from tandem.frontend.chat.sampling import OpenAISampling, Positive, read_sampling
 from tandem.frontend.http.absent_routes import NOT_STORED
 from tandem.frontend.options import FrontendOptions
@@ -117,11 +107,7 @@ class Function(Body):
 
     def for_chat(self) -> Message:
         """Return the tool in the format of `/v1/chat/completions`."""
-        fields = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        function: Message = {name: value for name, value in fields.items() if value}
-        if self.strict:
-            function["strict"] = True
-        return {"type": "function", "function": function}
+        return tool_object(self.name, self.description, self.parameters, is_strict=self.strict)
 
 
 class NamedFunction(Body):
@@ -171,11 +157,6 @@ class ResponsesBody(ModelBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     include_reasoning: bool = True
 
-    def __post_init__(self) -> None:
-        """Check fields whose type does not."""
-        if self.background:
-            raise ValueError("background: must be false")
-
 
 @dataclass(slots=True)
 class ResponsesCall:
@@ -198,27 +179,27 @@ def read_responses(
     if data.get("n") not in (None, 1):
         raise InvalidRequest("n: must be 1, because a response is one answer; leave it out")
     body = validate(ResponsesBody, data | {"input": with_types(data.get("input"))})
+    if body.background:
+        raise InvalidRequest("background: must be false, because responses are not stored")
     params = data | {"max_tokens": body.max_output_tokens}
     sampling = read_sampling(OpenAISampling, params, model)
-    grammar = openai_grammar(data | _response_format(body.text.format))
-    chat = create_chat(model, options, _chat(body), sampling, grammar, id_prefix="resp_")
+    fields = {name: value for name, value in data.items() if name in GRAMMARS}
+    if (form := body.text.format).type != "text":
+        schema = {"schema": form.schema_}
+        fields["response_format"] = {"type": form.type, "json_schema": schema}
+    grammar = openai_grammar(fields)
+    chat = make_call(model, options, _chat(body), sampling, grammar, id_prefix="resp_")
     return ResponsesCall(body, chat, chat.generations, chat.is_stream)
 
 
 def with_types(items: object) -> object:
     """Return the input items with the type of each: one without a type is a message."""
-    if not isinstance(items, list):
-        return items
-    return [
-        item | {"type": "message"} if isinstance(item, dict) and not item.get("type") else item
-        for item in items[: MAX_MESSAGES + 1]
+    first = items[: MAX_MESSAGES + 1] if isinstance(items, list) else ()
+    typed = [
+        {"type": "message"} | without_nulls(item) if isinstance(item, dict) else item
+        for item in first
     ]
-
-
-def _response_format(form: TextFormat) -> dict[str, Any]:
-    if form.type == "text":
-        return {}
-    return {"response_format": {"type": form.type, "json_schema": {"schema": form.schema_}}}
+    return typed or items
 
 
 def _chat(body: ResponsesBody) -> Chat:

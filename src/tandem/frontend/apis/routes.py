@@ -49,11 +49,6 @@ class LoadAdapterBody(Body, kw_only=True):
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
 
-    def __post_init__(self) -> None:
-        """Check fields whose type does not."""
-        if self.is_3d_lora_weight:
-            raise ValueError("is_3d_lora_weight: must be false")
-
 
 class UnloadAdapterBody(Body, kw_only=True):
     """`/v1/unload_lora_adapter`, with `model` as for loading."""
@@ -199,6 +194,8 @@ async def flush_cache(request: web.Request) -> web.Response:
 async def load_adapter(request: web.Request) -> web.Response:
     """Load a LoRA adapter on every node, as vLLM does."""
     body = validate(LoadAdapterBody, read_json(await request.read()))
+    if body.is_3d_lora_weight:
+        raise InvalidRequest("is_3d_lora_weight: must be false")
     backend, name = request.app[EDGE].backend, body.lora_name
     models = backend.models()
     model = models.choose(body.model)

@@ -19,7 +19,7 @@ from tandem.frontend.chat.generation import (
     require_tokenizer,
     tokenize,
 )
-from tandem.frontend.chat.openai_body import chat_text, read_messages
+from tandem.frontend.chat.openai_body import chat_text, checked_chat
 from tandem.frontend.http.edge import EDGE
 from tandem.frontend.http.sse import encode
 from tandem.wire.errors import InvalidRequest
@@ -75,7 +75,7 @@ def _tokenize(model: ServedModel, data: dict[str, Any]) -> Tokenized:
     if (prompt is None) == (data.get("messages") is None):
         raise InvalidRequest("send either prompt or messages")
     if prompt is None:
-        chat = read_messages(model, data)
+        chat = checked_chat(model, data)
         prompts = tokenize(model, [chat_text(model, chat)], chat.options.add_special_tokens)
     else:
         prompts = tokenize(model, read_prompts(prompt).texts, body.add_special_tokens)

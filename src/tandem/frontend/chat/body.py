@@ -270,20 +270,19 @@ def validate(body_class: type[BodyT], data: Mapping[str, object], prefix: str = 
     Args:
         prefix: Prefix of field names in errors, such as `sampling_params`.
     """
+    if None in data.values():
+        data = without_nulls(data)
     try:
         try:
-            return _convert(body_class, data)
+            return msgspec.convert(data, body_class, str_keys=True)
         except msgspec.ValidationError as error:
             if "got `null`" not in str(error):
                 raise
-            return _convert(body_class, field_errors.without_nulls(body_class, data))
+            data = field_errors.without_nulls(body_class, data)
+            return msgspec.convert(data, body_class, str_keys=True)
     except msgspec.ValidationError as error:
         sentence = field_errors.sentence(error, body_class, data, prefix)
         raise InvalidRequest(sentence) from error
-
-
-def _convert(body_class: type[BodyT], data: Mapping[str, object]) -> BodyT:
-    return msgspec.convert(data, body_class, str_keys=True)
 
 
 def refuse_unsupported(

@@ -47,11 +47,10 @@ def sentence(error: ValidationError, kind: type, value: Any, prefix: str = "") -
             text = "must be a finite number"
         case ["Expected", *_] | ["Invalid", "enum", _]:
             text = f"must {_requirement(text, _named(kind, value, steps))}"
-            text = f"each key {text}" if is_key else text
-        case [field, *_] if field.endswith(":"):  # a struct names its field
+            part = "each key " if is_key else "each value " if steps[-1:] == ["..."] else ""
+            text = part + text
+        case _:  # from `__post_init__`, which names its field
             return ".".join((*path, text))
-        case _:
-            pass
     return f"{'.'.join(path)}: {text}" if path else text
 
 
@@ -78,15 +77,11 @@ def without_nulls(kind: type, value: Any) -> Any:
 def _without_nulls(value: Any, kinds: Sequence[inspect.Type]) -> Any:
     entries = value if isinstance(value, list) else [value]
     kinds = _inside(kinds, "0") if isinstance(value, list) else kinds
-    names = {
-        each.encode_name
-        for kind in kinds
-        if isinstance(kind, inspect.StructType)
-        for each in kind.fields
-    }
-    if not names or not all(isinstance(entry, dict) for entry in entries):
+    structs = [each for each in kinds if isinstance(each, inspect.StructType)]
+    if not structs or not all(isinstance(entry, dict) for entry in entries):
         return value
-    fields = {name: _inside(kinds, name) for name in names}
+    names = {field.encode_name for each in structs for field in each.fields}
+    fields = {name: _inside(structs, name) for name in names}
     fixed = [
         {
             name: _without_nulls(field, fields.get(name, ()))
@@ -102,21 +97,14 @@ def _named(kind: type, value: Any, steps: Sequence[str]) -> list[object]:
     """Return the values that the type names for the field at a path."""
     kinds: Sequence[inspect.Type] = [_type_info(kind)]
     for step in steps:
-        tagged = [each for each in kinds if _has_tag(value, each)]
-        kinds = _inside(tagged or kinds, step)
+        structs = [each for each in kinds if isinstance(each, inspect.StructType)]
         if isinstance(value, dict):
-            value = value.get(step)
-        elif isinstance(value, list):
+            tagged = [each for each in structs if value.get(each.tag_field) == each.tag]
+            kinds, value = tagged or kinds, value.get(step)
+        else:
             value = value[int(step)]
-    return [
-        value for each in kinds if isinstance(each, inspect.LiteralType) for value in each.values
-    ]
-
-
-def _has_tag(value: Any, kind: inspect.Type) -> bool:
-    if not (isinstance(value, dict) and isinstance(kind, inspect.StructType)):
-        return False
-    return bool(value.get(kind.tag_field) == kind.tag)
+        kinds = _inside(kinds, step)
+    return [name for each in kinds if isinstance(each, inspect.LiteralType) for name in each.values]
 
 
 def _inside(kinds: Sequence[inspect.Type], step: str) -> Sequence[inspect.Type]:
@@ -135,15 +123,10 @@ def _inside(kinds: Sequence[inspect.Type], step: str) -> Sequence[inspect.Type]:
 
 
 def _members(kind: inspect.Type) -> Sequence[inspect.Type]:
-    match kind:
-        case inspect.UnionType(types=types):
-            return [member for each in types for member in _members(each)]
-        case inspect.Metadata(type=inner):
-            return _members(inner)
-        case _:
-            return [kind]
+    if isinstance(kind, inspect.Metadata):
+        return _members(kind.type)
+    types = kind.types if isinstance(kind, inspect.UnionType) else ()
+    return [member for each in types for member in _members(each)] or [kind]
 
 
-@cache
-def _type_info(kind: type) -> inspect.Type:
-    return inspect.type_info(kind)
+_type_info = cache(inspect.type_info)

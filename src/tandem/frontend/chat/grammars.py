@@ -15,6 +15,7 @@ it can compile the result.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -82,19 +83,14 @@ def _schema(value: str | dict[str, Any] | bool) -> SentGrammar:
     return SentGrammar("json_schema", schema)
 
 
-def _regex(value: str) -> SentGrammar:
+def _text(kind: Literal["regex", "ebnf"], value: str) -> SentGrammar:
     _check_size(value)
-    return SentGrammar("regex", without_line_breaks(value))
-
-
-def _ebnf(value: str) -> SentGrammar:
-    _check_size(value)
-    return SentGrammar("ebnf", value)
+    return SentGrammar(kind, without_line_breaks(value) if kind == "regex" else value)
 
 
 def _choice(value: list[str]) -> SentGrammar:
     """Read a list of strings, one of which must be the answer."""
-    return _regex("(" + "|".join(map(_escaped, value)) + ")")
+    return _text("regex", "(" + "|".join(map(_escaped, value)) + ")")
 
 
 def _structural_tag(value: str | dict[str, Any]) -> SentGrammar:
@@ -374,9 +370,8 @@ def openai_grammar(data: Mapping[str, object]) -> SentGrammar | None:
 def _read(kind: type[NativeGrammar], data: Mapping[str, object]) -> SentGrammar | None:
     if data.keys().isdisjoint(kind.__struct_fields__):  # most bodies have no grammar
         return None
-    body = validate(kind, _not_empty(data))
     try:
-        return _only(body)
+        return _only(validate(kind, _not_empty(data)))
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
 
@@ -388,8 +383,8 @@ def _not_empty(fields: Mapping[str, object]) -> dict[str, object]:
 
 _READERS: Mapping[str, Callable[[Any], SentGrammar | None]] = {
     **dict.fromkeys(("json_schema", "guided_json", "json"), _schema),
-    **dict.fromkeys(("regex", "guided_regex"), _regex),
-    **dict.fromkeys(("ebnf", "guided_grammar", "grammar"), _ebnf),
+    **dict.fromkeys(("regex", "guided_regex"), partial(_text, "regex")),
+    **dict.fromkeys(("ebnf", "guided_grammar", "grammar"), partial(_text, "ebnf")),
     **dict.fromkeys(("choice", "guided_choice"), _choice),
     "structural_tag": _structural_tag,
     "json_object": lambda is_set: _ANY_OBJECT if is_set else None,

@@ -21,12 +21,7 @@ class MessageText(Body, tag="text"):
 class RefusalPart(Body, tag="refusal"):
     """Text of an earlier answer in which the model declined."""
 
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        """The part's text."""
-        return self.refusal
+    text: str = field(name="refusal")
 
 
 class CalledFunction(Body):
@@ -77,21 +72,26 @@ class ChatMessage(Body):
         Args:
             sent: The message as the client sent it.
         """
-        fields = {
-            name: value for name, value in sent.items() if name not in _READ and value is not None
-        }
-        if self.tool_calls:
-            fields["tool_calls"] = [as_sent(call) for call in sent["tool_calls"]]
+        fields = without_nulls(sent)
+        fields.pop("refusal", None)
+        if calls := fields.pop("tool_calls", None):
+            fields["tool_calls"] = [as_sent(call) for call in calls]
         content = self.refusal if self.content is None else self.content
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
         return fields | {"content": content}
 
 
-_READ = frozenset({"content", "refusal", "tool_calls"})
-
-
 def as_sent(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checked tool or call with the fields that the client sent."""
     sent = without_nulls(value)
     return {**sent, "type": "function", "function": without_nulls(sent["function"])}
+
+
+def tool_object(
+    name: str, description: str, parameters: dict[str, Any], *, is_strict: bool
+) -> dict[str, Any]:
+    """Return a tool of another API in OpenAI's format, without empty fields."""
+    fields = {"name": name, "description": description, "parameters": parameters}
+    function = {field: value for field, value in (fields | {"strict": is_strict}).items() if value}
+    return {"type": "function", "function": function}

@@ -27,12 +27,7 @@ from tandem.frontend.chat.generation import (
     read_prompts,
     require_tokenizer,
 )
-from tandem.frontend.chat.grammars import (
-    SentGrammar,
-    after_reasoning,
-    openai_grammar,
-    strict_calls,
-)
+from tandem.frontend.chat.grammars import SentGrammar, after_reasoning, openai_grammar, strict_calls
 from tandem.frontend.chat.logprobs import MAX_TOP_LOGPROBS
 from tandem.frontend.chat.messages import ChatMessage, Tool, as_sent
 from tandem.frontend.chat.sampling import (
@@ -116,9 +111,7 @@ class ChatOptions(OpenAIBody):
 
     def for_template(self) -> dict[str, Any]:
         """Return additional variables for the template."""
-        effort = (
-            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        )
+        effort = without_nulls({"reasoning_effort": self.reasoning_effort})
         return effort | without_nulls(self.chat_template_kwargs)
 
 
@@ -198,12 +191,12 @@ def read_completion(
 
 def read_chat(model: ServedModel, options: FrontendOptions, data: dict[str, Any]) -> OpenAICall:
     """Check a body of `/v1/chat/completions`."""
-    chat = read_messages(model, data)
+    chat = checked_chat(model, data)
     sampling = read_sampling(OpenAISampling, data, model)
-    return create_chat(model, options, chat, sampling, openai_grammar(data), id_prefix="chatcmpl-")
+    return make_call(model, options, chat, sampling, openai_grammar(data), id_prefix="chatcmpl-")
 
 
-def create_chat(
+def make_call(
     model: ServedModel,
     options: FrontendOptions,
     chat: Chat,
@@ -212,11 +205,7 @@ def create_chat(
     *,
     id_prefix: str,
 ) -> OpenAICall:
-    """Create the generations of a chat.
-
-    Args:
-        body_grammar: The grammar that the client sent.
-    """
+    """Create the generations of a chat. `body_grammar` is what the client sent."""
     choice, body = chat.choice, chat.options
     text = chat_text(model, chat, choice)
     if body_grammar is not None and choice.is_forced:
@@ -287,8 +276,8 @@ def _reasoning(body: ChatOptions, formats: ReplyFormats, prompt: str) -> Reasoni
     return None if is_off and not is_open else ReasoningMarks(*marks, is_open)
 
 
-def read_messages(model: ServedModel, data: dict[str, Any]) -> Chat:
-    """Check the fields of a chat."""
+def checked_chat(model: ServedModel, data: dict[str, Any]) -> Chat:
+    """Check the fields of a chat and return it."""
     body = read_body(ChatBody, model, data, UNSUPPORTED_IN_CHATS)
     if body.continue_final_message:
         if data.get("add_generation_prompt"):
@@ -296,15 +285,15 @@ def read_messages(model: ServedModel, data: dict[str, Any]) -> Chat:
                 "continue_final_message: cannot be combined with add_generation_prompt; set that to false"
             )
         body.add_generation_prompt = False
-    messages = [
-        message.for_template(sent)
-        for message, sent in zip(body.messages, data["messages"], strict=True)
-    ]
+    pairs = zip(body.messages, data["messages"], strict=True)
+    messages = [message.for_template(sent) for message, sent in pairs]
     return Chat(body, messages, [as_sent(tool) for tool in data.get("tools") or ()])
 
 
 def chat_text(model: ServedModel, chat: Chat, choice: ToolChoice | None = None) -> str:
     """Return the prompt text of a chat, rendered by its template."""
+    if not chat.messages:  # other APIs have items and blocks that make none
+        raise InvalidRequest("messages: must have at least 1 entries")
     content = _mark_end(chat.messages[-1]) if chat.options.continue_final_message else None
     text = require_tokenizer(model).render_chat(
         chat.messages,

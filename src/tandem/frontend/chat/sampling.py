@@ -43,9 +43,12 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
-TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Stop = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
-PatternText = Annotated[str, Meta(max_length=MAX_PATTERN_CHARS)]
+_Pattern = Annotated[str, Meta(max_length=MAX_PATTERN_CHARS)]
+_Patterns = Annotated[list[_Pattern], Meta(max_length=MAX_STOP_PATTERNS)]
+_TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+_TokenIds = Annotated[list[_TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
+_LogitBias = Annotated[dict[int, float], Meta(max_length=MAX_LOGIT_BIAS)]
 
 
 class SamplingBody(Body, dict=True):
@@ -63,19 +66,13 @@ class SamplingBody(Body, dict=True):
     repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
     n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] = field(default_factory=list)
-    stop_regex: PatternText | Annotated[list[PatternText], Meta(max_length=MAX_STOP_PATTERNS)] = (
-        field(default_factory=list)
-    )
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] = field(
-        default_factory=list
-    )
+    stop_regex: _Pattern | _Patterns = field(default_factory=list)
+    stop_token_ids: _TokenIds = field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     stream_interval: Positive = 1
-    logit_bias: Annotated[dict[int, float], Meta(max_length=MAX_LOGIT_BIAS)] = field(
-        default_factory=dict
-    )
+    logit_bias: _LogitBias = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Convert equivalent values to one form."""

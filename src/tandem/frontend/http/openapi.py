@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import chain
 from typing import Any, Literal
 
 import msgspec
@@ -162,12 +163,8 @@ def _event(name: str, is_named: bool) -> JsonSchema:
 
 
 def _schemas(routes: Sequence[Route]) -> dict[str, JsonSchema]:
-    structs = {
-        part
-        for route in routes
-        for part in (*route.bodies, route.answer, route.event, route.error)
-        if part is not None
-    }
+    parts = ((*route.bodies, route.answer, route.event, route.error) for route in routes)
+    structs = {*chain.from_iterable(parts)} - {None}
     [*_, several], schemas = msgspec.json.schema_components(
         [*structs, answers.Generated | list[answers.Generated]],
         ref_template=f"{_REF}{{name}}",

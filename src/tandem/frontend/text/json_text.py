@@ -1,14 +1,11 @@
 """JSON text of clients: no NaN, no infinities, and no deeper than functions that call themselves can follow."""
 
-import re
 from typing import Any
 
 import msgspec
 
 MAX_DEPTH = 200
-_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_AS_LISTS = bytes.maketrans(b"{}", b"[]")
+_CONTAINERS = frozenset({dict, list})
 
 
 def decode(text: bytes) -> Any:
@@ -17,16 +14,24 @@ def decode(text: bytes) -> Any:
     Raises:
         ValueError: The text is not valid JSON, or has more than `MAX_DEPTH` levels.
     """
-    if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
-        _check_depth(text)
-    return msgspec.json.decode(text)
+    try:
+        value = msgspec.json.decode(text)
+        if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
+            _check_depth(value)
+    except RecursionError:
+        raise ValueError(f"it has more than {MAX_DEPTH} levels") from None
+    return value
 
 
-def _check_depth(text: bytes) -> None:
-    brackets = _STRINGS.sub(b"", text).translate(_AS_LISTS, _NOT_BRACKETS)
-    for _ in range(MAX_DEPTH):
-        if b"[]" not in brackets:
-            break
-        brackets = brackets.replace(b"[]", b"")  # removes the innermost level
-    if brackets:
-        raise ValueError(f"brackets do not match, or have more than {MAX_DEPTH} levels")
+def _check_depth(value: Any) -> None:
+    level, depth = [value], 0
+    while level:
+        level = [
+            each
+            for part in level
+            for each in (part.values() if type(part) is dict else part)
+            if type(each) in _CONTAINERS
+        ]
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise RecursionError
