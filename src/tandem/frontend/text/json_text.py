@@ -18,8 +18,8 @@ def decode(text: bytes) -> Any:
         value = msgspec.json.decode(text)
         if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
             _check_depth(value)
-    except RecursionError:
-        raise ValueError(f"it has more than {MAX_DEPTH} levels") from None
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
     return value
 
 
@@ -34,4 +34,4 @@ def _check_depth(value: Any) -> None:
         ]
         depth += 1
         if depth > MAX_DEPTH:
-            raise RecursionError
+            raise RecursionError(f"more than {MAX_DEPTH} levels")
