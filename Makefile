@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # `make test-pythons`: Python versions, the packages to install, and tests that need no torch and start no node.
 PYTHONS ?= 3.12 3.13
-LIGHT := aiohttp jinja2 msgspec numpy packaging prometheus-client psutil pydantic pyyaml pyzmq regex rich shtab structlog \
+LIGHT := aiohttp jinja2 msgspec numpy packaging prometheus-client psutil pydantic-core pyyaml pyzmq regex rich shtab structlog \
   tokenizers typing-extensions uvloop xxhash hypothesis pytest pytest-asyncio trustme openai opentelemetry-sdk \
   opentelemetry-exporter-otlp-proto-http jsonschema
 LIGHT_TESTS := tests/settings tests/wire tests/telemetry tests/kvtransfer/test_session.py

@@ -238,7 +238,7 @@ async def test_compressed_body_is_rejected_without_decompression(client):
     ("path", "body", "sentence"),
     [
         ("/generate", GOOD | {"stop": ["a"] * MILLION}, "stop: must have at most 64"),
-        ("/generate", GOOD | {"stop": [1] * MILLION}, "stop.0: must be a string"),
+        ("/generate", GOOD | {"stop": [1] * MILLION}, "stop: must have at most 64"),
         ("/generate", GOOD | {"logit_bias": dict.fromkeys(range(100_000), 1.0)}, "at most 1024"),
         ("/generate", GOOD | {str(key): 1 for key in range(100_000)}, "at most 1000 are allowed"),
         ("/generate", GOOD | {"n": 10**400}, "n: must be"),
@@ -251,7 +251,7 @@ async def test_compressed_body_is_rejected_without_decompression(client):
         ("/generate", {"input_ids": [10**400]}, "outside the vocabulary"),
         ("/v1/completions", {"prompt": ["a"] * 100_000}, "at most 1024"),
         ("/v1/chat/completions", {"messages": MESSAGE * 100_000}, "messages: must have at most"),
-        ("/v1/chat/completions", {"messages": ["a"] * MILLION}, "messages.0: must be an object"),
+        ("/v1/chat/completions", {"messages": ["a"] * MILLION}, "messages: must have at most"),
         ("/v1/chat/completions", {"messages": MESSAGE, "tools": [1] * MILLION}, "tools.0: must be"),
         ("/abort_request", {"rid": "a" * MILLION}, "rid: must have at most 512"),
     ],

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
+from tandem.frontend.chat.body import validate
 from tandem.frontend.chat.messages import ChatMessage
-from tandem.frontend.chat.openai_body import chat_text, read_chat_body
+from tandem.frontend.chat.openai_body import chat_text, checked_chat
 from tandem.frontend.text.chat_template import ChatTemplate
 from tandem.wire.errors import InvalidRequest
 from tests.frontend.chat_templates import TEMPLATES
@@ -23,7 +24,7 @@ def template_of(name: str) -> ChatTemplate:
 
 
 def render(name: str, *messages: dict, add_generation_prompt: bool = False) -> str:
-    checked = [ChatMessage.model_validate(message).for_template() for message in messages]
+    checked = [validate(ChatMessage, message).for_template(message) for message in messages]
     return template_of(name).render(checked, add_generation_prompt=add_generation_prompt)
 
 
@@ -171,8 +172,9 @@ def test_developer_becomes_system_where_the_template_drops_it():
 def test_reasoning_reaches_the_template_by_every_name(sent, source, expected):
     answer = {"role": "assistant", "content": "Sunny.", sent: "Hm."}
     template = ChatTemplate({"default": source}, SPECIAL_TOKENS)
-    checked = ChatMessage.model_validate(answer | {"reasoning_content": None} | {sent: "Hm."})
-    assert expected in template.render([USER, checked.for_template(), USER])
+    message = answer | {"reasoning_content": None} | {sent: "Hm."}
+    checked = validate(ChatMessage, message).for_template(message)
+    assert expected in template.render([USER, checked, USER])
 
 
 PREFILLS = [
@@ -237,7 +239,8 @@ def test_continued_prompt_is_that_of_transformers(tokenizer, monkeypatch, contin
 
     def prompt(prefill: str) -> str | None:
         messages = [USER, {"role": "assistant", "content": prefill}]
-        body = read_chat_body(model, {"messages": messages, "continue_final_message": True})
+        sent = {"messages": messages, "continue_final_message": True}
+        body = checked_chat(model, sent)
         try:
             return chat_text(model, body)
         except InvalidRequest:

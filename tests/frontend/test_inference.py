@@ -127,7 +127,7 @@ async def test_vllm_parameters_without_effect_are_ignored(client, ids):
         ({"token_ids": ["a"]}, "token_ids"),
         ({"token_ids": [-1]}, "outside the vocabulary"),
         (body() | {"model": 5}, "model: must be a string"),
-        (body() | {"output_mode": "x"}, "output_mode: must be 'tokens' or 'text'"),
+        (body() | {"output_mode": "x"}, "output_mode: must be 'text' or 'tokens'"),
         (body() | {"features": {"a": 1}}, "features: not supported"),
         (body() | {"content_parts": [{"a": 1}]}, "content_parts: not supported"),
         (body(prompt_logprobs=1), "sampling_params.prompt_logprobs: not supported"),

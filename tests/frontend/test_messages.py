@@ -200,13 +200,13 @@ NO_TOOLS = {
                     },
                 ]
             },
-            "messages.1.tool_calls.0.function.arguments: must be JSON text or an object",
+            "messages.1.tool_calls.0.function.arguments: must be a string or an object",
         )
         for value in ([1], [])
     },
     "part": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
-        "messages.0.content.0.text.text: is missing",
+        "messages.0.content.0.text: is missing",
     ),
     "reasoning": (
         {"messages": [USER, {"role": "assistant", "reasoning": {"a": 1}}]},

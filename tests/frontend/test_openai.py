@@ -214,8 +214,8 @@ async def test_stream_error_ends_its_choice_with_abort(client, backend):
 
 BAD_COMPLETIONS = {
     "no prompt": ({}, "prompt: is missing"),
-    "empty list": ({"prompt": []}, "prompt: must not be empty"),
-    "mixed": ({"prompt": ["a", 5]}, "prompt: must be a string, a list of strings"),
+    "empty list": ({"prompt": []}, "prompt: must have at least 1 entries"),
+    "mixed": ({"prompt": ["a", 5]}, "the prompts must be all texts, all token ids"),
     "true logprobs": ({"prompt": "a", "logprobs": True}, "logprobs: must be an integer"),
     "best_of list": ({"prompt": "a", "best_of": [1]}, "best_of: must equal n"),
     "best_of": ({"prompt": "a", "best_of": 3}, "best_of: must equal n"),

@@ -7,7 +7,13 @@ import openai
 import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from tandem.frontend.apis.responses_body import GRAMMARS, REFUSED, ResponsesBody, _messages
+from tandem.frontend.apis.responses_body import (
+    GRAMMARS,
+    REFUSED,
+    ResponsesBody,
+    _messages,
+    with_types,
+)
 from tandem.frontend.chat.body import UNSUPPORTED, validate
 from tandem.frontend.chat.sampling import OpenAISampling
 from tandem.frontend.options import FrontendOptions
@@ -196,14 +202,21 @@ async def test_text_format_sets_the_grammar(backend):
         ({"truncation": "auto"}, "truncation: must be 'disabled'"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: must be 'function'"),
         ({"include": ["file_search_call.results"]}, "include.0: "),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: "),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.message"),
+        (
+            {"input": [{"type": "item_reference", "id": "x"}]},
+            "input.0.type: 'item_reference' is not",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input.0.content.0.type: ",
+        ),
         (
             {"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]},
             "no function_call with",
         ),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "encrypted reasoning"),
         ({"input": []}, "input: "),
+        ({"input": [{"type": "reasoning"}]}, "messages: must have at least 1 entries"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary: must be 'auto'"),
         ({"text": {"verbosity": "low"}}, "text.verbosity: must be 'medium'"),
         ({"top_logprobs": 2}, "top_logprobs: not supported here"),
@@ -255,7 +268,7 @@ def test_items_of_one_answer_become_one_message():
         {"role": "assistant", "content": "One."},
         {"role": "assistant", "content": "Two."},
     ]
-    messages = _messages(validate(ResponsesBody, {"input": items}).input)
+    messages = _messages(validate(ResponsesBody, {"input": with_types(items)}).input)
     assert [message["role"] for message in messages] == [
         *("developer", "user", "assistant", "tool", "assistant", "assistant"),
     ]
@@ -271,6 +284,6 @@ def test_text_after_a_call_starts_another_message():
         {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
         {"role": "assistant", "content": "I have called it."},
     ]
-    messages = _messages(validate(ResponsesBody, {"input": items}).input)
+    messages = _messages(validate(ResponsesBody, {"input": with_types(items)}).input)
     assert [message["role"] for message in messages] == ["user", "assistant", "assistant"]
-    assert "content" not in messages[1]
+    assert messages[1]["content"] is None

@@ -141,8 +141,6 @@ BAD = {
     "unknown": (TOOLS, "always", "tool_choice: must be"),
     "no such tool": (TOOLS, named("fly"), "'fly' is not in tools"),
     "no tools": ([], "required", "requires tools"),
-    "no name": ([{"type": "function"}], "required", "tools: each must be"),
-    "no schema": ([tool("a", ["b"])], "required", "'a' must be a JSON schema"),
     "no such keyword": (
         [strict("a", {"if": {"properties": {"where": {"const": "x"}}}, "then": False})],
         "required",

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from aiohttp import web
-from pydantic import AliasChoices, Field
+from msgspec import Meta
 
 from tandem.wire.generation import RequestId, new_request_id
 
@@ -22,8 +22,8 @@ HEADER = "X-Request-Id"
 MAX_ID_CHARS = 256
 # Leaves room for the number appended to it.
 _MAX_HEADER_CHARS = 240
-NAMES = AliasChoices("rid", "request_id")
-RequestIdField = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+NAMES = ("rid", "request_id")
+RequestIdField = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 
 RESPONSE_ID: web.RequestKey[str] = web.RequestKey("response_id", str)
 
@@ -31,7 +31,7 @@ RESPONSE_ID: web.RequestKey[str] = web.RequestKey("response_id", str)
 def with_header_id(request: web.Request, data: dict[str, Any]) -> dict[str, Any]:
     """Return the body with the id from the request's header, unless the body already has an id."""
     header_id = _header_id(request.headers)
-    if not header_id or any(data.get(str(name)) is not None for name in NAMES.choices):
+    if not header_id or any(data.get(name) is not None for name in NAMES):
         return data
     # Proxies and agents send several requests with one id; the number makes each unique.
     return {**data, "rid": part_id(header_id, secrets.randbits(32))}

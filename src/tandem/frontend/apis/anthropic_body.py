@@ -1,7 +1,7 @@
-"""Bodies of Anthropic's API, converted to equivalent bodies of `/v1/chat/completions`.
+"""Bodies of Anthropic's API, converted to chats.
 
 ```
- system, messages of blocks, tools ──▶ ChatBody's fields ──▶ `frontend/chat/openai_body.py` ──▶ OpenAICall
+ system, messages of blocks, tools ──▶ Chat ──▶ `frontend/chat/openai_body.py` ──▶ OpenAICall
 ```
 
 `cache_control` is ignored: every prefix is cached, and the usage reports the cached tokens. The headers
@@ -13,23 +13,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field
+from msgspec import Meta, field
 
 from tandem.frontend.backend import ServedModel
-from tandem.frontend.chat.body import Body, GenerationBody, Many, refuse_unsupported, validate
+from tandem.frontend.chat.body import Body, ModelBody, refuse_unsupported, validate
 from tandem.frontend.chat.generation import require_tokenizer, tokenize
-from tandem.frontend.chat.grammars import OpenAIGrammar
+from tandem.frontend.chat.grammars import OpenAIGrammar, openai_grammar
+from tandem.frontend.chat.messages import tool_object
 from tandem.frontend.chat.openai_body import (
     MAX_MESSAGES,
     THINKING_SWITCHES,
+    Chat,
+    ChatOptions,
     OpenAICall,
     chat_text,
-    read_chat,
-    read_chat_body,
+    make_call,
 )
-from tandem.frontend.chat.sampling import MAX_STOPS, OpenAISampling, Stop
+from tandem.frontend.chat.sampling import MAX_STOPS, OpenAISampling, Stop, read_sampling
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.request_ids import NAMES, RequestIdField
 from tandem.wire.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -39,15 +40,8 @@ _SAMPLING = frozenset({"max_tokens", "temperature", "top_p", "top_k"})
 # Fields of Anthropic's API that would change the answer or its metadata.
 UNSUPPORTED_IN_MESSAGES = frozenset(
     {
-        *(
-            "compaction",
-            "container",
-            "diagnostics",
-            "inference_geo",
-            "mcp_servers",
-            "output_format",
-        ),
-        "thread",
+        *("compaction", "container", "diagnostics", "inference_geo", "mcp_servers"),
+        *("output_format", "thread"),
     }
 )
 # Supported on other routes.
@@ -58,34 +52,29 @@ _OF_OTHER_APIS = (
 )
 
 
-def _as_blocks(content: object) -> object:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-class TextBlock(Body):
+class TextBlock(Body, tag="text"):
     """Text. Its citations are ignored, because they repeat the text."""
 
-    type: Literal["text"]
     text: str
 
 
 # A string is accepted in place of a list with one text block.
-Blocks: TypeAlias = Annotated[
-    Many[T], BeforeValidator(_as_blocks, json_schema_input_type=str | list[T])
-]
+Blocks: TypeAlias = str | list[T]
 
 
-class ThinkingBlock(Body):
+def _blocks(content: Blocks[Any]) -> Sequence[Any]:
+    return [TextBlock(content)] if isinstance(content, str) else content
+
+
+class ThinkingBlock(Body, tag="thinking"):
     """Reasoning of an earlier answer. Its signature is ignored, because this server signs none."""
 
-    type: Literal["thinking"]
     thinking: str
 
 
-class ToolUseBlock(Body):
+class ToolUseBlock(Body, tag="tool_use"):
     """A tool call of an earlier answer."""
 
-    type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
@@ -96,12 +85,11 @@ class ToolUseBlock(Body):
         return {"id": self.id, "type": "function", "function": function}
 
 
-class ToolResultBlock(Body):
+class ToolResultBlock(Body, tag="tool_result"):
     """The result of a tool call."""
 
-    type: Literal["tool_result"]
     tool_use_id: str
-    content: Blocks[TextBlock] = Field(default_factory=list)
+    content: Blocks[TextBlock] = field(default_factory=list)
     is_error: bool = False
 
     def for_chat(self, names: Mapping[str, str]) -> dict[str, Any]:
@@ -114,7 +102,7 @@ class ToolResultBlock(Body):
             raise InvalidRequest(
                 f"messages: no tool_use with id {self.tool_use_id!r} precedes its tool_result"
             )
-        content = _joined(self.content)
+        content = _joined(_blocks(self.content))
         return {
             "role": "tool",
             "tool_call_id": self.tool_use_id,
@@ -124,59 +112,49 @@ class ToolResultBlock(Body):
         }
 
 
-UserBlock = Annotated[TextBlock | ToolResultBlock, Discriminator("type")]
-AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Discriminator("type")]
-
-
-class UserMessage(Body):
+class UserMessage(Body, tag_field="role", tag="user"):
     """The user's text and the results of tools."""
 
-    role: Literal["user"]
-    content: Blocks[UserBlock]
+    content: Blocks[TextBlock | ToolResultBlock]
 
 
-class AssistantMessage(Body):
+class AssistantMessage(Body, tag_field="role", tag="assistant"):
     """An earlier answer."""
 
-    role: Literal["assistant"]
-    content: Blocks[AssistantBlock]
+    content: Blocks[TextBlock | ThinkingBlock | ToolUseBlock]
 
 
-class SystemMessage(Body):
+class SystemMessage(Body, tag_field="role", tag="system"):
     """Instructions between two turns. The chat template may reject them."""
 
-    role: Literal["system"]
     content: Blocks[TextBlock]
 
 
-AnyMessage = Annotated[UserMessage | AssistantMessage | SystemMessage, Discriminator("role")]
+AnyMessage = UserMessage | AssistantMessage | SystemMessage
 
 
-def _is_of_object(schema: dict[str, Any]) -> dict[str, Any]:
-    if schema.get("type") != "object":
-        raise ValueError('must be a JSON schema of "type": "object"')
-    return schema
-
-
-class CustomTool(Body):
+class CustomTool(Body, kw_only=True):
     """A tool that the client runs. Anthropic's own tools have other types."""
 
     type: Literal["custom"] = "custom"
-    name: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Meta(min_length=1)]
     description: str = ""
-    input_schema: Annotated[dict[str, Any], AfterValidator(_is_of_object)]
+    input_schema: dict[str, Any]
     strict: bool = False
-    defer_loading: Literal[False] = False
-    allowed_callers: Many[Literal["direct"]] = Field(default_factory=list)
-    input_examples: Annotated[Many[Any], Field(max_length=0)] = Field(default_factory=list)
+    defer_loading: bool = False
+    allowed_callers: list[Literal["direct"]] = field(default_factory=list)
+    input_examples: Annotated[list[Any], Meta(max_length=0)] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Check fields whose type does not."""
+        if self.input_schema.get("type") != "object":
+            raise ValueError('input_schema: must be a JSON schema of "type": "object"')
+        if self.defer_loading:
+            raise ValueError("defer_loading: must be false")
 
     def for_chat(self) -> dict[str, Any]:
         """Return the tool in OpenAI's format."""
-        about = {"description": self.description} if self.description else {}
-        function: dict[str, Any] = {"name": self.name, **about, "parameters": self.input_schema}
-        if self.strict:
-            function["strict"] = True
-        return {"type": "function", "function": function}
+        return tool_object(self.name, self.description, self.input_schema, is_strict=self.strict)
 
 
 class CustomToolChoice(Body):
@@ -209,7 +187,7 @@ class OutputFormat(Body):
     """The required format of the text."""
 
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: dict[str, Any] = field(name="schema")
 
 
 class OutputConfig(Body):
@@ -229,40 +207,42 @@ class KeepThinking(Body):
 class ContextManagement(Body):
     """`context_management`."""
 
-    edits: Many[KeepThinking] = Field(default_factory=list)
+    edits: list[KeepThinking] = field(default_factory=list)
 
 
-class CountBody(GenerationBody):
+class CountBody(ModelBody, kw_only=True):
     """`/v1/messages/count_tokens`."""
 
-    model: str | None = None
-    rid: Annotated[RequestIdField | None, Field(validation_alias=NAMES)] = None
-    system: Blocks[TextBlock] = Field(default_factory=list)
-    messages: Annotated[Many[AnyMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    tools: Many[CustomTool] = Field(default_factory=list)
-    tool_choice: CustomToolChoice = CustomToolChoice()
+    system: Blocks[TextBlock] = field(default_factory=list)
+    messages: Annotated[list[AnyMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    tools: list[CustomTool] = field(default_factory=list)
+    tool_choice: CustomToolChoice = field(default_factory=CustomToolChoice)
     thinking: ThinkingConfig | None = None
-    output_config: OutputConfig = OutputConfig()
-    context_management: ContextManagement = ContextManagement()
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    output_config: OutputConfig = field(default_factory=OutputConfig)
+    context_management: ContextManagement = field(default_factory=ContextManagement)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountBody, kw_only=True):
     """`/v1/messages`."""
 
-    max_tokens: Annotated[int, Field(ge=1)]
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)]
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: int | None = None
-    stop_sequences: Annotated[Many[Stop], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
+    stop_sequences: Annotated[list[Stop], Meta(max_length=MAX_STOPS)] = field(default_factory=list)
 
 
 def read_messages(model: ServedModel, options: FrontendOptions, data: dict[str, Any]) -> OpenAICall:
     """Check a body of `/v1/messages`."""
     refuse_unsupported(data, also=UNSUPPORTED_IN_MESSAGES | _OF_OTHER_APIS)
     body = validate(MessagesBody, data)
-    chat = _chat(body, model, options) | {"stop": body.stop_sequences}
-    return read_chat(model, options, chat, id_prefix="msg_")
+    params = {name: getattr(body, name) for name in _SAMPLING} | {"stop": body.stop_sequences}
+    sampling = read_sampling(OpenAISampling, params, model)
+    form = body.output_config.format
+    grammar = openai_grammar({} if form is None else {"json_schema": form.schema_})
+    chat = _chat(body, model, options)
+    return make_call(model, options, chat, sampling, grammar, id_prefix="msg_")
 
 
 def count_prompt(model: ServedModel, options: FrontendOptions, data: dict[str, Any]) -> int:
@@ -272,48 +252,45 @@ def count_prompt(model: ServedModel, options: FrontendOptions, data: dict[str, A
         InvalidRequest: The prompt is so long that it was not tokenized.
     """
     refuse_unsupported(data, also=UNSUPPORTED_IN_MESSAGES | _OF_OTHER_APIS)
-    chat = _chat(validate(CountBody, data), model, options)
-    text = chat_text(model, read_chat_body(model, chat))
+    body = validate(CountBody, data)
+    model.resolve_adapter(body.model)
+    text = chat_text(model, _chat(body, model, options))
     [ids] = tokenize(model, [text], add_special_tokens=False)
     return len(ids)
 
 
-def _chat(body: CountBody, model: ServedModel, options: FrontendOptions) -> dict[str, Any]:
-    """Return the equivalent body of `/v1/chat/completions`."""
-    tools, choice, output = body.tools, body.tool_choice, body.output_config
+def _chat(body: CountBody, model: ServedModel, options: FrontendOptions) -> Chat:
+    tools, choice = body.tools, body.tool_choice
     if choice.is_forced and not tools:
         raise InvalidRequest(f"tool_choice: {choice.type!r} requires tools, and the body has none")
-    shared = {"model", "rid", *_SAMPLING, *GenerationBody.model_fields}
-    chat = body.model_dump(include=shared, exclude_unset=True, exclude_none=True) | {
-        "messages": list(_turns(body)),
-        "tools": [tool.for_chat() for tool in tools],
-        "tool_choice": choice.for_chat(),
-        "parallel_tool_calls": not choice.disable_parallel_tool_use,
-        "chat_template_kwargs": _switches(body, model, options) | body.chat_template_kwargs,
-        "reasoning_effort": output.effort,
-    }
-    if output.format is not None:
-        chat["json_schema"] = output.format.schema_
-    return chat
+    chat = ChatOptions(
+        **body.shared(),
+        tool_choice=choice.for_chat(),
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        chat_template_kwargs=_switches(body, model, options) | body.chat_template_kwargs,
+        reasoning_effort=body.output_config.effort,
+    )
+    return Chat(chat, list(_turns(body)), [tool.for_chat() for tool in tools])
 
 
 def _turns(body: CountBody) -> Iterator[dict[str, Any]]:
     """Yield the messages in OpenAI's format. Consecutive messages of one role become one turn."""
-    if body.messages[-1].role == "assistant":
+    if isinstance(body.messages[-1], AssistantMessage):
         raise InvalidRequest(
             "messages: the last message must not be the assistant's, because answers cannot be continued"
         )
-    if body.system:
-        yield {"role": "system", "content": _joined(body.system)}
+    if system := _blocks(body.system):
+        yield {"role": "system", "content": _joined(system)}
     names: dict[str, str] = {}
-    for role, messages in groupby(body.messages, key=lambda message: message.role):
-        blocks = [block for message in messages for block in message.content]
-        if role == "assistant":
+    for kind, messages in groupby(body.messages, key=type):
+        blocks = [block for message in messages for block in _blocks(message.content)]
+        if kind is AssistantMessage:
             names |= {block.id: block.name for block in _only(ToolUseBlock, blocks)}
             yield _answer(blocks)
             continue
-        for kind, run in groupby(blocks, key=type):
-            if kind is ToolResultBlock:
+        role = "user" if kind is UserMessage else "system"
+        for block_kind, run in groupby(blocks, key=type):
+            if block_kind is ToolResultBlock:
                 yield from (result.for_chat(names) for result in _only(ToolResultBlock, run))
             else:
                 yield {"role": role, "content": _joined(_only(TextBlock, run))}
@@ -325,7 +302,7 @@ def _only(kind: type[BlockT], blocks: Iterable[Body]) -> list[BlockT]:
 
 def _answer(blocks: Sequence[Body]) -> dict[str, Any]:
     """Return an earlier answer as one message. Templates render reasoning, then text, then calls."""
-    turn: dict[str, Any] = {"role": "assistant"}
+    turn: dict[str, Any] = {"role": "assistant", "content": None}
     if texts := _only(TextBlock, blocks):
         turn["content"] = _joined(texts)
     if reasoning := [block.thinking for block in _only(ThinkingBlock, blocks)]:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
-from msgspec import UNSET
-from pydantic import Field
+from msgspec import UNSET, Meta, field
 
 from tandem.frontend.answers import (
     Inference,
@@ -26,7 +25,6 @@ from tandem.frontend.apis.openai import timings_of
 from tandem.frontend.backend import ServedModel
 from tandem.frontend.chat.body import (
     UNSUPPORTED_IN_INFERENCE,
-    Many,
     refuse_unknown,
     refuse_unsupported,
 )
@@ -67,11 +65,11 @@ class InferenceSampling(OpenAISampling):
     logprobs: NumTop | None = None
 
 
-class InferenceBody(OpenAIBody):
+class InferenceBody(OpenAIBody, kw_only=True):
     """`/inference/v1/generate`."""
 
-    token_ids: Annotated[Many[int], Field(min_length=1)]
-    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    token_ids: Annotated[list[int], Meta(min_length=1)]
+    sampling_params: dict[str, Any] = field(default_factory=dict)
     output_mode: Literal["tokens", "text"] = "tokens"
     reasoning_ended: bool | None = None
 
@@ -111,7 +109,7 @@ def read_inference(
     prompts = Prompts(is_batch=False, ids=[body.token_ids])
     num_top = sampling.logprobs
     logprobs = None if num_top is None else LogprobOptions(num_top=num_top)
-    request_id, adapter = body.rid or new_request_id(), model.resolve_adapter(body.model)
+    request_id, adapter = body.client_id or new_request_id(), model.resolve_adapter(body.model)
     generations = create_generations(
         model,
         body,

@@ -10,19 +10,17 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from aiohttp import web
-from pydantic import Field
+from msgspec import Meta
 
 from tandem.frontend.answers import MetaInfo
 from tandem.frontend.apis import answering
 from tandem.frontend.backend import ServedModel
 from tandem.frontend.chat.body import (
     GenerationBody,
-    Many,
     PerPrompt,
     refuse_unknown,
     refuse_unsupported,
     validate,
-    with_message,
 )
 from tandem.frontend.chat.generation import (
     Generation,
@@ -44,15 +42,12 @@ from tandem.frontend.chat.sampling import (
 )
 from tandem.frontend.http.sse import DONE, EventStream, encode
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.request_ids import MAX_ID_CHARS, NAMES, RequestIdField, ids_of
+from tandem.frontend.request_ids import RequestIdField, ids_of
 from tandem.frontend.schemas.budget import Budget
 from tandem.frontend.text.transcript import Ending, TextPiece, error_ending
 from tandem.wire.errors import ErrorInfo, InvalidRequest
 from tandem.wire.generation import LogprobOptions, new_request_id
 
-_RID_SENTENCE = (
-    f"must be a string of 1 to {MAX_ID_CHARS} characters, or a list with one for each prompt"
-)
 # The last one is SGLang's, for tokenizers that are not from the `tokenizers` library.
 PARAMETERS = NativeSampling.names() | NativeGrammar.names() | {"spaces_between_special_tokens"}
 
@@ -67,13 +62,11 @@ class GenerateBody(GenerationBody):
     text: Texts | None = None
     input_ids: Ids | None = None
     sampling_params: PerPrompt[dict[str, Any]] | None = None
-    rid: Annotated[
-        Annotated[RequestIdField | Many[RequestIdField], with_message(_RID_SENTENCE)] | None,
-        Field(validation_alias=NAMES),
-    ] = None
+    rid: RequestIdField | list[RequestIdField] | None = None
+    request_id: RequestIdField | list[RequestIdField] | None = None
     return_logprob: PerPrompt[bool] = False
-    logprob_start_len: PerPrompt[Annotated[int, Field(ge=-1)]] = -1
-    top_logprobs_num: PerPrompt[Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]] = 0
+    logprob_start_len: PerPrompt[Annotated[int, Meta(ge=-1)]] = -1
+    top_logprobs_num: PerPrompt[Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]] = 0
     return_text_in_logprobs: bool = False
 
     def prompts(self) -> Prompts:
@@ -124,7 +117,7 @@ def read_native(model: ServedModel, _options: FrontendOptions, data: dict[str, A
     ]
     _check_counts([sampling for sampling, _ in parts])
     n = parts[0][0].n
-    names = _request_ids(body.rid, count, n)
+    names = _request_ids(body.request_id if body.rid is None else body.rid, count, n)
     ids = prompt_ids(model, prompts)
     options = []
     for index, (token_ids, (sampling, grammar)) in enumerate(zip(ids, parts, strict=True)):
@@ -194,7 +187,9 @@ def _request_ids(rid: str | list[str] | None, count: int, n: int) -> list[str]:
         return [new_request_id() for _ in range(count * n)]
     names = rid if isinstance(rid, list) else [rid]
     if len(names) not in {1, count}:
-        raise InvalidRequest(f"rid: {_RID_SENTENCE}")
+        raise InvalidRequest(
+            f"rid: must be a string, or a list with one for each of {count} prompts"
+        )
     ids = [id_ for name in names for id_ in ids_of(name, count * n // len(names))]
     if len(set(ids)) < len(ids):
         raise InvalidRequest("rid: must be unique for each prompt")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
+from msgspec.structs import asdict
 
 from tandem.frontend.answers import ResponseObject
 from tandem.frontend.apis import answering
@@ -243,8 +244,8 @@ class ResponsesWriter:
             reasoning={"effort": body.reasoning.effort, "summary": body.reasoning.summary},
             temperature=sampling.temperature,
             text={"format": {"type": text_format.type, **schema}},
-            tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
-            tools=[tool.model_dump() for tool in body.tools],
+            tool_choice=choice if isinstance(choice, str) else asdict(choice),
+            tools=[asdict(tool) for tool in body.tools],
             top_p=sampling.top_p,
             **changes,
         )

@@ -1,34 +1,27 @@
-"""Bodies of `/v1/responses`, converted to equivalent bodies of `/v1/chat/completions`.
+"""Bodies of `/v1/responses`, converted to chats.
 
 ```
- instructions + input items, tools ──▶ ChatBody's fields ──▶ `frontend/chat/openai_body.py` ──▶ OpenAICall
+ instructions + input items, tools ──▶ Chat ──▶ `frontend/chat/openai_body.py` ──▶ OpenAICall
 ```
 
 `frontend/apis/responses.py` writes the answers.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from msgspec import Meta, field
 
 from tandem.frontend.backend import ServedModel
-from tandem.frontend.chat.body import (
-    Body,
-    GenerationBody,
-    Many,
-    refuse_unsupported,
-    validate,
-)
+from tandem.frontend.chat.body import Body, ModelBody, refuse_unsupported, validate, without_nulls
 from tandem.frontend.chat.generation import Generation
-from tandem.frontend.chat.grammars import OpenAIGrammar
-from tandem.frontend.chat.messages import RefusalPart
-from tandem.frontend.chat.openai_body import MAX_MESSAGES, OpenAICall, read_chat
-from tandem.frontend.chat.sampling import OpenAISampling
+from tandem.frontend.chat.grammars import OpenAIGrammar, openai_grammar
+from tandem.frontend.chat.messages import tool_object
+from tandem.frontend.chat.openai_body import MAX_MESSAGES, Chat, ChatOptions, OpenAICall, make_call
+from tandem.frontend.chat.sampling import OpenAISampling, Positive, read_sampling
 from tandem.frontend.http.absent_routes import NOT_STORED
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.request_ids import NAMES, RequestIdField
 from tandem.wire.errors import InvalidRequest
 
 Message: TypeAlias = dict[str, Any]
@@ -48,96 +41,73 @@ REFUSED = frozenset(
 )
 
 
-def _as_parts(content: object) -> object:
-    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
-
-
-class TextPart(Body):
+class Part(Body):
     """Text of a message. Its annotations are ignored."""
 
-    type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "text"]
-    text: str
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check that the part has its text."""
+        name = "refusal" if self.type == "refusal" else "text"
+        self.text = getattr(self, name)
+        if self.text is None:
+            raise ValueError(f"{name}: is missing")
 
 
-Part = Annotated[TextPart | RefusalPart, Discriminator("type")]
-TextParts = Annotated[
-    Many[Part], BeforeValidator(_as_parts, json_schema_input_type=str | list[Part])
-]
+Parts: TypeAlias = str | list[Part]
 
 
-def _joined(parts: Iterable[TextPart | RefusalPart]) -> str:
+def _joined(parts: Parts) -> str:
     # With the same separator as the content parts of a chat message.
-    return "\n".join(part.text for part in parts)
+    return parts if isinstance(parts, str) else "\n".join(part.text or "" for part in parts)
 
 
-class MessageItem(Body):
+class MessageItem(Body, tag="message"):
     """One message."""
 
-    type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: TextParts
+    content: Parts
 
 
-class FunctionCallItem(Body):
+class FunctionCallItem(Body, tag="function_call"):
     """A tool call of an earlier answer."""
 
-    type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
 
 
-class FunctionCallOutputItem(Body):
+class FunctionCallOutputItem(Body, tag="function_call_output"):
     """The result of a tool call."""
 
-    type: Literal["function_call_output"]
     call_id: str
-    output: TextParts
+    output: Parts
 
 
-class ReasoningItem(Body):
+class ReasoningItem(Body, tag="reasoning"):
     """The reasoning of an earlier answer."""
 
-    type: Literal["reasoning"]
-    content: TextParts = Field(default_factory=list)
+    content: Parts = field(default_factory=list)
     encrypted_content: str = ""
 
 
-def _kind(item: object) -> object:
-    kind = (item.get("type") or "message") if isinstance(item, dict) else getattr(item, "type", "")
-    return kind if isinstance(kind, str) else ""
-
-
 AnyItem: TypeAlias = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
-InputItem = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_kind),
-]
-
-
-def _as_items(value: object) -> object:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 class Function(Body):
     """A tool that the client runs."""
 
     type: Literal["function"]
-    name: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Meta(min_length=1)]
     description: str = ""
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
     strict: bool = False
 
     def for_chat(self) -> Message:
         """Return the tool in the format of `/v1/chat/completions`."""
-        fields = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        function: Message = {name: value for name, value in fields.items() if value}
-        if self.strict:
-            function["strict"] = True
-        return {"type": "function", "function": function}
+        return tool_object(self.name, self.description, self.parameters, is_strict=self.strict)
 
 
 class NamedFunction(Body):
@@ -151,13 +121,13 @@ class TextFormat(Body):
     """The required format of the text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: dict[str, Any] | None = field(name="schema", default=None)
 
 
 class TextConfig(Body):
     """`text`."""
 
-    format: TextFormat = Field(default_factory=lambda: TextFormat.model_validate({}))
+    format: TextFormat = field(default_factory=TextFormat)
     verbosity: Literal["medium"] = "medium"
 
 
@@ -169,28 +139,22 @@ class Reasoning(Body):
     generate_summary: Literal["auto"] | None = None
 
 
-class ResponsesBody(GenerationBody):
+class ResponsesBody(ModelBody, kw_only=True):
     """`/v1/responses`."""
 
-    model: str | None = None
-    input: Annotated[
-        Many[InputItem],
-        BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
-        Field(min_length=1, max_length=MAX_MESSAGES),
-    ]
+    input: str | Annotated[list[AnyItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str = ""
-    rid: Annotated[RequestIdField | None, Field(validation_alias=NAMES)] = None
-    tools: Many[Function] = Field(default_factory=list)
+    tools: list[Function] = field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: bool = True
-    text: TextConfig = TextConfig()
-    reasoning: Reasoning = Reasoning()
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    metadata: dict[str, str] = Field(default_factory=dict)
-    include: Many[Literal["reasoning.encrypted_content"]] = Field(default_factory=list)
+    text: TextConfig = field(default_factory=TextConfig)
+    reasoning: Reasoning = field(default_factory=Reasoning)
+    max_output_tokens: Positive | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+    include: list[Literal["reasoning.encrypted_content"]] = field(default_factory=list)
     truncation: Literal["disabled"] = "disabled"
-    background: Literal[False] = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    background: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     include_reasoning: bool = True
 
 
@@ -214,39 +178,51 @@ def read_responses(
     refuse_unsupported(refused, also=REFUSED)
     if data.get("n") not in (None, 1):
         raise InvalidRequest("n: must be 1, because a response is one answer; leave it out")
-    body = validate(ResponsesBody, data)
-    chat = read_chat(model, options, _chat(body, data), id_prefix="resp_")
+    body = validate(ResponsesBody, data | {"input": with_types(data.get("input"))})
+    if body.background:
+        raise InvalidRequest("background: must be false, because responses are not stored")
+    params = data | {"max_tokens": body.max_output_tokens}
+    sampling = read_sampling(OpenAISampling, params, model)
+    fields = {name: value for name, value in data.items() if name in GRAMMARS}
+    if (form := body.text.format).type != "text":
+        schema = {"schema": form.schema_}
+        fields["response_format"] = {"type": form.type, "json_schema": schema}
+    grammar = openai_grammar(fields)
+    chat = make_call(model, options, _chat(body), sampling, grammar, id_prefix="resp_")
     return ResponsesCall(body, chat, chat.generations, chat.is_stream)
 
 
-def _chat(body: ResponsesBody, data: dict[str, Any]) -> dict[str, Any]:
-    """Return the equivalent body of `/v1/chat/completions`."""
-    shared = {*OpenAISampling.names(), *GRAMMARS, *GenerationBody.names(), "model"} - {"max_tokens"}
+def with_types(items: object) -> object:
+    """Return the input items with the type of each: one without a type is a message."""
+    first = items[: MAX_MESSAGES + 1] if isinstance(items, list) else ()
+    typed = [
+        {"type": "message"} | without_nulls(item) if isinstance(item, dict) else item
+        for item in first
+    ]
+    return typed or items
+
+
+def _chat(body: ResponsesBody) -> Chat:
     choice: object = body.tool_choice
     if isinstance(choice, NamedFunction):
         choice = {"type": "function", "function": {"name": choice.name}}
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    chat = {name: value for name, value in data.items() if name in shared} | {
-        "messages": [*system, *_messages(body.input)],
-        "tools": [tool.for_chat() for tool in body.tools],
-        "tool_choice": choice,
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "max_tokens": body.max_output_tokens,
-        "reasoning_effort": body.reasoning.effort,
-        "chat_template_kwargs": body.chat_template_kwargs,
-        "include_reasoning": body.include_reasoning,
-        "rid": body.rid,
-    }
-    text_format = body.text.format
-    if text_format.type != "text":
-        chat["response_format"] = {"type": text_format.type}
-    if text_format.type == "json_schema":
-        chat["response_format"]["json_schema"] = {"schema": text_format.schema_}
-    return chat
+    options = ChatOptions(
+        **body.shared(),
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning.effort,
+        include_reasoning=body.include_reasoning,
+    )
+    messages = [*system, *_messages(body.input)]
+    return Chat(options, messages, [tool.for_chat() for tool in body.tools])
 
 
-def _messages(items: Sequence[AnyItem]) -> list[Message]:
+def _messages(items: str | Sequence[AnyItem]) -> list[Message]:
     """Convert input items to chat messages. The items of one answer become one message."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
     messages: list[Message] = []
     for item in items:
         match item:
@@ -283,7 +259,7 @@ def _answer(messages: list[Message], name: str, part: Any) -> None:
     """Add a part to the last assistant message, or start a new message if that one is complete."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(last.get(each) for each in _STARTS_NEW_AFTER[name]):
-        messages.append(last := {"role": "assistant"})
+        messages.append(last := {"role": "assistant", "content": None})
     last[name] = [*last.get(name, []), *part] if name == "tool_calls" else part
 
 

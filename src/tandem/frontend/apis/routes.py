@@ -6,10 +6,10 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 from aiohttp import web
-from pydantic import Field
+from msgspec import Meta
 
 from tandem.frontend.backend import NO_PEER, Backend, Health, ServedModel
 from tandem.frontend.chat.body import Body, read_json, validate
@@ -33,25 +33,25 @@ _POLL_INTERVAL_S = 0.1
 class AbortBody(Body):
     """`/abort_request`."""
 
-    rid: Annotated[str, Field(max_length=512)] = ""
+    rid: Annotated[str, Meta(max_length=512)] = ""
     abort_all: bool = False
 
 
 # A name is part of names of prefixes, which end it with a zero byte.
-_AdapterName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f]+$")]
+_AdapterName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f]+$")]
 
 
-class LoadAdapterBody(Body):
+class LoadAdapterBody(Body, kw_only=True):
     """`/v1/load_lora_adapter`. `model` names the base model, if several are served."""
 
     model: str | None = None
     lora_name: _AdapterName
-    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
     load_inplace: bool = False
-    is_3d_lora_weight: Literal[False] = False
+    is_3d_lora_weight: bool = False
 
 
-class UnloadAdapterBody(Body):
+class UnloadAdapterBody(Body, kw_only=True):
     """`/v1/unload_lora_adapter`, with `model` as for loading."""
 
     model: str | None = None
@@ -213,6 +213,8 @@ async def flush_cache(request: web.Request) -> web.Response:
 async def load_adapter(request: web.Request) -> web.Response:
     """Load a LoRA adapter on every node, as vLLM does."""
     body = validate(LoadAdapterBody, read_json(await request.read()))
+    if body.is_3d_lora_weight:
+        raise InvalidRequest("is_3d_lora_weight: must be false")
     backend, name = request.app[EDGE].backend, body.lora_name
     models = backend.models()
     model = models.choose(body.model)

@@ -4,10 +4,9 @@ Messages are rendered by the chat template first, so their ids are the prompt of
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 from aiohttp import web
-from pydantic import AliasChoices, Field
 
 from tandem.frontend.answers import Detokenized, Tokenized
 from tandem.frontend.backend import ServedModel
@@ -20,7 +19,7 @@ from tandem.frontend.chat.generation import (
     require_tokenizer,
     tokenize,
 )
-from tandem.frontend.chat.openai_body import chat_text, read_chat_body
+from tandem.frontend.chat.openai_body import chat_text, checked_chat
 from tandem.frontend.http.edge import EDGE
 from tandem.frontend.http.sse import encode
 from tandem.wire.errors import InvalidRequest
@@ -30,12 +29,13 @@ class TokenizeBody(Body):
     """`/tokenize`. A body may have a chat's messages and tools instead of a prompt."""
 
     model: str | None = None
-    prompt: Annotated[Texts | None, Field(validation_alias=AliasChoices("prompt", "text"))] = None
+    prompt: Texts | None = None
+    text: Texts | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(Body, kw_only=True):
     """`/detokenize`."""
 
     model: str | None = None
@@ -71,17 +71,18 @@ def _tokenize(model: ServedModel, data: dict[str, Any]) -> Tokenized:
     refuse_unsupported(data)
     body, tokenizer = validate(TokenizeBody, data), require_tokenizer(model)
     model.resolve_adapter(body.model)
-    if (body.prompt is None) == (data.get("messages") is None):
+    prompt = body.text if body.prompt is None else body.prompt
+    if (prompt is None) == (data.get("messages") is None):
         raise InvalidRequest("send either prompt or messages")
-    if body.prompt is None:
-        chat = read_chat_body(model, data)
-        prompts = tokenize(model, [chat_text(model, chat)], chat.add_special_tokens)
+    if prompt is None:
+        chat = checked_chat(model, data)
+        prompts = tokenize(model, [chat_text(model, chat)], chat.options.add_special_tokens)
     else:
-        prompts = tokenize(model, read_prompts(body.prompt).texts, body.add_special_tokens)
+        prompts = tokenize(model, read_prompts(prompt).texts, body.add_special_tokens)
     strings: list[list[str]] | None = None
     if body.return_token_strs:
         strings = [[tokenizer.backend.id_to_token(id_) or "" for id_ in ids] for ids in prompts]
-    if isinstance(body.prompt, list):
+    if isinstance(prompt, list):
         return Tokenized(prompts, list(map(len, prompts)), model.context_length, strings)
     return Tokenized(prompts[0], len(prompts[0]), model.context_length, strings and strings[0])
 

@@ -1,69 +1,29 @@
-"""Parse HTTP bodies: from bytes to a checked pydantic model.
+"""Parse HTTP bodies: from bytes to a checked struct.
 
 Errors in a body raise `InvalidRequest`, whose message names the field. This file has the fields that all APIs
 share. `frontend/apis/native.py` and `frontend/chat/openai_body.py` add those of each API.
 """
 
 import codecs
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Annotated, Any, TypeAlias, TypeVar
 
-import pydantic_core
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    FailFast,
-    Field,
-    Tag,
-    ValidationError,
-    WrapValidator,
-    model_validator,
-)
+import msgspec
+from msgspec import Meta
 
 from tandem.frontend.backend import Bootstrap
+from tandem.frontend.chat import field_errors
+from tandem.frontend.request_ids import RequestIdField
+from tandem.frontend.text import json_text
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import NUM_ROOMS, address_of, room_of_transfer
 
 BodyT = TypeVar("BodyT", bound="Body")
 T = TypeVar("T")
-U = TypeVar("U")
 
-
-class _HashableFailFast(FailFast):
-    """A hashable `FailFast`, because unions hash their members."""
-
-    __hash__ = object.__hash__
-
-
-# Validation stops at the first wrong entry: listing a million errors takes many seconds.
-Many: TypeAlias = Annotated[list[T], _HashableFailFast()]
-
-_ONE, _LIST = "(one)", "(list)"
-OneOrMany: TypeAlias = Annotated[
-    Annotated[T, Tag(_ONE)] | Annotated[Many[U], Tag(_LIST)],
-    Discriminator(lambda value: _LIST if isinstance(value, list) else _ONE),
-]
 # One value for all prompts, or a list with one value per prompt. See `Body.per_prompt`.
-PerPrompt: TypeAlias = OneOrMany[T, T | None]
-
-
-def with_message(sentence: str) -> WrapValidator:
-    """Report every validation error of the annotated type with this message. Lists must not be empty."""
-
-    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
-        try:
-            checked = handler(value)
-        except ValidationError:
-            raise ValueError(sentence) from None
-        if checked == []:
-            raise ValueError("must not be empty")
-        return checked
-
-    return WrapValidator(check)
-
+PerPrompt: TypeAlias = T | list[T | None]
 
 # Far more than any API has. The body is copied for each of its prompts.
 MAX_FIELDS = 1000
@@ -73,32 +33,6 @@ MAX_PARTS = 500_000
 
 # An error quotes at most this many characters of an unknown name.
 _MAX_NAME_CHARS = 64
-
-# Our messages for pydantic's error types.
-_SENTENCES = {
-    "missing": "is missing",
-    "bool_type": "must be true or false",
-    "int_type": "must be an integer",
-    "int_from_float": "must be an integer",
-    "float_type": "must be a number",
-    "finite_number": "must be a finite number",
-    "string_type": "must be a string",
-    "list_type": "must be a list",
-    "dict_type": "must be an object",
-    "literal_error": "must be {expected}",
-    "model_type": "must be an object",
-    "model_attributes_type": "must be an object",
-    "greater_than": "must be more than {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be at most {le}",
-    "too_short": "must have at least {min_length} entries",
-    "too_long": "must have at most {max_length} entries",
-    "string_too_short": "must have at least {min_length} characters",
-    "string_too_long": "must have at most {max_length} characters",
-    "union_tag_invalid": "{discriminator} {tag!r} is not supported; use {expected_tags}",
-    "union_tag_not_found": "must be an object with {discriminator}",
-}
 
 # Unsupported fields of SGLang, vLLM and OpenAI that would change the answer. A request that sets one is
 # rejected, because otherwise its answer would be silently wrong. Fields that cannot change the answer, such as
@@ -135,9 +69,9 @@ UNSUPPORTED_IN_INFERENCE = frozenset({"features", "content_parts"})
 
 # Higher priorities leave the queue first. Nodes store 32 bits.
 _PRIORITIES = 2**31
-Priority = Annotated[int, Field(ge=-_PRIORITIES, lt=_PRIORITIES)]
+Priority = Annotated[int, Meta(ge=-_PRIORITIES, lt=_PRIORITIES)]
 # The same limit as for request ids. A salt is a tenant's name or a hash.
-CacheSalt = Annotated[str, Field(max_length=256)]
+CacheSalt = Annotated[str, Meta(max_length=256)]
 
 
 def without_nulls(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,38 +79,25 @@ def without_nulls(data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in data.items() if value is not None}
 
 
-class Body(BaseModel):
+class Body(msgspec.Struct):
     """Base of all bodies: strict types; unknown fields are ignored; null means absent."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, data: object) -> object:
-        return without_nulls(data) if isinstance(data, dict) else data
 
     def per_prompt(self, name: str, count: int, *, is_batch: bool) -> list[Any]:
         """Return the value of a `PerPrompt` field for each prompt."""
-        value, default = getattr(self, name), type(self).model_fields[name].default
+        value = getattr(self, name)
         if not isinstance(value, list):
             return [value] * count
         if not is_batch or len(value) != count:
             raise InvalidRequest(
                 f"{name}: a list must have one entry for each of the {count} prompts"
             )
+        [default] = (each.default for each in msgspec.structs.fields(self) if each.name == name)
         return [default if entry is None else entry for entry in value]
 
     @classmethod
     def names(cls) -> frozenset[str]:
-        """Return all names of the fields in JSON, aliases included."""
-        names: set[str] = set()
-        for name, field in cls.model_fields.items():
-            match field.validation_alias:
-                case AliasChoices(choices=choices):
-                    names.update(map(str, choices))
-                case alias:
-                    names.add(name if alias is None else str(alias))
-        return frozenset(names)
+        """Return all names of the fields in JSON."""
+        return frozenset(field.encode_name for field in msgspec.structs.fields(cls))
 
 
 class GenerationBody(Body):
@@ -191,9 +112,9 @@ class GenerationBody(Body):
     cache_salt: CacheSalt = ""
     extra_key: PerPrompt[CacheSalt] = ""
     lora_path: PerPrompt[str] = ""
-    bootstrap_host: PerPrompt[Annotated[str, Field(min_length=1, max_length=255)]] | None = None
-    bootstrap_port: PerPrompt[Annotated[int, Field(ge=1, le=65535)]] | None = None
-    bootstrap_room: PerPrompt[Annotated[int, Field(ge=0, lt=2**64)]] | None = None
+    bootstrap_host: PerPrompt[Annotated[str, Meta(min_length=1, max_length=255)]] | None = None
+    bootstrap_port: PerPrompt[Annotated[int, Meta(ge=1, le=65535)]] | None = None
+    bootstrap_room: PerPrompt[Annotated[int, Meta(ge=0)]] | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
     def bootstraps(self, count: int, *, is_batch: bool, n: int) -> Sequence[Bootstrap | None]:
@@ -212,6 +133,8 @@ class GenerationBody(Body):
             self.per_prompt(f"bootstrap_{name}", count, is_batch=is_batch)
             for name in ("host", "port", "room")
         )
+        if any(room is not None and room >= 2 * NUM_ROOMS for room in rooms):
+            raise InvalidRequest(f"bootstrap_room: must be less than {2 * NUM_ROOMS}")
         for name, column in (("host", hosts), ("room", rooms)):
             if None in column:
                 raise InvalidRequest(f"bootstrap_{name}: is missing")
@@ -225,6 +148,23 @@ class GenerationBody(Body):
         if len({each.room for each in found}) < len(found):
             raise InvalidRequest("bootstrap_room: the rooms of two generations are equal")
         return found
+
+
+class ModelBody(GenerationBody):
+    """Fields that the bodies of all APIs except `/generate` share."""
+
+    model: str | None = None
+    rid: RequestIdField | None = None
+    request_id: RequestIdField | None = None
+
+    @property
+    def client_id(self) -> str | None:
+        """The client's id of the request."""
+        return self.request_id if self.rid is None else self.rid
+
+    def shared(self) -> dict[str, Any]:
+        """Return these fields, for a body of another API."""
+        return {name: getattr(self, name) for name in ModelBody.__struct_fields__}
 
 
 def _other_half(params: dict[str, Any] | None) -> Bootstrap | None:
@@ -305,7 +245,7 @@ def session_of(headers: Mapping[str, str], data: Mapping[str, object]) -> str:
 
 
 def read_json(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in `data`. NaN and infinities pass here; validation rejects them by field."""
+    """Return the JSON object in `data`."""
     data = data.removeprefix(codecs.BOM_UTF8)
     if not data.strip():
         raise InvalidRequest("the body is empty; send a JSON object")
@@ -314,7 +254,7 @@ def read_json(data: bytes) -> dict[str, Any]:
             f"the body has more than {MAX_PARTS} lists, objects and fields; send a smaller one"
         )
     try:
-        value = pydantic_core.from_json(data)
+        value = json_text.decode(data)
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -330,20 +270,19 @@ def validate(body_class: type[BodyT], data: Mapping[str, object], prefix: str = 
     Args:
         prefix: Prefix of field names in errors, such as `sampling_params`.
     """
+    if None in data.values():
+        data = without_nulls(data)
     try:
-        return body_class.model_validate(data)
-    except ValidationError as error:
-        raise InvalidRequest(_sentence(error, prefix)) from error
-
-
-def _sentence(error: ValidationError, prefix: str) -> str:
-    """Return a message for the first error: the field and the required value."""
-    first = error.errors(include_url=False)[0]
-    loc = (part for part in (prefix, *first["loc"]) if part not in ("", _ONE, _LIST))
-    field = ".".join(map(str, loc))
-    template = _SENTENCES.get(first["type"])
-    sentence = template.format(**first.get("ctx", {})) if template else first["msg"]
-    return f"{field}: {sentence.removeprefix('Value error, ')}" if field else sentence
+        try:
+            return msgspec.convert(data, body_class, str_keys=True)
+        except msgspec.ValidationError as error:
+            if "got `null`" not in str(error):
+                raise
+            data = field_errors.without_nulls(body_class, data)
+            return msgspec.convert(data, body_class, str_keys=True)
+    except msgspec.ValidationError as error:
+        sentence = field_errors.sentence(error, body_class, data, prefix)
+        raise InvalidRequest(sentence) from error
 
 
 def refuse_unsupported(

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-from pydantic import Field
+from msgspec import Meta
 
 from tandem.frontend.backend import Bootstrap, ServedModel
-from tandem.frontend.chat.body import GenerationBody, Many, with_message
+from tandem.frontend.chat.body import GenerationBody
 from tandem.frontend.chat.sampling import SamplingBody, engine_params, seeds
 from tandem.frontend.request_ids import unique_id
 from tandem.frontend.text.stops import SearchBudget, TextRules
@@ -28,15 +28,9 @@ MAX_GENERATIONS = 1024
 # Up to this length texts are tokenized with the GIL held, in about 1.5 ms. Longer ones release the GIL.
 LOCKED_CHARS = 4096
 
-_Ids = Many[int] | Many[Many[int]]
-_FORM = Field(union_mode="left_to_right")
-Texts = Annotated[str | Many[str], _FORM, with_message("must be a string or a list of strings")]
-Ids = Annotated[_Ids, _FORM, with_message("must be a list of integers or a list of such lists")]
-AnyPrompt = Annotated[
-    str | Many[str] | _Ids,
-    _FORM,
-    with_message("must be a string, a list of strings, a list of integers or a list of such lists"),
-]
+Texts = str | Annotated[list[str], Meta(min_length=1)]
+Ids = Annotated[list[int | list[int]], Meta(min_length=1)]
+TextsOrIds = str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
 
 
 class PromptTooLong(InvalidRequest, code="context_length_exceeded"):
@@ -77,17 +71,24 @@ class Prompts:
         return len(self.texts) + len(self.ids)
 
 
-def read_prompts(value: str | list[str] | list[int] | list[list[int]]) -> Prompts:
-    """Return the prompts of a checked field, which has one of four types."""
-    is_batch = not isinstance(value, str) and not isinstance(value[0], int)
-    entries: list[Any] = list(value) if is_batch else [value]
-    if len(entries) > MAX_GENERATIONS:
+def read_prompts(value: str | Sequence[str | int | list[int]]) -> Prompts:
+    """Return the prompts of a field: texts, or token ids."""
+    if isinstance(value, str):
+        return Prompts(is_batch=False, texts=[value])
+    if len(value) > MAX_GENERATIONS and not isinstance(value[0], int):
         raise InvalidRequest(
             f"the body has {len(value)} prompts; send at most {MAX_GENERATIONS} in one request"
         )
-    if isinstance(entries[0], str):
-        return Prompts(is_batch, texts=entries)
-    return Prompts(is_batch, ids=entries)
+    try:
+        if isinstance(value[0], str):
+            return Prompts(is_batch=True, texts=msgspec.convert(value, list[str]))
+        if isinstance(value[0], int):
+            return Prompts(is_batch=False, ids=[msgspec.convert(value, list[int])])
+        return Prompts(is_batch=True, ids=msgspec.convert(value, list[list[int]]))
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(
+            "the prompts must be all texts, all token ids or all lists of token ids"
+        ) from error
 
 
 def prompt_ids(

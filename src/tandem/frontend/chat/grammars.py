@@ -15,21 +15,18 @@ it can compile the result.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
-import pydantic_core
-from pydantic import (
-    AfterValidator,
-    Field,
-    PlainValidator,
-    model_validator,
-)
+import msgspec
+from msgspec import Meta
 
-from tandem.frontend.chat.body import Body, Many, refuse_unsupported, validate
+from tandem.frontend.chat.body import Body, refuse_unsupported, validate
 from tandem.frontend.replies.formats import ReasoningMarks
 from tandem.frontend.schemas.budget import Budget
 from tandem.frontend.schemas.patterns import without_line_breaks
 from tandem.frontend.schemas.rewriting import served, served_loosely
+from tandem.frontend.text import json_text
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 
@@ -77,53 +74,28 @@ class SentGrammar:
 _ANY_OBJECT = SentGrammar("json_object")
 
 
-def _schema_grammar(value: object) -> SentGrammar:
+def _schema(value: str | dict[str, Any] | bool) -> SentGrammar:
     """Read a JSON schema, sent as JSON or as a string of JSON."""
-    if isinstance(value, str):
-        _check_size(value)
-    try:
-        if isinstance(value, str):
-            schema, text = pydantic_core.from_json(value, allow_inf_nan=False), value
-        else:
-            schema = value
-            text = _json(value)
-    except ValueError as error:
-        raise ValueError(f"is not valid JSON: {error}") from error
+    schema = _from_json(value)
     if not isinstance(schema, dict | bool):
-        sentence = "must be a JSON schema, which is an object or a boolean"
-        raise ValueError(sentence)  # noqa: TRY004 - pydantic reports no TypeError
-    _check_size(text)
+        raise ValueError("must be a JSON schema, which is an object or a boolean")  # noqa: TRY004
+    _check_size(value if isinstance(value, str) else _json(value))
     return SentGrammar("json_schema", schema)
 
 
-def _text_of(kind: Literal["regex", "ebnf"]) -> Callable[[object], SentGrammar]:
-    def read(value: object) -> SentGrammar:
-        if not isinstance(value, str):
-            raise ValueError("must be a string")  # noqa: TRY004
-        _check_size(value)
-        return SentGrammar(kind, without_line_breaks(value) if kind == "regex" else value)
-
-    return read
+def _text(kind: Literal["regex", "ebnf"], value: str) -> SentGrammar:
+    _check_size(value)
+    return SentGrammar(kind, without_line_breaks(value) if kind == "regex" else value)
 
 
-def _choice(value: object) -> SentGrammar:
+def _choice(value: list[str]) -> SentGrammar:
     """Read a list of strings, one of which must be the answer."""
-    if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
-        raise ValueError("must be a list of non-empty strings")
-    if not value:
-        raise ValueError("must not be empty")
-    return _text_of("regex")("(" + "|".join(map(_escaped, value)) + ")")
+    return _text("regex", "(" + "|".join(map(_escaped, value)) + ")")
 
 
-def _structural_tag(value: object) -> SentGrammar:
+def _structural_tag(value: str | dict[str, Any]) -> SentGrammar:
     """Read xgrammar's structural tag in its current or older form, sent as an object or a string of JSON."""
-    if isinstance(value, str):
-        _check_size(value)
-        try:
-            value = pydantic_core.from_json(value, allow_inf_nan=False)
-        except ValueError as error:
-            raise ValueError(f"is not valid JSON: {error}") from error
-    match value:
+    match _from_json(value):
         case {"format": dict(form)}:
             pass
         case {"structures": list(structures), "triggers": list(triggers)}:
@@ -133,6 +105,17 @@ def _structural_tag(value: object) -> SentGrammar:
             raise ValueError("must have either format, or structures and triggers")
     _check_size(_tag(form).text)
     return SentGrammar("structural_tag", form)
+
+
+def _from_json(value: object) -> Any:
+    """Return the value of a string of JSON, and other values as they are."""
+    if not isinstance(value, str):
+        return value
+    _check_size(value)
+    try:
+        return json_text.decode(value.encode())
+    except ValueError as error:
+        raise ValueError(f"is not valid JSON: {error}") from error
 
 
 def _served_format(part: Any, budget: Budget) -> Any:
@@ -281,7 +264,7 @@ def after_reasoning(
 def _format_of(grammar: Grammar) -> dict[str, Any]:
     match grammar.kind:
         case "json_schema":
-            schema = pydantic_core.from_json(grammar.text)
+            schema = msgspec.json.decode(grammar.text)
             return {"type": "json_schema", "json_schema": schema} | _BLANKS
         case "json_object":
             return {"type": "json_schema", "json_schema": {"type": "object"}} | _BLANKS
@@ -290,7 +273,7 @@ def _format_of(grammar: Grammar) -> dict[str, Any]:
         case "ebnf":
             return {"type": "grammar", "grammar": grammar.text}
         case "structural_tag":
-            form: dict[str, Any] = pydantic_core.from_json(grammar.text)["format"]
+            form: dict[str, Any] = msgspec.json.decode(grammar.text)["format"]
             return form
 
 
@@ -310,73 +293,34 @@ def _check_size(text: str, most_bytes: int = MAX_SENT_BYTES) -> None:
         raise ValueError(f"has {size_bytes} bytes{rewritten}; at most {most_bytes} are allowed")
 
 
-_ANY_SCHEMA = str | dict[str, Any] | bool
-SchemaGrammar = Annotated[
-    SentGrammar, PlainValidator(_schema_grammar, json_schema_input_type=_ANY_SCHEMA)
-]
-Regex = Annotated[SentGrammar, PlainValidator(_text_of("regex"), json_schema_input_type=str)]
-Ebnf = Annotated[SentGrammar, PlainValidator(_text_of("ebnf"), json_schema_input_type=str)]
-_ANY_TAG = str | dict[str, Any]
-StructuralTag = Annotated[
-    SentGrammar, PlainValidator(_structural_tag, json_schema_input_type=_ANY_TAG)
-]
-ChoiceGrammar = Annotated[SentGrammar, PlainValidator(_choice, json_schema_input_type=list[str])]
+_Schema = str | dict[str, Any] | bool | None
+_Choice = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)] | None
 
 
-class _GrammarBody(Body):
-    """A body with alternative grammar fields. An empty string means absent."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty_is_absent(cls, data: object) -> object:
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if value != ""}
-
-    def to_grammar(self) -> SentGrammar | None:
-        """Return the grammar of the one field that is set. None: no field is set."""
-        grammars = [
-            replace(value, field=field.alias or name)
-            for name, field in type(self).model_fields.items()
-            if isinstance(value := getattr(self, name), SentGrammar)
-        ]
-        if len(grammars) > 1:
-            names = " and ".join(each.field for each in grammars)
-            raise ValueError(f"{names}: send only one of these")
-        return next(iter(grammars), None)
-
-
-class NativeGrammar(_GrammarBody):
+class NativeGrammar(Body):
     """The grammar of the answer. Only one of these fields may be set."""
 
-    json_schema: SchemaGrammar | None = None
-    regex: Regex | None = None
-    ebnf: Ebnf | None = None
-    structural_tag: StructuralTag | None = None
+    json_schema: _Schema = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
-class StructuredOutputs(_GrammarBody):
+class StructuredOutputs(Body):
     """vLLM's `structured_outputs`."""
 
-    json_: SchemaGrammar | None = Field(None, alias="json")
-    regex: Regex | None = None
-    grammar: Ebnf | None = None
-    choice: ChoiceGrammar | None = None
-    structural_tag: StructuralTag | None = None
-    json_object: Annotated[bool, AfterValidator(lambda on: _ANY_OBJECT if on else None)] = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: object) -> object:
-        if isinstance(data, dict):
-            refuse_unsupported(data, "structured_outputs.", also=_UNSUPPORTED_PARTS)
-        return data
+    json_: _Schema = msgspec.field(name="json", default=None)
+    regex: str | None = None
+    grammar: str | None = None
+    choice: _Choice = None
+    structural_tag: str | dict[str, Any] | None = None
+    json_object: bool = False
 
 
 class WrappedSchema(Body):
     """A schema in OpenAI's format: an object with the schema and a name, which is ignored."""
 
-    schema_: SchemaGrammar | None = Field(None, alias="schema")
+    schema_: _Schema = msgspec.field(name="schema", default=None)
 
 
 class ResponseFormat(Body):
@@ -385,34 +329,29 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: WrappedSchema | None = None
     format: dict[str, Any] | None = None
-    structures: Many[dict[str, Any]] | None = None
-    triggers: Many[str] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
     def to_grammar(self) -> SentGrammar | None:
         """Return the grammar. None: the answer is free text."""
         if self.type == "structural_tag":
-            parts = ("format", "structures", "triggers")
-            return _structural_tag({part: getattr(self, part) for part in parts})
+            return _structural_tag(msgspec.structs.asdict(self))
         if self.type != "json_schema":
             return _ANY_OBJECT if self.type == "json_object" else None
         if self.json_schema is None or self.json_schema.schema_ is None:
             raise ValueError("type json_schema requires a json_schema with a schema")
-        return self.json_schema.schema_
+        return _schema(self.json_schema.schema_)
 
 
 class OpenAIGrammar(NativeGrammar):
     """The grammar of the answer, in any dialect. Only one of these fields may be set."""
 
-    guided_json: SchemaGrammar | None = None
-    guided_regex: Regex | None = None
-    guided_grammar: Ebnf | None = None
-    guided_choice: ChoiceGrammar | None = None
-    structured_outputs: (
-        Annotated[StructuredOutputs, AfterValidator(StructuredOutputs.to_grammar)] | None
-    ) = None
-    response_format: Annotated[ResponseFormat, AfterValidator(ResponseFormat.to_grammar)] | None = (
-        None
-    )
+    guided_json: _Schema = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: _Choice = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
 
 
 def native_grammar(data: Mapping[str, object]) -> SentGrammar | None:
@@ -422,17 +361,56 @@ def native_grammar(data: Mapping[str, object]) -> SentGrammar | None:
 
 def openai_grammar(data: Mapping[str, object]) -> SentGrammar | None:
     """Return the grammar in the fields of an OpenAI body, or None."""
+    if isinstance(outputs := data.get("structured_outputs"), dict):
+        refuse_unsupported(outputs, "structured_outputs.", also=_UNSUPPORTED_PARTS)
+        data = {**data, "structured_outputs": _not_empty(outputs)}
     return _read(OpenAIGrammar, data)
 
 
-def _read(kind: type[_GrammarBody], data: Mapping[str, object]) -> SentGrammar | None:
-    if data.keys().isdisjoint(kind.model_fields):  # most bodies have no grammar
+def _read(kind: type[NativeGrammar], data: Mapping[str, object]) -> SentGrammar | None:
+    if data.keys().isdisjoint(kind.__struct_fields__):  # most bodies have no grammar
         return None
-    body = validate(kind, data)
     try:
-        return body.to_grammar()
+        return _only(validate(kind, _not_empty(data)))
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
+
+
+def _not_empty(fields: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields without empty strings, which clients send for no grammar."""
+    return {name: value for name, value in fields.items() if value != ""}
+
+
+_READERS: Mapping[str, Callable[[Any], SentGrammar | None]] = {
+    **dict.fromkeys(("json_schema", "guided_json", "json"), _schema),
+    **dict.fromkeys(("regex", "guided_regex"), partial(_text, "regex")),
+    **dict.fromkeys(("ebnf", "guided_grammar", "grammar"), partial(_text, "ebnf")),
+    **dict.fromkeys(("choice", "guided_choice"), _choice),
+    "structural_tag": _structural_tag,
+    "json_object": lambda is_set: _ANY_OBJECT if is_set else None,
+    "structured_outputs": lambda outputs: _only(outputs),  # noqa: PLW0108 - defined below
+    "response_format": ResponseFormat.to_grammar,
+}
+
+
+def _only(body: Body) -> SentGrammar | None:
+    """Return the grammar of the one field that is set. None: no field is set.
+
+    Raises:
+        ValueError: Several are set, or one is invalid. The message names the field.
+    """
+    grammars = list[SentGrammar]()
+    for field in msgspec.structs.fields(body):
+        name, value = field.encode_name, getattr(body, field.name)
+        try:
+            grammar = None if value is None else _READERS[name](value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        if grammar is not None:
+            grammars.append(replace(grammar, field=name))
+    if len(grammars) > 1:
+        raise ValueError(f"{' and '.join(each.field for each in grammars)}: send only one of these")
+    return next(iter(grammars), None)
 
 
 _UNSUPPORTED_PARTS = frozenset(

@@ -4,45 +4,34 @@ A chat template may write all fields of an object, in their order. So objects st
 that are null are left out.
 """
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field
+from msgspec import Meta, field
 
-from tandem.frontend.chat.body import Body, Many, OneOrMany, with_message, without_nulls
+from tandem.frontend.chat.body import Body, without_nulls
 
 
-class MessageText(Body):
+class MessageText(Body, tag="text"):
     """Text of a message."""
 
-    type: Literal["text"]
     text: str
 
 
-class RefusalPart(Body):
+class RefusalPart(Body, tag="refusal"):
     """Text of an earlier answer in which the model declined."""
 
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        """The part's text."""
-        return self.refusal
-
-
-def _joined(content: str | Sequence[MessageText | RefusalPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+    text: str = field(name="refusal")
 
 
 class CalledFunction(Body):
     """The function of a tool call."""
 
     name: str
-    arguments: Annotated[str | dict[str, Any], with_message("must be JSON text or an object")] = ""
+    arguments: str | dict[str, Any] = ""
 
 
-class ToolCall(Body):
+class ToolCall(Body, kw_only=True):
     """A tool call of an earlier answer."""
 
     type: Literal["function"] = "function"
@@ -52,30 +41,15 @@ class ToolCall(Body):
 class ToolFunction(Body):
     """A function that the model may call."""
 
-    name: Annotated[str, Field(min_length=1)]
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    name: Annotated[str, Meta(min_length=1)]
+    parameters: dict[str, Any] = field(default_factory=dict)
 
 
-class Tool(Body):
+class Tool(Body, kw_only=True):
     """A tool that the client runs."""
 
     type: Literal["function"] = "function"
     function: ToolFunction
-
-
-def _as_sent(kind: type[Tool | ToolCall]) -> BeforeValidator:
-    """Check an object as `kind`, and keep the fields that the client sent."""
-
-    def check(value: Any) -> dict[str, Any]:
-        checked = kind.model_validate(value)
-        sent = without_nulls(value)
-        return {**sent, "type": checked.type, "function": without_nulls(sent["function"])}
-
-    return BeforeValidator(check, json_schema_input_type=kind)
-
-
-ToolObject: TypeAlias = Annotated[dict[str, Any], _as_sent(Tool)]
-ToolCallObject: TypeAlias = Annotated[dict[str, Any], _as_sent(ToolCall)]
 
 
 class ChatMessage(Body):
@@ -84,23 +58,40 @@ class ChatMessage(Body):
     The last three fields are alternative names for the reasoning of an earlier answer.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-
     role: str
-    content: Annotated[
-        OneOrMany[str, Annotated[MessageText | RefusalPart, Discriminator("type")]] | None,
-        AfterValidator(_joined),
-    ] = None
+    content: str | list[MessageText | RefusalPart] | None = None
     refusal: str | None = None
-    tool_calls: Many[ToolCallObject] = Field(default_factory=list)
+    tool_calls: list[ToolCall] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     thinking: str | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the message in OpenAI's format, with one text as its content."""
-        fields = self.model_dump(exclude_unset=True, exclude={"refusal", "tool_calls"})
-        if self.tool_calls:
-            fields["tool_calls"] = self.tool_calls
-        text = self.refusal if self.content is None else self.content
-        return fields | {"content": text}
+    def for_template(self, sent: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the message in OpenAI's format, with one text as its content.
+
+        Args:
+            sent: The message as the client sent it.
+        """
+        fields = without_nulls(sent)
+        fields.pop("refusal", None)
+        if calls := fields.pop("tool_calls", None):
+            fields["tool_calls"] = [as_sent(call) for call in calls]
+        content = self.refusal if self.content is None else self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        return fields | {"content": content}
+
+
+def as_sent(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checked tool or call with the fields that the client sent."""
+    sent = without_nulls(value)
+    return {**sent, "type": "function", "function": without_nulls(sent["function"])}
+
+
+def tool_object(
+    name: str, description: str, parameters: dict[str, Any], *, is_strict: bool
+) -> dict[str, Any]:
+    """Return a tool of another API in OpenAI's format, without empty fields."""
+    fields = {"name": name, "description": description, "parameters": parameters}
+    function = {field: value for field, value in (fields | {"strict": is_strict}).items() if value}
+    return {"type": "function", "function": function}

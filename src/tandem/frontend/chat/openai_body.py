@@ -5,31 +5,31 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, Field
+import msgspec
+from msgspec import Meta
 
 from tandem.frontend.backend import ServedModel
 from tandem.frontend.chat.body import (
     UNSUPPORTED_IN_CHATS,
     Body,
-    GenerationBody,
-    Many,
+    ModelBody,
     refuse_unsupported,
     validate,
     without_nulls,
 )
 from tandem.frontend.chat.generation import (
-    AnyPrompt,
     Generation,
     PromptOptions,
     Prompts,
+    TextsOrIds,
     create_generations,
     prompt_ids,
     read_prompts,
     require_tokenizer,
 )
-from tandem.frontend.chat.grammars import after_reasoning, openai_grammar, strict_calls
+from tandem.frontend.chat.grammars import SentGrammar, after_reasoning, openai_grammar, strict_calls
 from tandem.frontend.chat.logprobs import MAX_TOP_LOGPROBS
-from tandem.frontend.chat.messages import ChatMessage, ToolObject
+from tandem.frontend.chat.messages import ChatMessage, Tool, as_sent
 from tandem.frontend.chat.sampling import (
     CompletionSampling,
     OpenAISampling,
@@ -41,7 +41,7 @@ from tandem.frontend.options import FrontendOptions
 from tandem.frontend.replies.formats import ReasoningMarks
 from tandem.frontend.replies.parser import ReplyFormats
 from tandem.frontend.replies.tool_calls import Reply, ReplyPart
-from tandem.frontend.request_ids import NAMES, RequestIdField, ids_of
+from tandem.frontend.request_ids import ids_of
 from tandem.frontend.schemas.budget import Budget
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar, LogprobOptions, new_request_id
@@ -59,50 +59,44 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class OpenAIBody(GenerationBody):
+class OpenAIBody(ModelBody):
     """Fields that OpenAI's routes share, except sampling parameters."""
 
-    model: str | None = None
-    rid: Annotated[RequestIdField | None, Field(validation_alias=NAMES)] = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
 
 
 OpenAIBodyT = TypeVar("OpenAIBodyT", bound=OpenAIBody)
-NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+NumTop = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
-def _false_is_none(value: object) -> object:
-    return None if value is False else value
-
-
-class CompletionBody(OpenAIBody):
+class CompletionBody(OpenAIBody, kw_only=True):
     """`/v1/completions`."""
 
-    prompt: AnyPrompt
+    prompt: TextsOrIds
     add_special_tokens: bool = True
     echo: bool = False
-    logprobs: Annotated[NumTop | None, BeforeValidator(_false_is_none)] = None
+    logprobs: NumTop | bool | None = None
 
     def engine_logprobs(self) -> LogprobOptions | None:
         """Return the log-probabilities to request from the engine, including those of an echoed prompt."""
-        if self.logprobs is None:
+        if self.logprobs is True:
+            raise InvalidRequest("logprobs: must be an integer")
+        if self.logprobs is None or self.logprobs is False:
             return None
         return LogprobOptions(num_top=self.logprobs, prompt_start=0 if self.echo else -1)
 
 
-class ChatBody(OpenAIBody):
-    """`/v1/chat/completions`."""
+class ChatOptions(OpenAIBody):
+    """Fields of a chat, except its messages and tools."""
 
-    messages: Annotated[Many[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    tools: Many[ToolObject] = Field(default_factory=list)
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     separate_reasoning: bool = True
     include_reasoning: bool = True
     reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -117,10 +111,30 @@ class ChatBody(OpenAIBody):
 
     def for_template(self) -> dict[str, Any]:
         """Return additional variables for the template."""
-        effort = (
-            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        )
+        effort = without_nulls({"reasoning_effort": self.reasoning_effort})
         return effort | without_nulls(self.chat_template_kwargs)
+
+
+class ChatBody(ChatOptions, kw_only=True):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    tools: list[Tool] = msgspec.field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Chat:
+    """A checked chat of any API, with messages and tools as templates take them."""
+
+    options: ChatOptions
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+
+    @property
+    def choice(self) -> ToolChoice:
+        """The client's choice of tools."""
+        options = self.options
+        return read_choice(self.tools, options.tool_choice, is_parallel=options.parallel_tool_calls)
 
 
 @dataclass(slots=True)
@@ -166,27 +180,34 @@ def read_completion(
     sampling = read_sampling(CompletionSampling, data, model)
     if not body.echo:
         require_tokens(sampling, "max_tokens")
-    prompts = read_prompts(body.prompt)
-    sent = openai_grammar(data)
+    prompts, sent = read_prompts(body.prompt), openai_grammar(data)
     grammar = None if sent is None else sent.served(Budget())
-    call = _call(model, body, sampling, prompts, "cmpl-", grammar=grammar)
+    options = PromptOptions(sampling, grammar, body.engine_logprobs())
+    call = _call(model, body, options, prompts, id_prefix="cmpl-")
     if body.echo:
         call.echoes = [text for text in _texts(model, prompts) for _ in range(sampling.n)]
     return call
 
 
-def read_chat(
+def read_chat(model: ServedModel, options: FrontendOptions, data: dict[str, Any]) -> OpenAICall:
+    """Check a body of `/v1/chat/completions`."""
+    chat = checked_chat(model, data)
+    sampling = read_sampling(OpenAISampling, data, model)
+    return make_call(model, options, chat, sampling, openai_grammar(data), id_prefix="chatcmpl-")
+
+
+def make_call(
     model: ServedModel,
     options: FrontendOptions,
-    data: dict[str, Any],
-    id_prefix: str = "chatcmpl-",
+    chat: Chat,
+    sampling: OpenAISampling,
+    body_grammar: SentGrammar | None,
+    *,
+    id_prefix: str,
 ) -> OpenAICall:
-    """Check a body of `/v1/chat/completions`."""
-    body = read_chat_body(model, data)
-    sampling = read_sampling(OpenAISampling, data, model)
-    choice = _choice(body)
-    text = chat_text(model, body, choice)
-    body_grammar = openai_grammar(data)
+    """Create the generations of a chat. `body_grammar` is what the client sent."""
+    choice, body = chat.choice, chat.options
+    text = chat_text(model, chat, choice)
     if body_grammar is not None and choice.is_forced:
         raise InvalidRequest(
             "tool_choice: a forced call cannot be combined with a grammar; leave one of them out"
@@ -205,12 +226,13 @@ def read_chat(
         # The client's grammar constrains the text after the reasoning, which therefore contains no calls.
         formats = ReplyFormats(reasoning=formats.reasoning if reasoning is not None else None)
         choice = ToolChoice([])
-    make_reply = _make_reply(body, choice, formats, text, reasoning)
+    make_reply = _make_reply(chat, choice, formats, text, reasoning)
     if make_reply is not None and not choice.is_forced:
         # The marks of many formats are special tokens, which the parser must see.
-        sampling = sampling.model_copy(update={"skip_special_tokens": False})
+        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     prompts = Prompts(is_batch=False, texts=[text])
-    call = _call(model, body, sampling, prompts, id_prefix, grammar=grammar)
+    prompt_options = PromptOptions(sampling, grammar, body.engine_logprobs())
+    call = _call(model, body, prompt_options, prompts, id_prefix=id_prefix)
     if choice.is_forced and reasoning is not None:
         # Show only these special tokens: a stop token that the client keeps must not enter the arguments.
         shown = (reasoning.opening, reasoning.closing)
@@ -224,7 +246,7 @@ def read_chat(
 
 def _strict_calls(
     model: ServedModel,
-    body: ChatBody,
+    body: ChatOptions,
     choice: ToolChoice,
     formats: ReplyFormats,
     prompt: str,
@@ -243,7 +265,7 @@ def _strict_calls(
     return grammar if reasoning is None else after_reasoning(grammar, reasoning, is_special)
 
 
-def _reasoning(body: ChatBody, formats: ReplyFormats, prompt: str) -> ReasoningMarks | None:
+def _reasoning(body: ChatOptions, formats: ReplyFormats, prompt: str) -> ReasoningMarks | None:
     """Return the marks of the reasoning that precedes the grammar. None: the answer has no reasoning."""
     marks, text = formats.reasoning_marks(), prompt.rstrip()
     if marks is None or text.endswith(marks[1]):
@@ -254,27 +276,30 @@ def _reasoning(body: ChatBody, formats: ReplyFormats, prompt: str) -> ReasoningM
     return None if is_off and not is_open else ReasoningMarks(*marks, is_open)
 
 
-def read_chat_body(model: ServedModel, data: dict[str, Any]) -> ChatBody:
-    """Check the fields of a chat."""
+def checked_chat(model: ServedModel, data: dict[str, Any]) -> Chat:
+    """Check the fields of a chat and return it."""
     body = read_body(ChatBody, model, data, UNSUPPORTED_IN_CHATS)
-    if body.continue_final_message and body.add_generation_prompt:
+    if body.continue_final_message:
         if data.get("add_generation_prompt"):
             raise InvalidRequest(
                 "continue_final_message: cannot be combined with add_generation_prompt; set that to false"
             )
-        return body.model_copy(update={"add_generation_prompt": False})
-    return body
+        body.add_generation_prompt = False
+    pairs = zip(body.messages, data["messages"], strict=True)
+    messages = [message.for_template(sent) for message, sent in pairs]
+    return Chat(body, messages, [as_sent(tool) for tool in data.get("tools") or ()])
 
 
-def chat_text(model: ServedModel, body: ChatBody, choice: ToolChoice | None = None) -> str:
+def chat_text(model: ServedModel, chat: Chat, choice: ToolChoice | None = None) -> str:
     """Return the prompt text of a chat, rendered by its template."""
-    messages = [message.for_template() for message in body.messages]
-    content = _mark_end(messages[-1]) if body.continue_final_message else None
+    if not chat.messages:  # other APIs have items and blocks that make none
+        raise InvalidRequest("messages: must have at least 1 entries")
+    content = _mark_end(chat.messages[-1]) if chat.options.continue_final_message else None
     text = require_tokenizer(model).render_chat(
-        messages,
-        (choice or _choice(body)).tools or None,
-        body.add_generation_prompt,
-        body.for_template(),
+        chat.messages,
+        (choice or chat.choice).tools or None,
+        chat.options.add_generation_prompt,
+        chat.options.for_template(),
     )
     return text if content is None else _until_mark(text, content)
 
@@ -304,12 +329,8 @@ def _until_mark(text: str, content: str) -> str:
     return before if after.startswith(_BLANK) else before.rstrip()
 
 
-def _choice(body: ChatBody) -> ToolChoice:
-    return read_choice(body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls)
-
-
 def _make_reply(
-    body: ChatBody,
+    chat: Chat,
     choice: ToolChoice,
     formats: ReplyFormats,
     prompt: str,
@@ -317,15 +338,15 @@ def _make_reply(
 ) -> Callable[[], Reply] | None:
     first = None
     if formats.tools is not None and formats.tools.has_numbered_calls:
-        first = sum(len(message.tool_calls) for message in body.messages)
+        first = sum(len(message.get("tool_calls", ())) for message in chat.messages)
     if choice.is_forced:
         return partial(choice.reply, first, reasoning)
     return formats.reply(
         prompt,
         choice.tools,
         first,
-        is_split=body.separate_reasoning,
-        is_parallel=body.parallel_tool_calls,
+        is_split=chat.options.separate_reasoning,
+        is_parallel=chat.options.parallel_tool_calls,
     )
 
 
@@ -354,31 +375,28 @@ def _texts(model: ServedModel, prompts: Prompts) -> Sequence[str]:
 
 def _call(
     model: ServedModel,
-    body: CompletionBody | ChatBody,
-    sampling: OpenAISampling,
+    body: CompletionBody | ChatOptions,
+    options: PromptOptions,
     prompts: Prompts,
-    id_prefix: str,
     *,
-    grammar: Grammar | None,
+    id_prefix: str,
 ) -> OpenAICall:
     ids = prompt_ids(model, prompts, body.add_special_tokens)
-    call_id = body.rid or f"{id_prefix}{new_request_id()}"
-    request_ids = ids_of(call_id, sampling.n * len(ids))
-    prompt_options = [PromptOptions(sampling, grammar, body.engine_logprobs())] * len(ids)
+    call_id = body.client_id or f"{id_prefix}{new_request_id()}"
     adapter = model.resolve_adapter(body.model)
     generations = create_generations(
         model,
         body,
         prompts,
         ids,
-        options=prompt_options,
-        request_ids=request_ids,
+        options=[options] * len(ids),
+        request_ids=ids_of(call_id, options.sampling.n * len(ids)),
         adapter=adapter,
     )
     return OpenAICall(
         call_id=call_id,
         model_name=adapter or model.name,
-        is_chat=isinstance(body, ChatBody),
+        is_chat=isinstance(body, ChatOptions),
         generations=generations,
         num_prompt_tokens=sum(map(len, ids)),
         echoes=[""] * len(generations),

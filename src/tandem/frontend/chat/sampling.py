@@ -7,13 +7,14 @@ defaults. `engine_params` returns the engine's part, and `text_rules` the edge's
 import secrets
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
-from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
+from msgspec import Meta, field
+from typing_extensions import override
 
 from tandem.frontend.backend import ServedModel
-from tandem.frontend.chat.body import Body, Many, validate
+from tandem.frontend.chat.body import Body, validate, without_nulls
 from tandem.frontend.text.stops import (
     MAX_PATTERN_CHARS,
     StopPattern,
@@ -38,78 +39,51 @@ _SEED_BITS = 63
 _MIN_TOP_P = 1e-6
 
 
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+Stop = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
+_Pattern = Annotated[str, Meta(max_length=MAX_PATTERN_CHARS)]
+_Patterns = Annotated[list[_Pattern], Meta(max_length=MAX_STOP_PATTERNS)]
+_TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+_TokenIds = Annotated[list[_TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
+_LogitBias = Annotated[dict[int, float], Meta(max_length=MAX_LOGIT_BIAS)]
 
 
-def _top_k(value: int) -> int:
-    if value < -1:
-        raise ValueError("must be -1 (all) or at least 1")
-    # 0 means all in vLLM, -1 in SGLang. No vocabulary has 2**31 tokens.
-    return value if 0 < value < 2**31 else -1
+class SamplingBody(Body, dict=True):
+    """Sampling parameters that all APIs share. `dict` keeps the rules of the text."""
 
-
-def _top_p(value: float) -> float:
-    # OpenAI allows 0, which selects the most likely token. A very small value has the same effect.
-    return max(value, _MIN_TOP_P)
-
-
-def _id_keys(value: Any) -> Any:
-    """Convert JSON's string keys to token ids."""
-    if not isinstance(value, dict):
-        return value
-    if len(value) > MAX_LOGIT_BIAS:  # pydantic would validate every entry first
-        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries")
-    try:
-        return {int(key): bias for key, bias in value.items()}
-    except ValueError:
-        raise ValueError("keys must be token ids") from None
-
-
-_MAX_TOKENS = AliasChoices("max_completion_tokens", "max_tokens")
-
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
-PatternText = Annotated[str, Field(max_length=MAX_PATTERN_CHARS)]
-
-
-class SamplingBody(Body):
-    """Sampling parameters that all APIs share."""
-
-    max_new_tokens: int | None = None
-    min_new_tokens: int = 0
+    max_new_tokens: NotNegative | None = None
+    min_new_tokens: NotNegative = 0
     seed: int | None = None
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, AfterValidator(_top_k)] = -1
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = -1
+    min_p: Share = 0.0
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
-    stop: Annotated[
-        Many[Stop],
-        BeforeValidator(_as_list, json_schema_input_type=str | list[Stop]),
-        Field(default_factory=list, max_length=MAX_STOPS),
-    ]
-    stop_regex: Annotated[
-        Many[PatternText],
-        BeforeValidator(_as_list, json_schema_input_type=str | list[PatternText]),
-        Field(default_factory=list, max_length=MAX_STOP_PATTERNS),
-    ]
-    stop_token_ids: Annotated[
-        Many[TokenId], Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
-    ]
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
+    stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] = field(default_factory=list)
+    stop_regex: _Pattern | _Patterns = field(default_factory=list)
+    stop_token_ids: _TokenIds = field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
-    stream_interval: Annotated[int, Field(ge=1)] = 1
-    logit_bias: Annotated[
-        dict[int, float],
-        BeforeValidator(_id_keys, json_schema_input_type=dict[str, float]),
-        Field(default_factory=dict, json_schema_extra={"maxProperties": MAX_LOGIT_BIAS}),
-    ]
+    stream_interval: Positive = 1
+    logit_bias: _LogitBias = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Convert equivalent values to one form."""
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        if isinstance(self.stop_regex, str):
+            self.stop_regex = [self.stop_regex]
+        # 0 means all in vLLM, -1 in SGLang. No vocabulary has 2**31 tokens.
+        self.top_k = self.top_k if 0 < self.top_k < 2**31 else -1
+        # OpenAI allows 0, which selects the most likely token. A very small value has the same effect.
+        self.top_p = max(self.top_p, _MIN_TOP_P)
 
     @cached_property
     def text_rules(self) -> TextRules:
@@ -139,11 +113,13 @@ SamplingT = TypeVar("SamplingT", bound=SamplingBody)
 class NativeSampling(SamplingBody):
     """`sampling_params` of `/generate`, with SGLang's names and defaults."""
 
-    max_new_tokens: Annotated[int | None, Field(ge=0)] = 128
-    min_new_tokens: Annotated[int, Field(ge=0)] = 0
-    seed: Annotated[int | None, Field(validation_alias=AliasChoices("sampling_seed", "seed"))] = (
-        None
-    )
+    max_new_tokens: NotNegative | None = 128
+    sampling_seed: int | None = None
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.seed = self.seed if self.sampling_seed is None else self.sampling_seed
 
 
 class OpenAISampling(SamplingBody):
@@ -152,26 +128,33 @@ class OpenAISampling(SamplingBody):
     If no maximum is set, an answer may fill the context.
     """
 
-    max_new_tokens: Annotated[int | None, Field(ge=1, validation_alias=_MAX_TOKENS)] = None
-    min_new_tokens: Annotated[int, Field(ge=0, validation_alias="min_tokens")] = 0
-    top_p: Annotated[float, Field(ge=0, le=1), AfterValidator(_top_p)] = 1.0
-    no_stop_trim: Annotated[
-        bool, Field(validation_alias=AliasChoices("no_stop_trim", "include_stop_str_in_output"))
-    ] = False
+    max_new_tokens: Positive | None = field(name="max_completion_tokens", default=None)
+    max_tokens: Positive | None = None
+    min_new_tokens: NotNegative = field(name="min_tokens", default=0)
+    top_p: Share = 1.0
+    include_stop_str_in_output: bool = False
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_new_tokens is None:
+            self.max_new_tokens = self.max_tokens
+        self.no_stop_trim = self.no_stop_trim or self.include_stop_str_in_output
 
 
 class CompletionSampling(OpenAISampling):
     """Sampling parameters of `/v1/completions`, with OpenAI's default length."""
 
-    max_new_tokens: Annotated[int | None, Field(ge=0, validation_alias=_MAX_TOKENS)] = 16
+    max_new_tokens: NotNegative | None = field(name="max_completion_tokens", default=None)
+    max_tokens: NotNegative | None = 16
 
 
 def read_sampling(
     body_class: type[SamplingT], data: Mapping[str, object], model: ServedModel, prefix: str = ""
 ) -> SamplingT:
     """Return the sampling parameters in `data`. Missing ones get the model's defaults, then the API's."""
-    params = {name: value for name, value in data.items() if value is not None}
-    return validate(body_class, msgspec.structs.asdict(model.default_sampling) | params, prefix)
+    params = msgspec.structs.asdict(model.default_sampling) | without_nulls(data)
+    return validate(body_class, params, prefix)
 
 
 def engine_params(

@@ -73,7 +73,7 @@ class ToolChoice:
 
 
 def read_choice(tools: Sequence[Tool], choice: object, *, is_parallel: bool) -> ToolChoice:
-    """Read `tools`, `tool_choice` and `parallel_tool_calls`."""
+    """Read `tool_choice` and `parallel_tool_calls`. The tools are checked."""
     if choice is None or choice == "auto":
         return ToolChoice(tools)
     if choice == "none":
@@ -104,22 +104,12 @@ def _chosen_name(choice: object) -> str:
 
 
 def _name(tool: Tool) -> str:
-    match tool:
-        case {"function": {"name": str(name)}} if name:
-            return name
-        case _:
-            raise InvalidRequest(
-                'tools: each must be {"type": "function", "function": {"name": ...}}'
-            )
+    return str(tool["function"]["name"])
 
 
 def _is_strict(tool: Tool) -> bool:
-    function = tool.get("function")
-    return isinstance(function, dict) and function.get("strict") is True
+    return tool["function"].get("strict") is True
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    parameters = tool["function"].get("parameters") or {"type": "object", "properties": {}}
-    if not isinstance(parameters, dict):
-        raise InvalidRequest(f"tools: the parameters of {_name(tool)!r} must be a JSON schema")
-    return parameters
+    return tool["function"].get("parameters") or {"type": "object", "properties": {}}

@@ -1,4 +1,4 @@
-"""The OpenAPI document of an app, generated from its routes: bodies by pydantic, answers by msgspec."""
+"""The OpenAPI document of an app, generated from its routes: from their structs."""
 
 import inspect
 import json
@@ -6,13 +6,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import chain
 from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from pydantic import AliasChoices, BaseModel
-from pydantic.json_schema import models_json_schema
 
 from tandem import __version__
 from tandem.frontend import answers
@@ -35,7 +34,7 @@ class Route:
     Attributes:
         handler: Its docstring's first line is the summary.
         answer: Struct of the answer. None: any JSON object.
-        bodies: Models that together describe the body.
+        bodies: Structs that together describe the body.
         event: Struct of one event. None: the answer cannot be streamed.
         error: Struct of an error response.
         has_named_events: Whether each event has a name and the stream has no `[DONE]`.
@@ -47,7 +46,7 @@ class Route:
     path: str
     handler: Handler
     answer: type[msgspec.Struct] | None = None
-    bodies: tuple[type[BaseModel], ...] = ()
+    bodies: tuple[type[msgspec.Struct], ...] = ()
     event: type[msgspec.Struct] | None = None
     error: type[msgspec.Struct] = answers.Error
     has_named_events: bool = False
@@ -164,27 +163,10 @@ def _event(name: str, is_named: bool) -> JsonSchema:
 
 
 def _schemas(routes: Sequence[Route]) -> dict[str, JsonSchema]:
-    models = sorted(
-        {body for route in routes for body in route.bodies}, key=lambda model: model.__name__
-    )
-    _, found = models_json_schema(
-        [(model, "validation") for model in models], ref_template=f"{_REF}{{model}}"
-    )
-    schemas: dict[str, JsonSchema] = found["$defs"]
-    for model in models:
-        _name_aliases(model, schemas[model.__name__])
-    structs = {part for route in routes for part in (route.answer, route.event, route.error)}
-    [*_, several], described = msgspec.json.schema_components(
-        [*(structs - {None}), answers.Generated | list[answers.Generated]],
+    parts = ((*route.bodies, route.answer, route.event, route.error) for route in routes)
+    structs = {*chain.from_iterable(parts)} - {None}
+    [*_, several], schemas = msgspec.json.schema_components(
+        [*structs, answers.Generated | list[answers.Generated]],
         ref_template=f"{_REF}{{name}}",
     )
-    return schemas | described | {"GeneratedOrList": several}
-
-
-def _name_aliases(model: type[BaseModel], schema: JsonSchema) -> None:
-    """Add every alias of a field to the schema, because pydantic includes only the first."""
-    for field in model.model_fields.values():
-        if isinstance(field.validation_alias, AliasChoices):
-            first, *aliases = map(str, field.validation_alias.choices)
-            for name in aliases:
-                schema["properties"][name] = schema["properties"][first]
+    return dict(sorted(schemas.items())) | {"GeneratedOrList": several}

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-import pydantic_core
-
+from tandem.frontend.text import json_text
 from tandem.wire.errors import InvalidRequest
 
 Messages = Sequence[Mapping[str, Any]]
@@ -97,8 +96,7 @@ def _as_text(arguments: object) -> str:
 
 def _as_object(arguments: str) -> object:
     try:
-        # Unlike `json`, it reports deep nesting as a ValueError.
-        return pydantic_core.from_json(arguments.strip() or "{}")
+        return json_text.decode(arguments.strip().encode() or b"{}")
     except ValueError as error:
         raise InvalidRequest(f"tool_calls: arguments are not valid JSON: {error}") from error
 

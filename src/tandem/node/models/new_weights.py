@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field
+from msgspec import Meta
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.weight_files import read_object, some, tensor_shapes
-from tandem.frontend.chat.body import Body, with_message
+from tandem.frontend.chat.body import Body
 from tandem.frontend.text.tokenizer_files import tokenizer_files
 from tandem.node.config import MAX_DRAIN_S, NodeConfig
 from tandem.node.models.checkpoint import check_directory, sampling_defaults
@@ -33,21 +33,27 @@ class UpdateBody(Body):
     SGLang's other fields are accepted and have no effect.
     """
 
-    model_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    model_path: Annotated[str, Meta(min_length=1, max_length=4096)]
     load_format: Literal["auto", "safetensors"] = "auto"
     abort_all_requests: bool = False
-    weight_version: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    timeout_s: Annotated[float, Field(ge=0, le=MAX_DRAIN_S)] | None = None
-    is_async: Annotated[
-        Literal[False], with_message("must be false: the answer is sent once the new weights serve")
-    ] = False
-    keep_pause: Annotated[
-        Literal[False],
-        with_message("must be false; to pause, POST /drain once the new weights serve"),
-    ] = False
-    flush_cache: Annotated[
-        Literal[True], with_message("must be true: the cached KV belongs to the old weights")
-    ] = True
+    weight_version: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    timeout_s: Annotated[float, Meta(ge=0, le=MAX_DRAIN_S)] | None = None
+    is_async: bool = False
+    keep_pause: bool = False
+    flush_cache: bool = True
+
+    def __post_init__(self) -> None:
+        """Reject values of SGLang that are not supported."""
+        if self.is_async:
+            raise ValueError(
+                "is_async: must be false: the answer is sent once the new weights serve"
+            )
+        if self.keep_pause:
+            raise ValueError(
+                "keep_pause: must be false; to pause, POST /drain once the new weights serve"
+            )
+        if not self.flush_cache:
+            raise ValueError("flush_cache: must be true: the cached KV belongs to the old weights")
 
 
 class Update:

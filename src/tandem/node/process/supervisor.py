@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 
 import msgspec
 from aiohttp import web
-from pydantic import Field
+from msgspec import Meta
 
 from tandem.frontend.app import create_app
 from tandem.frontend.chat.body import Body, read_json, validate
@@ -359,7 +359,7 @@ def _reachable(host: str) -> str:
 class DrainBody(Body):
     """`POST /drain`."""
 
-    timeout_s: Annotated[float, Field(ge=0, le=MAX_DRAIN_S)] | None = None
+    timeout_s: Annotated[float, Meta(ge=0, le=MAX_DRAIN_S)] | None = None
     cancel: bool = False
 
 

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
-from pydantic import Field
+from msgspec import Meta
 
 from tandem.frontend.chat.body import Body, read_json, validate
 from tandem.frontend.http.keys import operators_only
@@ -38,11 +38,11 @@ class NodeUnknown(TandemError, code="node_unknown", status=404):
 class NodeBody(Body):
     """Body of `POST /nodes`."""
 
-    url: Annotated[str, Field(max_length=1024)]
+    url: Annotated[str, Meta(max_length=1024)]
     role: Literal["prefill", "decode"] | None = None
-    bootstrap_port: Annotated[int, Field(gt=0, lt=65536)] | None = None
-    zone: Annotated[str, Field(max_length=256)] = ""
-    ttl_s: Annotated[float, Field(gt=0, le=86400)] | None = None
+    bootstrap_port: Annotated[int, Meta(gt=0, lt=65536)] | None = None
+    zone: Annotated[str, Meta(max_length=256)] = ""
+    ttl_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
 
 
 class NodesApi:
