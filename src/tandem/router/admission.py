@@ -79,6 +79,11 @@ class Queue:
     def __len__(self) -> int:
         return self.num_requests
 
+    @property
+    def may_refuse(self) -> bool:
+        """Whether it has requests, or holds none."""
+        return self.num_requests > 0 or self._limits.max_requests == 0
+
     def expiry(self, now: float, deadline: float | None) -> float:
         """Return the time until which a request that arrives now may wait."""
         latest = now + self._limits.max_wait_s
@@ -414,8 +419,7 @@ class Admission:
 
     def check(self, client: str, priority: int) -> None:
         """Raise `Overloaded` if a request of this client would find neither a place nor room in the queue."""
-        now = _now()
-        if self._is_on and not self._is_open(now):
+        if self._is_on and self._queue.may_refuse and not self._is_open(now := _now()):
             self._queue.displaced_by(client, priority, 1, now)
 
     def abort(self, request_id: str) -> bool:

@@ -26,7 +26,7 @@ from tandem.frontend.http.sse import Outbox
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.request_ids import is_part
 from tandem.frontend.text.detokenizer import Detokenizer, NoText
-from tandem.frontend.text.transcript import Sink, StreamInterval, Transcript
+from tandem.frontend.text.transcript import Sink, StreamInterval, TextPiece, Transcript
 from tandem.frontend.timings import RequestOutcome, RequestReport, TimingsSink
 from tandem.settings.reload import ReloadedFiles
 from tandem.telemetry.log import get_logger
@@ -108,7 +108,7 @@ class Edge:
             await self.backend.generate(
                 generation.request, run, generation.bootstrap, generation.model
             )
-            run.finish()
+            sink.write(run.last_piece())
             await sink.drain()
             outcome = "finished"
         except (ConnectionError, asyncio.CancelledError):
@@ -184,8 +184,10 @@ class Edge:
                 sink.request_ended(generation.report)
 
 
-class _Run:
-    """A generation that runs: its text, and the metrics of its tokens. A `TokenReceiver`."""
+class _Run(Transcript):
+    """The transcript of a generation that runs, with the metrics of its tokens."""
+
+    __slots__ = ("_all_metrics", "generation", "metrics")
 
     def __init__(
         self,
@@ -195,51 +197,34 @@ class _Run:
         interval: StreamInterval,
     ) -> None:
         self.generation, self.metrics = generation, metrics.of(generation.model)
-        self._all_metrics, self._sink = metrics, sink
+        self._all_metrics = metrics
         rules, tokenizer = generation.rules, generation.tokenizer
         text: Detokenizer = NoText()
         if tokenizer is not None:
             text = tokenizer.detokenizer(rules.skip_special_tokens, rules.shown_tokens)
-        self._transcript = transcript = Transcript(rules, text, sink, self.metrics.gaps, interval)
-        self.take_ordinary, self.drain = transcript.take_ordinary, transcript.drain
+        super().__init__(rules, text, sink, self.metrics.gaps, interval)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens so far, without those after a stop."""
-        return self._transcript.num_tokens
-
-    @property
-    def has_room(self) -> bool:
-        """Whether its sink has room."""
-        return self._transcript.has_room
-
-    @property
-    def is_ended(self) -> bool:
-        """Whether its text has ended."""
-        return self._transcript.is_ended
-
+    @override
     def take(self, delta: TokenDelta) -> None:
-        """Process the next delta."""
         timings, request = self.generation.timings, self.generation.request
         if timings.record_delta(delta):
             num_tokens = len(request.prompt_ids)
             self.metrics.prompt_tokens.inc(num_tokens)
             self._all_metrics.count_tokens_of(request.client, "prompt", num_tokens)
-        self._transcript.take(delta)
+        super().take(delta)
         if self.num_tokens and (ttft_s := timings.record_text()) is not None:
             self.metrics.time_to_first_token.observe(ttft_s)
 
-    def finish(self) -> None:
-        """Write the last piece. Raises the error that ended the text."""
-        end = self._transcript.end
-        if end is None:
+    def last_piece(self) -> TextPiece:
+        """Return the last piece, and record the end. Raises the error that ended the text."""
+        if self.end is None:
             raise EngineFailed("the generation ended without a finish reason")
-        if isinstance(end, TandemError):
-            raise end
+        if isinstance(self.end, TandemError):
+            raise self.end
         timings = self.generation.timings
         timings.num_output_tokens = self.num_tokens
         self.metrics.duration.observe(timings.finish())
-        self._sink.write(end)
+        return self.end
 
 
 def _refresh(files: ReloadedFiles) -> None:
