@@ -490,8 +490,7 @@ class Admission:
             raise
         finally:
             del self._futures[waiting]
-            if self._by_id.get(request_id) is waiting:
-                del self._by_id[request_id]
+            del self._by_id[request_id]
             self._queue.leave(waiting)
             metrics.queued.dec()
             if not is_started and _has_started(future):  # started and cancelled at the same moment

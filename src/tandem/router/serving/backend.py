@@ -170,7 +170,7 @@ class ClusterBackend:
         fleet = self._cluster.fleet(model)
         admission, metrics = self._entry(fleet, model).admission, self._metrics.of(model)
         running = Request(self._shared, fleet, receiver)
-        self._requests[request.request_id] = held = running, admission
+        self._requests[request.request_id] = running, admission
         try:
             timeline = RequestTimeline()
             admitted = await admission.admit(request)
@@ -198,8 +198,7 @@ class ClusterBackend:
                 metrics.in_flight.dec()
                 metrics.requests[outcome].inc()
         finally:
-            if self._requests.get(request.request_id) is held:
-                del self._requests[request.request_id]
+            del self._requests[request.request_id]
 
     async def abort(self, request_id: str) -> bool:
         """End a waiting or running request with reason `abort`. Return False if it is not here."""
