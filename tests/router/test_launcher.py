@@ -224,6 +224,8 @@ async def test_router_whose_worker_cannot_start_exits_with_its_error(tmp_path):
         "if 'tandem.router.workers.worker' in sys.orig_argv:\n"
         "    os.write(2, b'no luck today\\n')\n"
         "    os._exit(3)\n"
+        "from tandem.router.workers import launcher\n"
+        "launcher.RESTART_PAUSE_S = 0.0\n"
     )
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     process = await start(*NOWHERE, "--port", "0", env={**os.environ, "PYTHONPATH": paths})
