@@ -20,7 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Imports create hundreds of thousands of permanent objects; GC scans of them took a third of test collection.
+# Imports create hundreds of thousands of permanent objects; GC scans of them took a third of test collection, and
+# a tenth of the frontend's tests.
 gc.disable()
 
 # No deadlines, because a busy machine must not fail a test. `make test` tries the same examples each time;
@@ -52,7 +53,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Enable garbage collection after test collection."""
+    """Enable garbage collection after test collection, of new objects only."""
+    gc.freeze()
     gc.enable()
 
 

@@ -70,7 +70,6 @@ def completion(url: str, **fields) -> tuple[int, dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.smoke
 def test_two_models_behind_one_router_answer_and_fail_apart(described_model, other_model, profile):
     flags = (*SIMULATED, *QUIET, *profile(0.01, 4))
     first_flags = ("--model", str(described_model), "--served-model-name", "a", "also-a", *flags)

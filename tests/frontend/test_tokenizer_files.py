@@ -1,7 +1,9 @@
 import json
 import random
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -88,7 +90,8 @@ def loaded(tmp_path_factory, tokenizer_dir):
         layout.write(directories[name], made[layout.base])
     job = {"texts": TEXTS, "chat": CHAT, "tools": TOOLS}
     job["directories"] = [str(each) for each in directories.values()]
-    outcomes = zip(run(COMBINE, job), run(ORACLE, job), strict=True)
+    with ThreadPoolExecutor() as both:
+        outcomes = zip(*both.map(lambda code: run(code, job), (COMBINE, ORACLE)), strict=True)
     return dict(zip(directories, outcomes, strict=True))
 
 
@@ -121,12 +124,25 @@ def test_whole_and_streamed_texts_are_those_of_transformers(loaded, name):
             assert "".join(parts) + detokenizer.finish() == text
 
 
-def test_cached_tokenizer_is_combined_again_only_after_a_file_has_changed(tmp_path, monkeypatch):
-    model, cache = tmp_path / "model", tmp_path / "cache"
-    model.mkdir()
-    LAYOUTS["words"].write(model, wordlevel())
-    files = tokenizer_files(model, cache=cache)
-    assert files == tokenizer_files(model)
+@pytest.fixture(scope="module")
+def combined(tmp_path_factory):
+    """A directory with a model and the cache of its tokenizer, and the tokenizer's files."""
+    directory = tmp_path_factory.mktemp("combined")
+    (directory / "model").mkdir()
+    LAYOUTS["words"].write(directory / "model", wordlevel())
+    return directory, tokenizer_files(directory / "model", cache=directory / "cache")
+
+
+@pytest.fixture
+def cached(combined, tmp_path):
+    """A model, the cache of its tokenizer, and the tokenizer's files; a test may change the directories."""
+    directory, files = combined
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "model", tmp_path / "cache", files
+
+
+def test_cached_tokenizer_is_combined_again_only_after_a_file_has_changed(cached, monkeypatch):
+    model, cache, files = cached
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/nonexistent")
         assert tokenizer_files(model, cache=cache) == files
@@ -137,17 +153,15 @@ def test_cached_tokenizer_is_combined_again_only_after_a_file_has_changed(tmp_pa
 
 
 @pytest.mark.parametrize("fault", ["unwritable", "damaged"])
-def test_unusable_cache_does_not_keep_a_tokenizer_from_being_read(tmp_path, fault):
-    model, cache = tmp_path / "model", tmp_path / "cache"
-    model.mkdir()
-    LAYOUTS["words"].write(model, wordlevel())
+def test_unusable_cache_does_not_keep_a_tokenizer_from_being_read(cached, fault):
+    model, cache, files = cached
     if fault == "unwritable":
+        shutil.rmtree(cache)
         cache.write_text("a file, not a directory")
     else:
-        tokenizer_files(model, cache=cache)
         (written,) = cache.glob("*.json")
         written.write_bytes(b"{")
-    assert tokenizer_files(model, cache=cache) == tokenizer_files(model)
+    assert tokenizer_files(model, cache=cache) == files
 
 
 def test_result_of_trusted_code_is_not_cached(tmp_path):

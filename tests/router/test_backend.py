@@ -8,6 +8,7 @@ import pytest
 
 from tandem.router.config import PrefillTarget, RouterConfig
 from tandem.router.membership.membership import Announcement, Membership
+from tandem.router.nodes import watch
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.pairing.policy import POLICIES
 from tandem.router.serving import suspects
@@ -554,7 +555,8 @@ async def test_stream_continues_after_the_only_decode_node_restarts():
         assert await reader.result() == ([10, 11, 12], "stop")
 
 
-async def test_new_request_waits_for_a_node_if_the_cluster_has_served():
+async def test_new_request_waits_for_a_node_if_the_cluster_has_served(monkeypatch):
+    monkeypatch.setattr(watch, "FIRST_ANSWER_TIMEOUT_S", 0.1)
     async with cluster(node_wait_s=60) as setup:
         setup.decodes[0].engine.close()  # before anybody asked what is served
         await until_async(lambda: not setup.backend.health().is_serving)

@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from tandem.router.nodes import watch
 from tandem.router.nodes.canary import PROMPT_TOKENS
 from tandem.wire.errors import EngineFailed
 from tandem.wire.messages import StartColocated, StartDecode, StartPrefill
@@ -113,7 +114,9 @@ async def test_prefill_with_incompatible_kv_is_excluded_whatever_the_start_order
 
 
 @pytest.mark.parametrize("num_failing", [1, 4])
-async def test_failed_canary_is_retried(num_failing):
+async def test_failed_canary_is_retried(monkeypatch, num_failing):
+    monkeypatch.setattr(watch, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(watch, "LAST_RETRY_S", 0.01)
     async with cluster() as setup:
         setup.num_failing = num_failing
         await until_async(lambda: setup.is_up)

@@ -371,7 +371,8 @@ async def test_sampling_defaults_come_from_nodes_unless_generation_config_disabl
         (lambda: FakeNode("prefill", refusal="it loads the model"), "it loads the model"),
     ],
 )
-async def test_health_names_an_unusable_node_with_the_reason(node, sentence):
+async def test_health_names_an_unusable_node_with_the_reason(monkeypatch, node, sentence):
+    monkeypatch.setattr(watch, "FIRST_ANSWER_TIMEOUT_S", 0.1)
     prefill, decode = node(), FakeNode("decode")
     async with prefill.serving(), decode.serving(), watched([prefill], [decode]) as backend:
         await until_async(lambda: sentence in backend.health().detail)

@@ -47,11 +47,14 @@ async def next_event(process, event: str) -> dict:
 
 
 @asynccontextmanager
-async def cluster_of_two_workers():
-    """Yield a prefill, a decode, and process and URL of a router whose workers both serve."""
+async def cluster_of_two_workers(*flags: str):
+    """Yield a prefill, a decode, and process and URL of a router whose workers both serve.
+
+    Without nodes, each start of one of several workers would wait for FIRST_PAIR_TIMEOUT_S.
+    """
     async with FakeNode("prefill").serving() as prefill, FakeNode("decode").serving() as decode:
-        flags = ("--prefill", prefill.url, "--decode", decode.url, "--workers", "2")
-        async with router(*flags) as (process, url):
+        nodes = ("--prefill", prefill.url, "--decode", decode.url)
+        async with router(*nodes, "--workers", "2", *flags) as (process, url):
             await both_serving(url)
             yield prefill, decode, process, url
 
@@ -133,11 +136,9 @@ async def get_health(url: str) -> tuple[int, dict]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_signal_ends_router_and_workers_with_status_0(number):
-    async with router(*NOWHERE, "--workers", "2") as (process, _):
-        await until_async(
-            lambda: len(workers_of(process)) == 2
-        )  # only the first says that it is ready
+    async with cluster_of_two_workers() as (_, _, process, _):
         workers = workers_of(process)
+        assert len(workers) == 2
         process.send_signal(number)
         assert await exit_status(process) == 0
         assert not any(map(is_alive, workers))
@@ -155,13 +156,13 @@ async def test_crashed_worker_is_replaced():
 
 
 async def test_worker_that_fails_to_restart_is_retried_and_ends_no_other():
-    async with router(*NOWHERE, "--workers", "2") as (process, url):
+    async with cluster_of_two_workers() as (_, _, process, url):
         first, _ = workers_of(process)
         _, hard = limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, hard))
         os.kill(first, signal.SIGKILL)
         await next_event(process, "edge_worker.not_started")
-        assert (await get_health(url))[0] == 503
+        assert (await get_health(url))[0] == 200
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
         await until_async(lambda: len(workers_of(process)) == 2)
 
@@ -223,6 +224,8 @@ async def test_router_whose_worker_cannot_start_exits_with_its_error(tmp_path):
         "if 'tandem.router.workers.worker' in sys.orig_argv:\n"
         "    os.write(2, b'no luck today\\n')\n"
         "    os._exit(3)\n"
+        "from tandem.router.workers import launcher\n"
+        "launcher.RESTART_PAUSE_S = 0.0\n"
     )
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     process = await start(*NOWHERE, "--port", "0", env={**os.environ, "PYTHONPATH": paths})
@@ -539,10 +542,13 @@ async def test_each_worker_reports_and_aborts_requests_of_both_by_their_common_i
         assert not (await asking.post("/abort_request", {"rid": "mine"}))["aborted"]
 
 
-async def known(client: Client) -> list[str]:
-    """Return the nodes that the worker behind one connection knows."""
+ANNOUNCED = "127.0.0.1:1"
+
+
+async def is_known(client: Client) -> bool:
+    """Return whether the worker behind a connection knows the announced node."""
     nodes = json.loads(await client.get("/nodes"))["nodes"]
-    return [node["id"] for node in nodes if node["state"] != "leaving"]
+    return any(node["id"] == ANNOUNCED and node["state"] != "leaving" for node in nodes)
 
 
 async def silent_workers(url: str) -> list[int]:
@@ -553,23 +559,21 @@ async def silent_workers(url: str) -> list[int]:
 async def all_know_at_once(clients: list[Client], body: dict) -> bool:
     """Announce a node to one worker, and remove it at the other. False if one was too busy to be told at once."""
     added = await clients[0].post("/nodes", body)
-    assert added["id"] == "127.0.0.1:1"
-    known_then = [await known(client) for client in clients]
-    removed = await clients[1].delete("/nodes/127.0.0.1:1")
-    known_at_last = [await known(client) for client in clients]
+    assert added["id"] == ANNOUNCED
+    known_then = [await is_known(client) for client in clients]
+    removed = await clients[1].delete(f"/nodes/{ANNOUNCED}")
+    known_at_last = [await is_known(client) for client in clients]
     if "silent_workers" in added | removed:
         return False
-    assert known_then == [["127.0.0.1:1"]] * 2
-    assert known_at_last == [[]] * 2
+    assert known_then == [True, True]
+    assert known_at_last == [False, False]
     return True
 
 
 async def test_announcement_to_one_worker_reaches_all_and_restarted_workers():
-    flags = ("--discover-announced", "--workers", "2")
-    async with router(*flags) as (process, url):
-        await until_returns(lambda: silent_workers(url), [])
+    async with cluster_of_two_workers("--discover-announced") as (_, _, process, url):
         async with clients_of(url, 2) as clients:
-            body = {"url": "http://127.0.0.1:1", "role": "decode", "ttl_s": 600}
+            body = {"url": f"http://{ANNOUNCED}", "role": "decode", "ttl_s": 600}
             await until_returns(lambda: all_know_at_once(clients, body), True)
             await clients[1].post("/nodes", body)
         for pid in workers_of(process):
@@ -577,7 +581,7 @@ async def test_announcement_to_one_worker_reaches_all_and_restarted_workers():
             await until_async(lambda pid=pid: not is_alive(pid))
         await until_returns(lambda: silent_workers(url), [])
         async with clients_of(url, 2) as clients:
-            assert [await known(client) for client in clients] == [["127.0.0.1:1"]] * 2
+            assert [await is_known(client) for client in clients] == [True, True]
 
 
 @pytest.mark.thorough

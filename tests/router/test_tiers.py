@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tandem.router.nodes.api import NodesApi
 from tandem.router.nodes.prefixes import MAX_TIERS, UNKNOWN_SHARE, KnownPrefixes, share_saved
 from tandem.router.nodes.snapshot import NodeSnapshot
-from tandem.wire.messages import CacheReport, NodeLoad, StartPrefill, TierLoad
+from tandem.wire.messages import CacheReport, NodeLoad, Pong, StartPrefill, TierLoad
 from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS, PrefixJournal, block_names, pack_names
 from tests.patience import until_async
 from tests.receivers import deltas
@@ -282,6 +282,7 @@ async def test_busy_node_loses_a_prompt_to_a_node_that_reads_the_shared_store():
     async def says(each, cost, queued_tokens=0):
         tier = TierLoad(name="redis", store=STORE, token_cost=cost)
         each.engine.load = NodeLoad(queued_tokens=queued_tokens, tiers=[tier])
+        each.engine.send(Pong(epoch=each.engine.epoch, load=each.engine.load))
         of_it = cluster.node(each.url)
         await until_async(lambda: of_it.client.load == each.engine.load)
 
