@@ -71,7 +71,7 @@ class Edge:
         self.timings_sinks: list[TimingsSink] = []
         self.is_shutting_down = self.is_loopback_only = False
         self._interval = StreamInterval(options.http.stream_interval)
-        self._running: dict[RequestId, _Run] = {}
+        self._running: dict[RequestId, _RunningGeneration] = {}
         # Not the loop's default executor: a reader keeps running after its client has disconnected, and
         # would delay DNS lookups there.
         self._short_reader = ThreadPoolExecutor(1, thread_name_prefix="short-reader")
@@ -99,7 +99,7 @@ class Edge:
             ConnectionError: The client has disconnected.
             TandemError: Raised by the backend.
         """
-        run = _Run(generation, sink, self.metrics, self._interval)
+        run = _RunningGeneration(generation, sink, self.metrics, self._interval)
         self._running[generation.request.request_id] = run
         run.metrics.running.inc()
         outcome: RequestOutcome = "failed"
@@ -171,7 +171,7 @@ class Edge:
             for files in self.reloaded:
                 _refresh(files)
 
-    def _report(self, run: "_Run", outcome: RequestOutcome) -> None:
+    def _report(self, run: "_RunningGeneration", outcome: RequestOutcome) -> None:
         generation, num_tokens = run.generation, run.num_tokens
         client, timings = generation.request.client, generation.timings
         run.metrics.output_tokens.inc(num_tokens)
@@ -184,7 +184,7 @@ class Edge:
                 sink.request_ended(generation.report)
 
 
-class _Run(Transcript):
+class _RunningGeneration(Transcript):
     """The transcript of a generation that runs, with the metrics of its tokens."""
 
     __slots__ = ("_all_metrics", "generation", "metrics")
