@@ -26,8 +26,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from benchmarks.edge import edge
 from benchmarks.http_load import Measured, Plan, drive
@@ -135,7 +137,7 @@ def load(
     )
     measured, longest_s = drive(plan), MAX_LONGER * args.seconds
     while len(measured.latencies_ms) < MIN_ANSWERS and plan.duration_s < longest_s:
-        plan = replace(plan, duration_s=2 * plan.duration_s)
+        plan = msgspec.structs.replace(plan, duration_s=2 * plan.duration_s)
         measured = drive(plan)
     if measured.num_failed:
         print(f"{target.name}: {measured.num_failed} failed, such as {measured.errors[0]!r}")
