@@ -1,4 +1,4 @@
-"""Memory of the router's worker with many idle connections.
+"""Memory of the router's worker, without connections and with many idle ones. The goal is for the memory without.
 
 Clients and gateways keep connections open between requests. The benchmark opens connections to `tandem lb` in front of
 stub nodes, and measures the worker's memory and the time of `/health` before and after.
@@ -48,14 +48,17 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the memory before and after."""
+    """Print the memory and the time of `/health`, without and with the connections."""
     args = arguments(argv)
     needed, (_, limit) = (
         args.connections + SPARE_FILES,
         resource.getrlimit(resource.RLIMIT_NOFILE),
     )
     if limit < needed:
-        print(f"too few open files: raise the limit with `ulimit -Hn {needed}`", file=sys.stderr)
+        print(
+            f"the limit of open files is too low: raise it with `ulimit -Hn {needed}`",
+            file=sys.stderr,
+        )
         return 1
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, limit))
     with edge(0.01) as target, ExitStack() as connections:

@@ -49,7 +49,9 @@ from tandem.node.command import default_cache_dir
 from tandem.node.models.checkpoint import resolve_model
 
 GOAL_ADDED_P99_MS = 1.0
-BEAT_S, STREAM_TOKENS, NEW_TOKENS = 0.1, 50, 4
+BEAT_S, NEW_TOKENS = 0.1, 4
+# Each stream outlasts the load: the start of all streams at once is a load of its own.
+STREAM_TOKENS = 4000
 PAUSE_S = 0.01
 OURS, RUST = "tandem lb", ("sglang-router", "smg", "vllm-router")
 IDS = "tandem lb, ids"

@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Enable garbage collection after test collection, of new objects only."""
+    """After test collection, enable garbage collection for new objects only."""
     gc.freeze()
     gc.enable()
 

@@ -1,4 +1,4 @@
-"""Starts `python -P -m MODULE` for Tandem's modules by forking a process that has imported their modules once.
+"""Starts `python -P -m MODULE` for Tandem's modules by forking a process that has already imported them.
 
 A new node spends six CPU seconds on imports, and a fifth of a second on a tiny model. Each test process that starts
 clusters has its own server: a single thread that imports, then forks on request. A forked process also forks the
@@ -38,7 +38,7 @@ from typing import Any, NoReturn, Self, TextIO
 
 # Imported before the first fork: 0.7 s.
 ROUTER = ("tandem.router.command", "tandem.router.workers.worker", "tandem.router.workers.launcher")
-# Imported before the first fork of anything but a router: 5 s.
+# Imported before the first fork of a process other than a router: 5 s.
 NODES = (
     *("tandem.node.command", "tandem.cli.serve", "tandem.cli.up", "tandem.cli.drain"),
     *("tandem.prefill.role", "tandem.decode.role", "tandem.node.process.rank_host"),

@@ -1,4 +1,4 @@
-"""Receivers of the tokens of a backend."""
+"""Token receivers for tests of backends."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -7,7 +7,7 @@ from tandem.wire.messages import TokenDelta
 
 
 class Receiver:
-    """Passes every delta on. It rejects ordinary tokens, so that they come as deltas too."""
+    """Passes every delta on. It rejects ordinary tokens, so that they arrive as deltas."""
 
     def __init__(self, on_delta: Callable[[TokenDelta], None] = lambda _: None) -> None:
         self._on_delta = on_delta

@@ -93,7 +93,7 @@ async def test_adapters_are_loaded_and_unloaded_with_vllms_bodies(
     [
         ({"lora_path": "/a"}, "lora_name: is missing"),
         ({"lora_name": "a"}, "lora_path: is missing"),
-        ({"lora_name": "", "lora_path": "/a"}, "lora_name: must have at least 1 characters"),
+        ({"lora_name": "", "lora_path": "/a"}, "lora_name: must have at least 1 character"),
         ({"lora_name": "a\0b", "lora_path": "/a"}, "lora_name: must match"),
         ({"lora_name": "smol", "lora_path": "/a"}, "conflicts with a served base model"),
         ({"lora_name": "default", "lora_path": "/a"}, "conflicts with a served base model"),

@@ -109,6 +109,14 @@ async def test_expect_100_continue_is_answered(client):
         assert (await careful.reply()).status == 200
 
 
+async def test_override_that_is_no_utf8_is_rejected_by_name(client):
+    sent = request("/generate", GOOD, {"X-Override-Rid": "%"}).replace(b"%", b"\xff")
+    async with asyncio.timeout(PATIENCE_S), connected(client, sent) as bad:
+        reply = await bad.reply()
+    assert reply.status == 400
+    assert reply.json()["error"]["message"] == "X-Override-Rid: must be valid UTF-8"
+
+
 async def test_half_closed_connection_cancels_its_generation(client, backend):
     backend.script = say([5], asyncio.Event())
     async with asyncio.timeout(PATIENCE_S), connected(client) as half:

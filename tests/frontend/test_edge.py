@@ -131,7 +131,7 @@ def gaps(metrics) -> dict[str, float]:
 
 
 def reading(metrics):
-    """Return a function that has so many tokens come together, in one generation."""
+    """Return a function that passes a number of tokens to a transcript in one call."""
     reader = Transcript(
         TextRules(), NoText(), CollectedAnswer(), metrics.of("m").gaps, StreamInterval()
     )

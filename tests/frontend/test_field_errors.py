@@ -1,4 +1,4 @@
-"""Messages for fields of a wrong type or value: the path, what is allowed, and null fields."""
+"""Error messages for fields: the path and the allowed values. Null fields count as absent."""
 
 from typing import Annotated, Any, Literal
 
@@ -63,19 +63,27 @@ REFUSED = {
     "key": ({"bias": {"a": 1}}, "b.bias: each key must be an integer"),
     "entry": ({"bias": {"5": "a"}}, "b.bias: each value must be a number"),
     "value or object": ({"choice": 5}, "b.choice: must be 'auto', 'none' or an object"),
+    "value with our words": (
+        {"parts": [TEXT | {"form": "x - at `$.a.b`"}]},
+        "b.parts.0.form: must be 'plain' or 'rich'",
+    ),
+    "long tag with our words": (
+        {"parts": [{"type": "x - at `$.a.b`" * 99}]},
+        f"b.parts.0.type: {repr('x - at `$.a.b`' * 99)[:64]} is not supported; use 'text', 'call'",
+    ),
     "null entry": ({"parts": [None]}, "b.parts.0: must be an object"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_field_is_named_with_what_is_allowed(name):
+def test_error_names_the_field_and_the_allowed_values(name):
     fields, sentence = REFUSED[name]
     with pytest.raises(InvalidRequest) as caught:
         validate(Request, {"parts": []} | fields, "b")
     assert str(caught.value) == sentence
 
 
-def test_null_is_absent_except_in_objects_of_any_form():
+def test_null_is_absent_except_in_free_form_objects():
     call = {"type": "call", "form": "json", "arguments": {"x": None}, "unknown": None}
     sent = {"parts": [TEXT | {"form": None}, call], "count": None, "choice": TEXT | {"form": None}}
     read = validate(Request, sent)

@@ -381,7 +381,7 @@ BAD_BODIES = {
     "no prompt": ({}, "prompt is missing"),
     "both": ({"text": "a", "input_ids": [1]}, "not both"),
     "empty text": ({"text": ""}, "prompt is empty"),
-    "empty list": ({"text": []}, "text: must have at least 1 entries"),
+    "empty list": ({"text": []}, "text: must have at least 1 entry"),
     "text of a wrong type": ({"text": 5}, "text: must be a string or a list"),
     "mixed texts": ({"text": ["a", 5]}, "text.1: must be a string"),
     "true as an id": ({"input_ids": [1, True]}, "input_ids.1: must be an integer or a list"),

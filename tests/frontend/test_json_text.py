@@ -9,7 +9,7 @@ def nested(depth: int) -> bytes:
     return b'{"a":[' * (depth // 2) + b'"' + b"[{" * 300 + b'\\"]"' + b"]}" * (depth // 2)
 
 
-def test_text_is_refused_beyond_the_greatest_depth():
+def test_json_deeper_than_the_limit_is_refused():
     value = decode(nested(MAX_DEPTH))
     for _ in range(MAX_DEPTH // 2):
         [value] = value["a"]
@@ -25,7 +25,7 @@ def test_wide_text_is_not_deep():
 @pytest.mark.parametrize(
     "text", [b"NaN", b"[Infinity]", b"[-Infinity]", b"1e999", b'"\\ud800"', b'"\xff"', b"[" * 1000]
 )
-def test_value_that_json_cannot_express_is_refused(text):
+def test_invalid_json_is_refused(text):
     with pytest.raises(ValueError, match=r"malformed|range|truncated|codec|recursion"):
         decode(text)
 

@@ -214,7 +214,7 @@ async def test_stream_error_ends_its_choice_with_abort(client, backend):
 
 BAD_COMPLETIONS = {
     "no prompt": ({}, "prompt: is missing"),
-    "empty list": ({"prompt": []}, "prompt: must have at least 1 entries"),
+    "empty list": ({"prompt": []}, "prompt: must have at least 1 entry"),
     "mixed": ({"prompt": ["a", 5]}, "the prompts must be all texts, all token ids"),
     "true logprobs": ({"prompt": "a", "logprobs": True}, "logprobs: must be an integer"),
     "best_of list": ({"prompt": "a", "best_of": [1]}, "best_of: must equal n"),
@@ -223,7 +223,7 @@ BAD_COMPLETIONS = {
 }
 BAD_CHATS = {
     "no messages": ({}, "messages: is missing"),
-    "empty": ({"messages": []}, "messages: must have at least 1 entries"),
+    "empty": ({"messages": []}, "messages: must have at least 1 entry"),
     "no role": ({"messages": [{"content": "a"}]}, "messages.0.role: is missing"),
     "content": (
         {"messages": [{"role": "user", "content": 5}]},

@@ -216,7 +216,7 @@ async def test_text_format_sets_the_grammar(backend):
         ),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "encrypted reasoning"),
         ({"input": []}, "input: "),
-        ({"input": [{"type": "reasoning"}]}, "messages: must have at least 1 entries"),
+        ({"input": [{"type": "reasoning"}]}, "messages: must have at least 1 entry"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary: must be 'auto'"),
         ({"text": {"verbosity": "low"}}, "text.verbosity: must be 'medium'"),
         ({"top_logprobs": 2}, "top_logprobs: not supported here"),

@@ -306,7 +306,7 @@ COSTLY = {
 
 
 def num_calls(profile: cProfile.Profile) -> int:
-    """Return the number of calls of functions, which stands for the time on any machine."""
+    """Return the number of function calls, a measure of time that does not depend on the machine."""
     return sum(entry.callcount for entry in profile.getstats())
 
 

@@ -64,12 +64,12 @@ def delta(token_ids, finish=None, index=0, *, is_told=False) -> TokenDelta:
     )
 
 
-def read(parts, rules=TextRules(), straight=(), interval=None) -> Sink:  # noqa: B008 - it is frozen
-    """Return what a client gets of some deltas; those at the places in `straight` may be ordinary tokens."""
+def read(parts, rules=TextRules(), direct=(), interval=None) -> Sink:  # noqa: B008 - it is frozen
+    """Return a sink with the pieces of `parts`. Parts at the indexes in `direct` are sent as ordinary tokens if possible."""
     sink = Sink()
     transcript = transcript_of(rules, sink, interval)
     for place, part in enumerate(parts):
-        is_ordinary = place in straight and part.token_ids and part.finish is None
+        is_ordinary = place in direct and part.token_ids and part.finish is None
         if is_ordinary and transcript.take_ordinary(part.token_ids):
             continue
         transcript.take(part)
@@ -108,10 +108,10 @@ RULES = st.builds(
     st.sets(st.integers(1, 8)),
     INTERVALS,
 )
-def test_pieces_do_not_depend_on_token_grouping_or_path(ids, sizes, rules, straight, interval):
+def test_pieces_do_not_depend_on_token_grouping_or_path(ids, sizes, rules, direct, interval):
     whole = read([delta(ids, LENGTH, is_told=True)], rules)
     parted = read(in_parts(ids, sizes, is_told=True), rules)
-    mixed = read(in_parts(ids, sizes), rules, straight, interval)
+    mixed = read(in_parts(ids, sizes), rules, direct, interval)
     assert told_of(parted) == told_of(mixed) == told_of(whole)
     # Each log-probability belongs to its token.
     for sink in (whole, parted):
@@ -185,13 +185,13 @@ async def test_tokens_for_a_full_sink_are_not_lost():
 
 def test_stream_interval_applies_to_both_paths():
     parts = [delta([i % 3], LENGTH if i == 9 else None, i) for i in range(10)]
-    for straight in ((), range(1, 10)):
+    for direct in ((), range(1, 10)):
         for rules, interval in ((TextRules(stream_interval=4), None), (TextRules(), "4")):
-            sink = read(parts, rules, straight, interval and StreamInterval(interval))
+            sink = read(parts, rules, direct, interval and StreamInterval(interval))
             assert (sink.sizes, sink.whole.text) == ([1, 4, 4, 1], "abcabcabca")
 
 
-def test_busy_process_writes_every_second_token():
+def test_busy_process_writes_two_tokens_per_event():
     interval, sink = StreamInterval("auto"), Sink()
     transcript = transcript_of(TextRules(), sink, interval)
     transcript.take(delta([0]))
@@ -204,7 +204,18 @@ def test_busy_process_writes_every_second_token():
     assert sink.whole.text == "abbbbbbbbb"
 
 
-def test_stream_interval_of_a_number_does_not_adapt():
+def test_fixed_stream_interval_does_not_adapt():
     interval = StreamInterval("1")
     interval.adapt(1.0)
     assert interval.num_tokens == 1
+
+
+def test_tokens_that_wait_for_their_event_are_written_if_the_generation_fails():
+    sink = Sink()
+    transcript = transcript_of(TextRules(), sink, StreamInterval("3"))
+    for index in range(3):
+        transcript.take(delta([index], index=index))
+    assert sink.whole.text == "a"
+    transcript.flush()
+    transcript.flush()
+    assert sink.whole.text == "abc"

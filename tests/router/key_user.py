@@ -1,7 +1,7 @@
-"""An edge worker that starts and ends requests of one key as fast as it can, until the key has used its minute.
+"""An edge worker that starts and ends requests of one key as fast as it can, until a rate limit of the key refuses one.
 
-`python -m tests.router.key_user DIRECTORY INDEX`, started by `test_key_limits`. It begins when it reads a line. It writes
-the number of requests that it started, and how often a second one was in flight at the same time.
+`python -m tests.router.key_user DIRECTORY INDEX`, started by `test_key_limits`. It begins when it reads a line. It prints
+how many requests it started, and how often the other worker's request was in flight at the same time.
 """
 
 import os

@@ -41,7 +41,7 @@ from tandem.wire.messages import (
 )
 from tandem.wire.prefixes import block_names
 from tests.patience import PATIENCE_S, until_async
-from tests.receivers import deltas
+from tests.receivers import Receiver, deltas
 from tests.router.fake_node import FakeNode, logprobs, request
 
 
@@ -276,7 +276,7 @@ async def test_last_node_is_used_despite_failures_and_its_error_is_returned():
         assert not setup.backend._cluster.prefills[0].is_aside
 
 
-class BrokenReceiver:
+class BrokenDirect:
     def take_ordinary_at(self, index, token_ids):
         raise KeyError(index)
 
@@ -289,7 +289,7 @@ async def test_router_bug_in_token_handling_puts_no_node_aside():
                 asked = tasks.create_task(raised(setup.backend))
                 prefill, _, decode, start_decode = await setup.pair_of()
                 (stream,) = decode_streams(setup)
-                stream.direct = BrokenReceiver()
+                stream.direct = BrokenDirect()
                 decode.engine.send(
                     TokenBatch(
                         epoch=decode.engine.epoch,
@@ -679,6 +679,38 @@ async def test_aborted_request_finishes_with_reason_abort():
         assert await reader.result() == ([10, 11], "abort")
         await decode.engine.next(Cancel)
         assert not await setup.backend.abort("r1")
+
+
+class Stalled(Receiver):
+    """The receiver of a client that stops reading after the first delta, until `is_reading` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deltas, self.is_reading = [], asyncio.Event()
+
+    def take(self, delta) -> None:
+        self.deltas.append(delta)
+        super().take(delta)
+        self.has_room = False
+
+    async def drain(self) -> None:
+        await self.is_reading.wait()
+        self.has_room = True
+
+
+async def test_abort_of_a_stalled_stream_cancels_both_halves_at_once():
+    async with cluster() as setup, asyncio.TaskGroup() as tasks:
+        receiver = Stalled()
+        tasks.create_task(setup.backend.generate(request(), receiver))
+        prefill, start_prefill, decode, _ = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [10])
+        await until_async(lambda: receiver.deltas)
+        assert await setup.backend.abort("r1")
+        await prefill.engine.next(Cancel)
+        await decode.engine.next(Cancel)
+        receiver.is_reading.set()
+        await until_async(lambda: receiver.is_ended)
+        assert receiver.deltas[-1].finish.reason == "abort"
 
 
 async def test_request_is_aborted_between_hand_off_and_first_decode_token():

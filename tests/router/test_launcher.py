@@ -520,7 +520,7 @@ async def is_aborted(client: Client, name: str) -> bool:
     return True
 
 
-async def test_each_worker_reports_and_aborts_requests_of_both_by_their_common_id():
+async def test_each_worker_reports_and_aborts_same_id_requests_of_all_workers():
     async with (
         cluster_of_two_workers() as (prefill, decode, process, url),
         clients_of(url, 4) as (one, two, asking, other),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.router.nodes.node import FailureCount
+from tandem.router.nodes.node import FailureCount, Node
 from tandem.wire.errors import (
     Aborted,
     EngineFailed,
@@ -80,3 +80,14 @@ def test_success_brings_a_node_back_immediately():
 def test_client_errors_and_lost_links_are_not_node_faults(error, is_fault):
     failures = FailureCount()
     assert any(fail(failures, error=error) for _ in range(3)) == is_fault
+
+
+async def test_count_of_a_node_that_failed_requests_rereads_all_of_it():
+    changes = []
+    node = Node(
+        "http://d", "decode", on_change=lambda _node, only_counts: changes.append(only_counts)
+    )
+    node.count(1, 10)
+    node.failures.num_in_a_row = 3
+    node.count(-1, -10)
+    assert changes == [True, False]

@@ -1,4 +1,4 @@
-"""Clients: readers that check every token, and that an error was right."""
+"""Clients: receivers that check every token and the cause of each error."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -26,8 +26,8 @@ class Client:
         patience_s: How long it stays; None for as long as it takes.
         aborts_after: Tokens after which the request is aborted by its id.
         aborts_after_s: When it is aborted by its id, wherever it is then.
-        is_slow: It pauses between reads.
-        takes_ordinary: It accepts ordinary tokens.
+        is_slow: It has no room after each delta, and pauses in `drain`.
+        takes_ordinary: Whether it accepts ordinary tokens.
     """
 
     request: GenerateRequest

@@ -14,7 +14,7 @@ from tandem.wire.generation import Epoch, RequestId
 from tandem.wire.keys import ChannelKey, cluster_key
 from tandem.wire.messages import Cancel, FromEngine, NodeLoad, Ping, Pong, ToEngine
 from tests.calm import CALM
-from tests.patience import PATIENCE_S, patiently
+from tests.patience import PATIENCE_S, patiently, until_async
 
 PONG = Pong(epoch=Epoch(7), load=NodeLoad(num_pages=3))
 
@@ -42,7 +42,7 @@ async def send_when_connected(link: AsyncLink[FromEngine], message) -> None:
                 link.send(message)
                 break
             await asyncio.sleep(0)
-    await asyncio.sleep(0)  # it is sent in the loop's next turn
+    await asyncio.sleep(0)  # the loop's next iteration sends it
 
 
 def send_soon(link: Link[FromEngine], send) -> None:
@@ -123,7 +123,7 @@ async def test_link_is_lost_when_its_inbox_closes():
     link.close()
 
 
-async def test_link_is_lost_if_it_cannot_send_what_it_has_accepted(monkeypatch):
+async def test_link_is_lost_if_sending_queued_messages_fails(monkeypatch):
     inbox = make_inbox()
     link = make_link(inbox)
     await send_when_connected(link, Ping())
@@ -137,6 +137,25 @@ async def test_link_is_lost_if_it_cannot_send_what_it_has_accepted(monkeypatch):
         await link.wait_lost()
     with pytest.raises(PeerLost):
         link.send(Ping())
+    link.close()
+    inbox.close()
+
+
+async def test_messages_for_a_full_queue_are_sent_later(monkeypatch):
+    inbox = make_inbox()
+    link = make_link(inbox)
+    await send_when_connected(link, Ping())
+    assert receive(inbox).message == Ping()
+    send_frames, tries = link._link.send_frames, []
+
+    def full_at_first(frames):
+        tries.append(len(frames))
+        return frames if len(tries) == 1 else send_frames(frames)
+
+    monkeypatch.setattr(link._link, "send_frames", full_at_first)
+    link.send(Ping())
+    await until_async(lambda: len(tries) == 2)
+    assert receive(inbox).message == Ping()
     link.close()
     inbox.close()
 

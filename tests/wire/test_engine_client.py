@@ -45,7 +45,7 @@ async def client(engine):
 
 
 def opened(client, start=START) -> TokenStream:
-    """Start an attempt whose stream `read` can await."""
+    """Start an attempt and return its stream, for `read`."""
     return client.generate(start, lambda: None)
 
 
@@ -100,7 +100,7 @@ class BrokenReceiver:
         raise KeyError(part.index)
 
 
-async def test_exception_in_a_receiver_cancels_only_its_stream(client, engine):
+async def test_exception_in_direct_receiver_cancels_only_its_stream(client, engine):
     other = StartColocated(request=request(request_id="r2"))
     broken, whole = opened(client), opened(client, other)
     numbers = [(await engine.next(StartColocated)).stream for _ in range(2)]
@@ -391,7 +391,7 @@ def test_abort_before_first_token_of_replay_keeps_the_earlier_index():
 
 
 class Limited(Receiver):
-    """A receiver that accepts ordinary tokens, and has room until `is_full`."""
+    """A receiver that records tokens, and accepts ordinary ones while `has_room` is true."""
 
     def __init__(self) -> None:
         super().__init__(self._take)
@@ -407,17 +407,17 @@ class Limited(Receiver):
 
 @asynccontextmanager
 async def relayed(start=START):
-    """Yield a stream that a task relays, and its receiver."""
+    """Yield a stream, its receiver, and the task that relays its deltas."""
     receiver = Limited()
     relay = Relay(receiver)
-    stream = TokenStream(start, relay.changed, forget=lambda _: None, cancel=lambda *_: None)
+    stream = TokenStream(start, relay.on_change, forget=lambda _: None, cancel=lambda *_: None)
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(relay.run(SoleStream(stream, receiver).take))
         await asyncio.sleep(0)
         yield stream, receiver, running
 
 
-async def test_first_token_comes_as_a_delta_and_later_ones_directly():
+async def test_first_token_arrives_as_a_delta_and_later_ones_directly():
     again = StartColocated(request=request(num_prior_tokens=3), attempt=1)
     async with relayed(again) as (stream, receiver, _):
         stream.put(delta(again, 3, []))  # no tokens yet
@@ -441,7 +441,7 @@ async def test_tokens_for_a_full_receiver_are_merged_until_it_is_drained():
         stream.put(delta(START, 4, [14], "length"))
 
 
-async def test_error_of_a_receiver_is_raised_by_the_requests_task():
+async def test_receiver_error_is_raised_by_relay_run():
     with pytest.raises(ExceptionGroup) as raised:
         async with relayed() as (stream, receiver, _):
             receiver.take = BrokenReceiver().take
@@ -449,10 +449,18 @@ async def test_error_of_a_receiver_is_raised_by_the_requests_task():
     assert raised.group_contains(KeyError)
 
 
-async def test_failure_is_raised_after_the_tokens_before_it():
+async def test_relay_raises_a_failure_after_earlier_tokens():
     with pytest.raises(ExceptionGroup) as raised:
         async with relayed() as (stream, receiver, _):
             deliver(stream, 0, (10,))
             stream.fail(PeerLost("gone"))
     assert raised.group_contains(PeerLost)
     assert receiver.deltas == [(0, [10])]
+
+
+async def test_relay_raises_the_first_of_two_errors():
+    with pytest.raises(ExceptionGroup) as raised:
+        async with relayed() as (stream, _, _):
+            stream.fail(EngineFailed("out of luck"))
+            stream.fail(PeerLost("gone"))
+    assert raised.group_contains(EngineFailed)

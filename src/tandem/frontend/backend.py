@@ -168,14 +168,14 @@ class Backend(Protocol):
         bootstrap: Bootstrap | None = None,
         model: str = "",
     ) -> None:
-        """Run one request until its receiver has ended.
+        """Run one request until the receiver has ended.
 
         The last delta has `finish`; after a `stop`, its last id is the one that matched. Tokens that arrive while the
         receiver has no room are merged into one delta, so that a slow client accumulates ids, not deltas. A receiver
         that ends early, or the cancellation of this task, cancels the request at every node within 1 s.
 
         Args:
-            receiver: Gets the tokens in plain calls, as they arrive.
+            receiver: Gets the tokens by method calls as they arrive.
             model: The name of a model in `models`; empty: any of them.
 
         Raises:

@@ -117,7 +117,9 @@ def _checked_origin(text: str) -> str:
 def _checked_interval(text: str) -> str:
     if text == AUTO or (text.isascii() and text.isdigit() and int(text) >= 1):
         return text
-    raise ConfigInvalid(f"--stream-interval {text}: use a number of tokens from 1 on, or {AUTO}")
+    raise ConfigInvalid(
+        f"--stream-interval {text}: must be a number of tokens, at least 1, or {AUTO}"
+    )
 
 
 def _checked_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
@@ -240,8 +242,8 @@ class HttpOptions:
         Flag(
             "--stream-interval",
             metavar="TOKENS",
-            help="stream at least this many tokens per event, except in the first and the last; auto: 1, and 2 while the "
-            "process is busy",
+            help="least number of tokens per streamed event, except the first and the last; auto: 1, or 2 while the process "
+            "is busy",
             parse=_checked_interval,
         ),
     ] = "1"

@@ -6,7 +6,7 @@
  answer ◀── X-Request-Id: abc                    └──▶ abc_<number>-<random>: the id that the nodes get
 ```
 
-Clients may repeat an id, also at the same time. No two generations share the id that the nodes get.
+Several requests may use one id, even at the same time. The id that the nodes get is unique.
 """
 
 import secrets
@@ -33,12 +33,12 @@ def with_header_id(request: web.Request, data: dict[str, Any]) -> dict[str, Any]
     header_id = _header_id(request.headers)
     if not header_id or any(data.get(name) is not None for name in NAMES):
         return data
-    # Proxies and agents send several requests with one id; the number makes each unique.
+    # Proxies and agents send several requests with one id; the number gives each answer a different id.
     return {**data, "rid": part_id(header_id, secrets.randbits(32))}
 
 
 def unique_id(client_id: str) -> RequestId:
-    """Return a new id for this process and the nodes. It begins with the client's id, so that logs can be searched."""
+    """Return a unique id for this process and the nodes. It begins with the client's id, which makes logs searchable."""
     return RequestId(f"{client_id}-{secrets.token_hex(8)}")
 
 

@@ -107,7 +107,7 @@ class LocalBackend:
         if self.life.is_draining:
             raise refusal()
         relay = Relay(receiver)
-        with self._client.generate(self._start(request, bootstrap), relay.changed) as stream:
+        with self._client.generate(self._start(request, bootstrap), relay.on_change) as stream:
             await relay.run(SoleStream(stream, receiver).take)
 
     def _start(

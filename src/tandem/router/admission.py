@@ -81,7 +81,7 @@ class Queue:
 
     @property
     def may_refuse(self) -> bool:
-        """Whether it has requests, or holds none."""
+        """Whether it may refuse a new request: requests are waiting, or it has no places."""
         return self.num_requests > 0 or self._limits.max_requests == 0
 
     def expiry(self, now: float, deadline: float | None) -> float:
@@ -395,7 +395,7 @@ class Admission:
         }
 
     async def admit(self, request: GenerateRequest) -> Admitted | None:
-        """Wait until a request may start. None: it was aborted while it waited.
+        """Wait until a request may start. Returns None if it was aborted while it waited.
 
         Raises:
             Overloaded, RateLimited: It may not start; carries the time of a retry.
@@ -412,7 +412,7 @@ class Admission:
         return Admitted(self, _for_nodes(request, deadline), usage) if is_started else None
 
     def release(self, num_tokens: int) -> None:
-        """Release the place of a request with so many prompt tokens."""
+        """Release the place of a request with `num_tokens` prompt tokens."""
         self._num_started -= 1
         self._started_tokens -= num_tokens
         self.schedule_start()

@@ -1,7 +1,7 @@
 """Limits of an API key: requests in flight, requests per minute, tokens per minute, and priority.
 
-The limits apply to all edge workers of a router together. They share each key's usage in a memory-mapped file, under one
-lock, so that no two workers check a limit at the same moment. No class reads a clock: the caller passes the time of a clock
+The limits apply to all edge workers of a router together. They share each key's usage in a memory-mapped file. One
+lock makes the check of a limit and the count of the request a single step. No class reads a clock: the caller passes the time of a clock
 that all workers share. The file of limits:
 
 ```toml
@@ -80,9 +80,9 @@ def read_limits(path: str) -> dict[str, KeyLimit]:
 
 
 class _Lock:
-    """Excludes all other holders of the same file's lock. The kernel releases it when its process ends.
+    """An exclusive lock on a file, for several processes. The kernel releases it when the holder exits.
 
-    A process suspended within the few microseconds for which it holds the lock blocks the others until it continues.
+    It is held for a few microseconds. If its holder is suspended then, the other processes wait until it resumes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,8 +119,8 @@ class KeyState:
     """Current usage of one key at all edge workers of a router.
 
     Args:
-        cells: `RATE_CELLS` numbers, then one of each worker, which the workers share.
-        index: Index of this worker. Of the workers' own cells, each writes only one.
+        cells: Shared by the workers: `RATE_CELLS` numbers, then the requests in flight of each worker.
+        index: Index of this worker. Each worker writes only its own cell of requests in flight.
         lock: Held while the cells are checked and changed.
 
     Attributes:
@@ -176,7 +176,7 @@ class KeyState:
             self._tokens.use(_allowance_s(num_tokens, self.limit.tokens_per_minute), now)
 
     def finish(self) -> None:
-        """Count the end of a request counted by `begin`. Needs no lock: only this worker writes its cell."""
+        """Count the end of a request counted by `begin`. No lock is needed, because only this worker writes its cell."""
         self._in_flight[self._index] -= 1
 
 

@@ -25,7 +25,7 @@ from tandem.router.nodes.snapshot import ClusterSnapshot
 from tandem.telemetry.process_metrics import BuildCollector, ProcessesCollector
 from tandem.wire.errors import TandemError
 
-# `_created` series would double the number of series, and count in `counts`.
+# `_created` series would double the number of series, and `counts` would add their values.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 # From the time that admission itself takes to the timeout of common proxies.

@@ -6,7 +6,14 @@ from typing import Any, Generic, Self
 
 import zmq
 
-from tandem.wire.channel import DEFAULT_HEARTBEAT, Heartbeat, In, Link, tcp_address
+from tandem.wire.channel import (
+    DEFAULT_HEARTBEAT,
+    HIGH_WATER_MARK,
+    Heartbeat,
+    In,
+    Link,
+    tcp_address,
+)
 from tandem.wire.errors import PeerLost
 from tandem.wire.hosts import resolve
 from tandem.wire.keys import ChannelKey
@@ -14,6 +21,8 @@ from tandem.wire.messages import Message
 
 # Messages per callback. A backlog of steps is merged, and other tasks still get their turn.
 MAX_DRAINED = 64
+# Interval of attempts to send to a peer with a full queue.
+RETRY_S = 0.01
 # A plain int: `&` on the enum takes a third of a poll's time.
 _READABLE, _WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 
@@ -80,32 +89,39 @@ class AsyncLink(Generic[In]):
         return self._link.handshakes.reason
 
     def send(self, message: Message) -> None:
-        """Send without waiting, in the loop's next turn.
+        """Queue a message, which the loop's next iteration sends.
 
-        Messages of one turn leave together, because a wake of libzmq's thread costs as much as several frames. A link
-        that cannot send them is lost.
+        Messages of one iteration are sent together, because waking libzmq's thread costs as much as several frames. If the
+        send fails, the link is lost.
 
         Raises:
-            PeerLost: The link is not connected, was lost or is closed.
+            PeerLost: The link is not connected, was lost or is closed, or its peer does not read.
             MessageTooLarge: The frame exceeds the limit.
         """
         if self._lost.is_set() or self._link.socket.closed:
             raise PeerLost(f"link to {self.address} was lost or closed")
         frame = self._link.frame_of(message)
+        if len(self._unsent) >= HIGH_WATER_MARK:
+            raise PeerLost(f"the peer at {self.address} does not read")
         if not self._unsent:
-            if not self._events() & _WRITABLE:
+            if not self._poll() & _WRITABLE:
                 raise PeerLost(f"no connection to {self.address}")
             self._loop.call_soon(self._flush)
         self._unsent.append(frame)
 
     def _flush(self) -> None:
-        frames, self._unsent = self._unsent, []
-        if frames and not self._link.socket.closed:
-            try:
-                self._link.send_frames(frames)
-            except PeerLost:
-                self._lost.set()
-            self._events()
+        if self._lost.is_set() or self._link.socket.closed:
+            return
+        try:
+            self._unsent = self._link.send_frames(self._unsent)
+        except PeerLost:
+            self._lost.set()
+            return
+        if (
+            self._unsent
+        ):  # the peer does not read now, or the loss of the connection is about to be reported
+            self._loop.call_later(RETRY_S, self._flush)
+        self._poll()
 
     async def wait_lost(self) -> None:
         """Return when the established connection is lost: reset, closed, or silent for too long.
@@ -120,21 +136,25 @@ class AsyncLink(Generic[In]):
         if self._failure is not None:
             raise self._failure
 
-    def _events(self) -> int:
-        """Return what the socket is ready for. If it is readable, schedule a receive: this consumes the descriptor's edge."""
-        events = self._ready()
+    def _poll(self) -> int:
+        """Return the socket's events. Reading them consumes the descriptor's edge, so schedule a receive if it is readable."""
+        events = self._read_events()
         if events & _READABLE:
             self._loop.call_soon(self._receive)
         return events
 
-    def _ready(self) -> int:
+    def _read_events(self) -> int:
         # A heartbeat signals the descriptor too. Reading EVENTS clears it at half the cost of a failed receive.
         return int(self._link.socket.getsockopt(zmq.EVENTS))
 
     def _receive(self) -> None:
         messages: list[In] = []
         link = self._link
-        while len(messages) < MAX_DRAINED and not link.socket.closed and self._ready() & _READABLE:
+        while (
+            len(messages) < MAX_DRAINED
+            and not link.socket.closed
+            and self._read_events() & _READABLE
+        ):
             if (message := link.receive()) is not None:
                 messages.append(message)
         if messages and not self._lost.is_set():
@@ -152,7 +172,7 @@ class AsyncLink(Generic[In]):
             self._lost.set()
 
     def close(self) -> None:
-        """Close the socket, as `Link.close`. Safe to call twice."""
+        """Send the queued messages and close the socket, as `Link.close`. Safe to call twice."""
         if not self._link.socket.closed:
             self._flush()
             self._loop.remove_reader(self._fd)

@@ -20,7 +20,7 @@ import errno
 import itertools
 import resource
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
@@ -433,19 +433,27 @@ class Link(Generic[In]):
         Raises:
             PeerLost: The link is not connected.
         """
-        self.send_frames([self.frame_of(message)])
+        if self.send_frames([self.frame_of(message)]):
+            raise PeerLost(f"no connection to {self.address}")
 
     def frame_of(self, message: Message) -> bytes:
         """Return the frame of a message for `send_frames`. Raises `MessageTooLarge`."""
         return self._codec.encode(message)
 
-    def send_frames(self, frames: Iterable[bytes]) -> None:
-        """Send frames without blocking. Raises `PeerLost` if the link is not connected."""
-        try:
-            for frame in frames:
+    def send_frames(self, frames: Sequence[bytes]) -> list[bytes]:
+        """Send frames without blocking; return those for which the queue has no room now.
+
+        Raises:
+            PeerLost: The link is closed or broken.
+        """
+        for num_sent, frame in enumerate(frames):
+            try:
                 self.socket.send(frame, zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            raise PeerLost(f"no connection to {self.address}: {error.strerror}") from error
+            except zmq.Again:
+                return list(frames[num_sent:])
+            except zmq.ZMQError as error:
+                raise PeerLost(f"no connection to {self.address}: {error.strerror}") from error
+        return []
 
     def close(self) -> None:
         """Close the socket; discard messages that are unsent `LINGER_MS` later. Safe to call twice."""

@@ -206,7 +206,7 @@ class EngineClient:
         """Start one attempt and return its stream. The caller closes it.
 
         Args:
-            on_change: Called when the stream has a delta or a failure; must not raise.
+            on_change: Called when the stream has a new delta or failure. Must not raise.
 
         Raises:
             PeerLost: The engine is not connected; nothing was started.
@@ -395,9 +395,9 @@ StreamRuns = dict[TokenStream, tuple[int, list[int]]]
 
 
 def deliver(stream: TokenStream, index: int, token_ids: Sequence[int]) -> None:
-    """Pass ordinary tokens on directly, or queue them.
+    """Pass ordinary tokens to `stream.direct`, or queue them if it is None or rejects them.
 
-    An exception from the receiver's code ends only this stream.
+    An exception of `stream.direct` ends only this stream.
     """
     try:
         if (direct := stream.direct) is None or not direct.take_ordinary_at(index, token_ids):

@@ -15,7 +15,7 @@ import xxhash
 from tandem.wire.prefixes import scope_name
 
 RequestId = NewType("RequestId", str)
-"""Id of a generation, from HTTP to the last token, over all attempts. Random, so that no two share it."""
+"""Id of a generation in the router and the nodes, the same for all attempts. Its random part makes it unique."""
 
 NUM_ROOMS = 1 << 63
 

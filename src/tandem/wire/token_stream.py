@@ -4,8 +4,8 @@
  open ──put (finish)──▶ ended     ──fail──▶ failed     ──close, abort──▶ cancelled, once
 ```
 
-Everything from the link to the client's connection is a plain call in the link's callback. The request's task waits
-until it has to act: to drain a full connection, to replace a failed attempt, or because the request has ended.
+Tokens travel from the link to the client's connection by function calls within the link's callback. The request's task
+wakes only to drain a full connection, to replace a failed attempt, or to end the request.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class TokenReceiver(Protocol):
         """Accept the next delta."""
 
     def take_ordinary(self, token_ids: Sequence[int]) -> bool:
-        """Accept the next tokens, which have no other fields and are neither the first nor the last. False: `take` them."""
+        """Accept ordinary tokens: only ids, neither the first nor the last. False: pass them to `take`."""
 
     async def drain(self) -> None:
         """Wait until the receiver has room.
@@ -48,8 +48,8 @@ class TokenReceiver(Protocol):
         """
 
 
-class OrdinaryTokens(Protocol):
-    """Accepts ordinary tokens with their index, without a queue."""
+class DirectReceiver(Protocol):
+    """Accepts ordinary tokens directly, with the index of the first."""
 
     def take_ordinary_at(self, index: int, token_ids: Sequence[int]) -> bool:
         """Accept the tokens from `index` on. False: rejected; queue them instead."""
@@ -58,11 +58,11 @@ class OrdinaryTokens(Protocol):
 class TokenStream:
     """The tokens of one attempt on one engine.
 
-    Queued deltas are merged, so that a slow reader costs memory for ids and log-probabilities only. Leaving the
+    Queued deltas are merged, so that a slow receiver costs memory for ids and log-probabilities only. Leaving the
     `with` block of an open stream cancels the attempt.
 
     Args:
-        on_change: Called when a delta or failure has arrived, for `take`. Must not raise.
+        on_change: Called when `take` has a new delta or failure. Must not raise.
         forget: Called once the stream accepts nothing more, to remove it from the client.
         cancel: Called to cancel the attempt on the engine.
 
@@ -71,7 +71,8 @@ class TokenStream:
         number: Stream id on the link.
         is_open: Whether more tokens may arrive.
         failure: Error of the attempt; None: it has not failed.
-        direct: Accepts ordinary tokens while nothing is queued. The reader sets it; `put` removes it.
+        direct: Accepts ordinary tokens while nothing is queued. Set by the caller of `take`; cleared by `put`, `fail` and
+            `forget`.
     """
 
     # With thousands of streams, cache misses dominate the time per token: keep the object small.
@@ -98,7 +99,7 @@ class TokenStream:
     ) -> None:
         self.key: StreamKey = (start.request.request_id, start.attempt)
         self.number = start.stream
-        self.direct: OrdinaryTokens | None = None
+        self.direct: DirectReceiver | None = None
         self._forget, self._cancel = forget, cancel
         self._on_change = on_change
         self._waiting: deque[TokenDelta] = deque()
@@ -123,8 +124,8 @@ class TokenStream:
             raise self.failure
         return None
 
-    def detach_reader(self) -> None:
-        """Report no more changes."""
+    def ignore_changes(self) -> None:
+        """Stop calling `on_change`."""
         self._on_change = _ignore
 
     def take_all(self) -> list[TokenDelta]:
@@ -156,9 +157,9 @@ class TokenStream:
         self._on_change()
 
     def abort(self) -> None:
-        """Cancel the attempt. Its reader gets a finish with reason `abort`."""
+        """Cancel the attempt. `take` then returns a finish with reason `abort`."""
         self.close()
-        # The index does not count tokens that `direct` accepted; no reader needs it for an abort.
+        # The index does not count tokens that `direct` accepted; an abort does not need it.
         self.put(self._delta(self._next_index, [], Finish(reason="abort")))
 
     def _delta(self, index: int, token_ids: list[int], finish: Finish | None = None) -> TokenDelta:
@@ -195,7 +196,7 @@ def _ignore() -> None:
 
 
 class SoleStream:
-    """The deltas of a generation that has one stream. After the first token, ordinary tokens go directly to the receiver."""
+    """The stream of a generation that has only one. After the first token, ordinary tokens go directly to the receiver."""
 
     def __init__(self, stream: TokenStream, receiver: TokenReceiver) -> None:
         self._stream, self._receiver = stream, receiver
@@ -211,7 +212,7 @@ class SoleStream:
         return delta
 
     def take_ordinary_at(self, _index: int, token_ids: Sequence[int]) -> bool:
-        """See `OrdinaryTokens`. The engine sends each index once and in order."""
+        """Pass tokens to the receiver. The engine sends each index once and in order."""
         return self._receiver.take_ordinary(token_ids)
 
 
@@ -219,7 +220,7 @@ class Relay:
     """Passes deltas to a receiver as they arrive.
 
     Args:
-        wake: Set when the task of `run` has to act.
+        wake: Wakes the task that awaits `run`.
     """
 
     def __init__(self, receiver: TokenReceiver, wake: asyncio.Event | None = None) -> None:
@@ -235,7 +236,7 @@ class Relay:
 
         Raises:
             ConnectionError: The client has disconnected.
-            TandemError: Raised by `next_delta`.
+            Exception: Raised by `next_delta` or the receiver, or passed to `fail`.
         """
         receiver, self._next, self._error = self._receiver, next_delta, None
         try:
@@ -251,16 +252,18 @@ class Relay:
                 if self._error is None:
                     self._pass_on()
         finally:
-            # Streams refer to the relay: without this, each request would leave a cycle to the garbage collector.
+            # Streams refer to the relay. This breaks the cycle, so that no request needs the garbage collector.
             self._next, self._error = _nothing, None
 
     def fail(self, error: Exception) -> None:
-        """Make `run` raise an error."""
-        self._error = error
+        """Make `run` raise `error`, unless it raises an earlier one."""
+        self._error = self._error or error
         self._wake.set()
 
-    def changed(self) -> None:
-        """Pass on what has arrived. Streams call it from the link's callback."""
+    def on_change(self) -> None:
+        """Pass new deltas to the receiver. Streams call this from the link's callback."""
+        if self._error is not None:
+            return
         try:
             self._pass_on()
         except Exception as error:  # noqa: BLE001 - `run` raises it

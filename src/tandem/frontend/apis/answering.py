@@ -82,7 +82,7 @@ def attach_caller(request: web.Request) -> None:
 
 
 def set_caller(request: web.Request, generations: Sequence[Generation], session: str) -> None:
-    """Set the client, session, trace and remaining time to start of the generations, and record their ids.
+    """Set the client, session, trace and deadline of the generations, and record their ids.
 
     A priority above the limit of the client's key is lowered to it, so that clients cannot overtake each other.
     """
@@ -203,7 +203,7 @@ async def answer(
 
 
 async def within_request_timeout(request: web.Request, work: Awaitable[None]) -> None:
-    """Await the work, and cancel it when the request exceeds `--request-timeout-s`.
+    """Await `work`. Cancel it if the request exceeds `--request-timeout-s`.
 
     Raises:
         RequestTimedOut: The work was cancelled.

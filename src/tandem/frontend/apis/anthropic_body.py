@@ -146,7 +146,7 @@ class CustomTool(Body, kw_only=True):
     input_examples: Annotated[list[Any], Meta(max_length=0)] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Check fields whose type does not."""
+        """Check what the types of the fields cannot express."""
         if self.input_schema.get("type") != "object":
             raise ValueError('input_schema: must be a JSON schema of "type": "object"')
         if self.defer_loading:

@@ -7,7 +7,7 @@
 `frontend/apis/responses.py` writes the answers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -193,7 +193,7 @@ def read_responses(
 
 
 def with_types(items: object) -> object:
-    """Return the input items with the type of each: one without a type is a message."""
+    """Return the input items. Those without a type get the type `message`."""
     first = items[: MAX_MESSAGES + 1] if isinstance(items, list) else ()
     typed = [
         {"type": "message"} | without_nulls(item) if isinstance(item, dict) else item
@@ -223,7 +223,7 @@ def _messages(items: str | Sequence[AnyItem]) -> list[Message]:
     """Convert input items to chat messages. The items of one answer become one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
-    messages: list[Message] = []
+    messages, names = list[Message](), dict[str, str]()
     for item in items:
         match item:
             case MessageItem(role="assistant"):
@@ -233,9 +233,10 @@ def _messages(items: str | Sequence[AnyItem]) -> list[Message]:
             case FunctionCallItem():
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
+                names[item.call_id] = item.name
                 _answer(messages, "tool_calls", [call])
             case FunctionCallOutputItem():
-                messages.append(_result(item, messages))
+                messages.append(_result(item, names))
             case ReasoningItem():
                 if item.encrypted_content and not item.content:
                     raise InvalidRequest(
@@ -260,15 +261,13 @@ def _answer(messages: list[Message], name: str, part: Any) -> None:
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(last.get(each) for each in _STARTS_NEW_AFTER[name]):
         messages.append(last := {"role": "assistant", "content": None})
-    last[name] = [*last.get(name, []), *part] if name == "tool_calls" else part
+    if name == "tool_calls":
+        last.setdefault(name, []).extend(part)
+    else:
+        last[name] = part
 
 
-def _result(item: FunctionCallOutputItem, messages: Sequence[Message]) -> Message:
-    names = {
-        call["id"]: call["function"]["name"]
-        for message in messages
-        for call in message.get("tool_calls", ())
-    }
+def _result(item: FunctionCallOutputItem, names: Mapping[str, str]) -> Message:
     if item.call_id not in names:
         raise InvalidRequest(
             f"input: no function_call with call_id {item.call_id!r} precedes its function_call_output"

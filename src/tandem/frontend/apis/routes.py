@@ -58,7 +58,7 @@ class UnloadAdapterBody(Body, kw_only=True):
     lora_name: _AdapterName
 
 
-# The checked body of an `/abort_request`, for middlewares.
+# The checked body of an `/abort_request`, for the router's middleware.
 ABORT_BODY = web.RequestKey("abort_body", AbortBody)
 
 
@@ -120,18 +120,18 @@ async def _one_token(backend: Backend) -> None:
 
 
 class _FirstToken:
-    """Waits for one token. A `TokenReceiver`."""
+    """A `TokenReceiver` that ends with the first token."""
 
     def __init__(self) -> None:
         self.has_room, self.has_token, self.is_ended = True, False, False
 
     def take(self, delta: TokenDelta) -> None:
-        """Note a token or the end."""
+        """Record whether a token or the end has arrived."""
         self.has_token = self.has_token or bool(delta.token_ids)
         self.is_ended = self.has_token or delta.finish is not None
 
     def take_ordinary(self, _token_ids: Sequence[int]) -> bool:
-        """Reject every token, so that it comes as a delta."""
+        """Reject ordinary tokens, so that they arrive as deltas."""
         return False
 
     async def drain(self) -> None:

@@ -31,9 +31,6 @@ MAX_FIELDS = 1000
 # a GB. Brackets and colons inside strings count too; a text with that many exceeds every context.
 MAX_PARTS = 500_000
 
-# An error quotes at most this many characters of an unknown name.
-_MAX_NAME_CHARS = 64
-
 # Unsupported fields of SGLang, vLLM and OpenAI that would change the answer. A request that sets one is
 # rejected, because otherwise its answer would be silently wrong. Fields that cannot change the answer, such as
 # `user`, are ignored. Unknown names are ignored too, because clients send extras.
@@ -163,7 +160,7 @@ class ModelBody(GenerationBody):
         return self.request_id if self.rid is None else self.rid
 
     def shared(self) -> dict[str, Any]:
-        """Return these fields, for a body of another API."""
+        """Return the values of these fields, to create `ChatOptions`."""
         return {name: getattr(self, name) for name in ModelBody.__struct_fields__}
 
 
@@ -200,9 +197,9 @@ def with_overrides(headers: Mapping[str, str], data: dict[str, Any]) -> dict[str
     """Return the body with the fields that SGLang's headers override.
 
     Raises:
-        InvalidRequest: A number is invalid, or a data-parallel rank is not 0.
+        InvalidRequest: A text is not valid UTF-8, a number is invalid, or a data-parallel rank is not 0.
     """
-    found = {field: headers[name] for name, field in _TEXTS.items() if name in headers}
+    found = {field: _text(name, headers[name]) for name, field in _TEXTS.items() if name in headers}
     numbers = {
         name: _integer(name, headers[name]) for name in (*_NUMBERS, *_RANKS) if name in headers
     }
@@ -214,6 +211,13 @@ def with_overrides(headers: Mapping[str, str], data: dict[str, Any]) -> dict[str
         | found
         | {_NUMBERS[name]: value for name, value in numbers.items() if name in _NUMBERS}
     )
+
+
+def _text(name: str, text: str) -> str:
+    # aiohttp replaces bytes that are not valid UTF-8 by surrogates.
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise InvalidRequest(f"{name}: must be valid UTF-8")
+    return text
 
 
 def _integer(name: str, text: str) -> int:
@@ -308,7 +312,7 @@ def refuse_unknown(params: Mapping[str, object], known: Set[str]) -> None:
     for name, value in params.items():
         if value is not None and name not in known and name not in UNSUPPORTED:
             raise InvalidRequest(
-                f"sampling_params.{name[:_MAX_NAME_CHARS]}: unknown sampling parameter; "
+                f"sampling_params.{name[: field_errors.MAX_NAME_CHARS]}: unknown sampling parameter; "
                 "check its spelling or leave it out"
             )
 

@@ -1,4 +1,4 @@
-"""What is wrong with a field, for clients: its path, and what is allowed there.
+"""Error messages for fields of a body: the path of the field, and the allowed values.
 
 msgspec reports a path and a type: "Expected `int`, got `str` - at `$.stop[0]`". Allowed values are not in its
 messages, so they are looked up in the body's type.
@@ -11,10 +11,13 @@ from typing import Any
 
 from msgspec import ValidationError, inspect
 
-_PLACE = re.compile(r" - at `(key` in `)?\$(.*)`\Z")
+# The last match: a client's value may contain the same words.
+_PLACE = re.compile(r"(.*) - at `(key` in `)?\$(.*)`", re.DOTALL)
 _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
 _BOUND = re.compile(r"Expected `(\w+)`( of length)? (<=|>=|<|>) (.*)")
 _BOUNDS = {"<=": "at most", ">=": "at least", "<": "less than", ">": "more than"}
+# An error quotes at most this many characters of a client's name or value.
+MAX_NAME_CHARS = 64
 _TYPES = {
     "bool": "true or false",
     "int": "an integer",
@@ -32,21 +35,23 @@ def sentence(error: ValidationError, kind: type, value: Any, prefix: str = "") -
         prefix: Path of the value itself.
     """
     text, steps, is_key = str(error), list[str](), False
-    if place := _PLACE.search(text):
-        text, is_key = text[: place.start()], bool(place[1])
-        steps = [name or index for name, index in _STEP.findall(place[2])]
+    if place := _PLACE.fullmatch(text):
+        text, is_key = place[1], bool(place[2])
+        steps = [name or index for name, index in _STEP.findall(place[3])]
     path = [step for step in (prefix, *steps) if step not in ("", "...")]
     match text.split(" ", 2):
         case ["Object", "missing", rest]:
             path.append(rest.split("`")[1])
             text = "is missing"
-        case ["Invalid", "value", tag]:  # of the field that tells structs apart
-            values = ", ".join(map(repr, _named(kind, value, steps)))
-            text = f"{tag} is not supported; use {values}"
+        case ["Invalid", "value", tag]:  # of the tag, which selects the struct
+            values = ", ".join(map(repr, _literals(kind, value, steps)))
+            text = f"{tag[:MAX_NAME_CHARS]} is not supported; use {values}"
         case ["Number", *_]:
             text = "must be a finite number"
-        case ["Expected", *_] | ["Invalid", "enum", _]:
-            text = f"must {_requirement(text, _named(kind, value, steps))}"
+        case ["Expected" | "Invalid" as first, *_]:
+            # Without the client's value, which an invalid one quotes.
+            expected = text if first == "Expected" else ""
+            text = f"must {_requirement(expected, _literals(kind, value, steps))}"
             part = "each key " if is_key else "each value " if steps[-1:] == ["..."] else ""
             text = part + text
         case _:  # from `__post_init__`, which names its field
@@ -57,9 +62,10 @@ def sentence(error: ValidationError, kind: type, value: Any, prefix: str = "") -
 def _requirement(text: str, values: Sequence[object]) -> str:
     if bound := _BOUND.fullmatch(text):
         kind, length, sign, number = bound.groups()
-        unit = " characters" if kind == "str" else " entries"
-        amount = f"{_BOUNDS[sign]} {number.removesuffix('.0')}"
-        return f"have {amount}{unit}" if length else f"be {amount}"
+        number = number.removesuffix(".0")
+        one, many = ("character", "characters") if kind == "str" else ("entry", "entries")
+        amount = f"{_BOUNDS[sign]} {number}"
+        return f"have {amount} {one if number == '1' else many}" if length else f"be {amount}"
     if "matching regex" in text:
         return f"match {text.partition('regex ')[2]}"
     names = text.split("`")[1].split(" | ") if "`" in text else []
@@ -70,18 +76,18 @@ def _requirement(text: str, values: Sequence[object]) -> str:
 
 
 def without_nulls(kind: type, value: Any) -> Any:
-    """Return a value of type `kind` without null fields, except those of objects of any form."""
+    """Return a value of type `kind` without null fields. Free-form objects keep theirs."""
     return _without_nulls(value, [_type_info(kind)])
 
 
 def _without_nulls(value: Any, kinds: Sequence[inspect.Type]) -> Any:
     entries = value if isinstance(value, list) else [value]
-    kinds = _inside(kinds, "0") if isinstance(value, list) else kinds
+    kinds = _types_inside(kinds, "0") if isinstance(value, list) else kinds
     structs = [each for each in kinds if isinstance(each, inspect.StructType)]
     if not structs or not all(isinstance(entry, dict) for entry in entries):
         return value
     names = {field.encode_name for each in structs for field in each.fields}
-    fields = {name: _inside(structs, name) for name in names}
+    fields = {name: _types_inside(structs, name) for name in names}
     fixed = [
         {
             name: _without_nulls(field, fields.get(name, ()))
@@ -93,8 +99,8 @@ def _without_nulls(value: Any, kinds: Sequence[inspect.Type]) -> Any:
     return fixed if isinstance(value, list) else fixed[0]
 
 
-def _named(kind: type, value: Any, steps: Sequence[str]) -> list[object]:
-    """Return the values that the type names for the field at a path."""
+def _literals(kind: type, value: Any, steps: Sequence[str]) -> list[object]:
+    """Return the literal values that `kind` allows at a path."""
     kinds: Sequence[inspect.Type] = [_type_info(kind)]
     for step in steps:
         structs = [each for each in kinds if isinstance(each, inspect.StructType)]
@@ -103,12 +109,12 @@ def _named(kind: type, value: Any, steps: Sequence[str]) -> list[object]:
             kinds, value = tagged or kinds, value.get(step)
         else:
             value = value[int(step)]
-        kinds = _inside(kinds, step)
+        kinds = _types_inside(kinds, step)
     return [name for each in kinds if isinstance(each, inspect.LiteralType) for name in each.values]
 
 
-def _inside(kinds: Sequence[inspect.Type], step: str) -> Sequence[inspect.Type]:
-    """Return the types of a field or an entry of values that have one of these types."""
+def _types_inside(kinds: Sequence[inspect.Type], step: str) -> Sequence[inspect.Type]:
+    """Return the types of a field or entry, given the possible types of its container."""
     found = list[inspect.Type]()
     for kind in kinds:
         match kind:

@@ -87,7 +87,7 @@ def read_prompts(value: str | Sequence[str | int | list[int]]) -> Prompts:
         return Prompts(is_batch=True, ids=msgspec.convert(value, list[list[int]]))
     except msgspec.ValidationError as error:
         raise InvalidRequest(
-            "the prompts must be all texts, all token ids or all lists of token ids"
+            "the entries of the prompt must all be strings, all be integers, or all be lists of integers"
         ) from error
 
 
@@ -150,7 +150,7 @@ class Generation:
     """One generation to run.
 
     Attributes:
-        id: The client's id of it. Several may have the same; only `request.request_id` is unique.
+        id: Id that the client knows. Several generations may share it; only `request.request_id` is unique.
         rules: Stop rules and display options of its text.
         tokenizer: None if the model has none. The text is then always empty.
         bootstrap: Address of its other half, if an SGLang-style router chose the pair.
@@ -199,7 +199,7 @@ def create_generations(
     Args:
         ids: Token ids of each prompt.
         options: Options of each prompt, all with the same n.
-        request_ids: The client's id of each generation.
+        request_ids: Id of each generation that the client knows.
         adapter: The adapter that the body's `model` names, or empty.
     """
     n = options[0].sampling.n

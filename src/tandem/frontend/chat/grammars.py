@@ -108,7 +108,7 @@ def _structural_tag(value: str | dict[str, Any]) -> SentGrammar:
 
 
 def _from_json(value: object) -> Any:
-    """Return the value of a string of JSON, and other values as they are."""
+    """Parse a string as JSON; return other values unchanged."""
     if not isinstance(value, str):
         return value
     _check_size(value)
@@ -377,7 +377,7 @@ def _read(kind: type[NativeGrammar], data: Mapping[str, object]) -> SentGrammar 
 
 
 def _not_empty(fields: Mapping[str, object]) -> dict[str, object]:
-    """Return the fields without empty strings, which clients send for no grammar."""
+    """Return the fields without empty strings, which clients send to mean "no grammar"."""
     return {name: value for name, value in fields.items() if value != ""}
 
 

@@ -91,7 +91,7 @@ def as_sent(value: Mapping[str, Any]) -> dict[str, Any]:
 def tool_object(
     name: str, description: str, parameters: dict[str, Any], *, is_strict: bool
 ) -> dict[str, Any]:
-    """Return a tool of another API in OpenAI's format, without empty fields."""
+    """Return a tool in OpenAI's format, without empty fields."""
     fields = {"name": name, "description": description, "parameters": parameters}
     function = {field: value for field, value in (fields | {"strict": is_strict}).items() if value}
     return {"type": "function", "function": function}

@@ -205,7 +205,7 @@ def make_call(
     *,
     id_prefix: str,
 ) -> OpenAICall:
-    """Create the generations of a chat. `body_grammar` is what the client sent."""
+    """Create the generations of a chat. `body_grammar` is the client's grammar."""
     choice, body = chat.choice, chat.options
     text = chat_text(model, chat, choice)
     if body_grammar is not None and choice.is_forced:
@@ -292,8 +292,8 @@ def checked_chat(model: ServedModel, data: dict[str, Any]) -> Chat:
 
 def chat_text(model: ServedModel, chat: Chat, choice: ToolChoice | None = None) -> str:
     """Return the prompt text of a chat, rendered by its template."""
-    if not chat.messages:  # other APIs have items and blocks that make none
-        raise InvalidRequest("messages: must have at least 1 entries")
+    if not chat.messages:  # items and blocks of other APIs may yield no message
+        raise InvalidRequest("messages: must have at least 1 entry")
     content = _mark_end(chat.messages[-1]) if chat.options.continue_final_message else None
     text = require_tokenizer(model).render_chat(
         chat.messages,

@@ -52,7 +52,7 @@ _LogitBias = Annotated[dict[int, float], Meta(max_length=MAX_LOGIT_BIAS)]
 
 
 class SamplingBody(Body, dict=True):
-    """Sampling parameters that all APIs share. `dict` keeps the rules of the text."""
+    """Sampling parameters that all APIs share. `dict=True` lets `text_rules` be cached."""
 
     max_new_tokens: NotNegative | None = None
     min_new_tokens: NotNegative = 0

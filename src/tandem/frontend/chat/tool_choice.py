@@ -73,7 +73,7 @@ class ToolChoice:
 
 
 def read_choice(tools: Sequence[Tool], choice: object, *, is_parallel: bool) -> ToolChoice:
-    """Read `tool_choice` and `parallel_tool_calls`. The tools are checked."""
+    """Read `tool_choice` and `parallel_tool_calls`. `tools` must already be checked."""
     if choice is None or choice == "auto":
         return ToolChoice(tools)
     if choice == "none":

@@ -92,8 +92,8 @@ class Edge:
     async def run(self, generation: Generation, sink: Sink) -> None:
         """Run a generation to its end, and write every piece to the sink.
 
-        The backend has finished or cancelled the request before the last piece is written. It is cancelled when this
-        task is cancelled.
+        The backend has finished or cancelled the request before the last piece is written. Cancelling
+        this task cancels the request.
 
         Raises:
             ConnectionError: The client has disconnected.
@@ -113,6 +113,9 @@ class Edge:
             outcome = "finished"
         except (ConnectionError, asyncio.CancelledError):
             outcome = "cancelled"
+            raise
+        except TandemError:
+            run.flush()
             raise
         finally:
             del self._running[generation.request.request_id]
@@ -156,6 +159,7 @@ class Edge:
         pulse.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await pulse
+        self.metrics.flush()
         for readers in (self._short_reader, self._readers):
             readers.shutdown(wait=False, cancel_futures=True)  # all routes have finished
 
@@ -185,7 +189,7 @@ class Edge:
 
 
 class _RunningGeneration(Transcript):
-    """The transcript of a generation that runs, with the metrics of its tokens."""
+    """The transcript of a running generation. It also records the generation's metrics."""
 
     __slots__ = ("_all_metrics", "generation", "metrics")
 
@@ -216,7 +220,7 @@ class _RunningGeneration(Transcript):
             self.metrics.time_to_first_token.observe(ttft_s)
 
     def last_piece(self) -> TextPiece:
-        """Return the last piece, and record the end. Raises the error that ended the text."""
+        """Return the last piece, and record the duration. Raises the error that ended the text."""
         if self.end is None:
             raise EngineFailed("the generation ended without a finish reason")
         if isinstance(self.end, TandemError):

@@ -47,7 +47,7 @@ class _BatchHistogram(PrometheusHistogram):
 
 @dataclass(frozen=True, slots=True)
 class ModelMetrics:
-    """Metrics of one model. Its histograms have the values since the last `flush`, in seconds.
+    """Metrics of one model. Its histograms hold the values in seconds since the last `flush`.
 
     Attributes:
         gaps: Times between tokens.
@@ -166,7 +166,7 @@ class FrontendMetrics:
         return client if client in self._keys else OTHER_KEYS
 
     def flush(self) -> None:
-        """Move the values since the last call into the registry, which the processes of a pool share."""
+        """Move the values recorded since the last call into the registry, which the processes of a pool share."""
         for values, registered in self._flushed:
             spread = values.take()
             registered.observe_all(spread.counts, spread.total)

@@ -1,4 +1,4 @@
-"""What every request passes: counting, tracing, checks, its body, errors as JSON, and headers of its answer.
+"""The middleware of every route: metrics, traces, checks, reading the body, errors as JSON, response headers.
 
 Errors have OpenAI's format, `{"error": {"message", "type", "code"}}`, except on Anthropic's routes.
 """
@@ -80,9 +80,9 @@ def error_response(
 def serve_requests(
     edge: Edge, checks: Sequence[Callable[[web.Request], None]], tracing: Tracing | None
 ) -> Middleware:
-    """Return the middleware of every route. It counts, traces and logs each request, also those that it rejects.
+    """Return the middleware of every route. It counts, traces and logs each request, even if it rejects the request.
 
-    It is the only one: each middleware costs a request 1 µs.
+    One middleware has all steps, because each middleware costs a request 1 µs.
 
     Args:
         checks: Called in order before the body is read. They raise if the request must not be served.
@@ -102,7 +102,7 @@ def serve_requests(
                         check(request)
                     await _read_body(request, options)
                     response = await handler(request)
-                except Exception as error:  # noqa: BLE001 - `_answer_error` logs what is unexpected
+                except Exception as error:  # noqa: BLE001 - `_answer_error` logs unexpected errors
                     response = _answer_error(request, error)
             status = response.status
             return response
@@ -148,7 +148,7 @@ def _answer_error(request: web.Request, error: Exception) -> web.Response:
             log.debug("client.gone", path=request.path)
             return web.Response(status=_CLIENT_GONE)
         case _:
-            # The last handler of a request: the request fails and the server continues.
+            # An unexpected error fails its request; the server continues.
             log.error("request.crashed", path=request.path, exc_info=error)
             return error_response(
                 request, ErrorInfo(code="internal_error", message="internal error")

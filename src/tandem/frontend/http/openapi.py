@@ -1,4 +1,4 @@
-"""The OpenAPI document of an app, generated from its routes: from their structs."""
+"""The OpenAPI document of an app, generated from the structs of its routes."""
 
 import inspect
 import json

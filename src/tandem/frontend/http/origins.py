@@ -68,7 +68,7 @@ def refuse_pages(edge: Edge) -> Callable[[web.Request], None]:
     return check
 
 
-@lru_cache(maxsize=64)  # parsing takes 2 µs, and clients send few names
+@lru_cache(maxsize=64)  # parsing takes 2 µs, and clients send few different names
 def _is_local(host: str, names: frozenset[str]) -> bool:
     """Return whether a `Host` header names this machine."""
     try:
@@ -89,7 +89,7 @@ def _is_foreign(request: web.Request, host: str) -> bool:
 
 
 def answer_preflight(request: web.Request, http: HttpOptions) -> web.Response | None:
-    """Answer the CORS preflight request of a browser. None: it is a different request, or of a different origin."""
+    """Answer the CORS preflight request of a browser. None: it is no preflight request, or its origin is not allowed."""
     if request.method != hdrs.METH_OPTIONS or not _allowed(request, http):
         return None
     if hdrs.ACCESS_CONTROL_REQUEST_METHOD not in request.headers:
@@ -105,7 +105,7 @@ def answer_preflight(request: web.Request, http: HttpOptions) -> web.Response | 
 
 
 def allow_origin(request: web.Request, response: web.StreamResponse, http: HttpOptions) -> None:
-    """Let the page read the answer, if it is of an allowed origin."""
+    """Let a page of an allowed origin read the answer."""
     if "*" not in http.cors_origins:
         response.headers[hdrs.VARY] = hdrs.ORIGIN  # caches must store one answer per origin
     if allowed := _allowed(request, http):

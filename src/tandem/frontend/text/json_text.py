@@ -1,4 +1,4 @@
-"""JSON text of clients: no NaN, no infinities, and no deeper than functions that call themselves can follow."""
+"""JSON of clients, without NaN and infinities, and no deeper than recursive functions can process."""
 
 from typing import Any
 
@@ -34,4 +34,4 @@ def _check_depth(value: Any) -> None:
         ]
         depth += 1
         if depth > MAX_DEPTH:
-            raise RecursionError(f"more than {MAX_DEPTH} levels")
+            raise RecursionError(f"it has more than {MAX_DEPTH} levels")

@@ -52,7 +52,8 @@ class TextPiece(msgspec.Struct, frozen=True, gc=False):
 
 EMPTY_PIECE = TextPiece("", ())
 AUTO = "auto"
-# Above the first share of time a process writes fewer events, which about halves the share; below the second, all again.
+# With `auto`, a process that is busier than the first share writes fewer events, which about halves its share.
+# Below the second share it again writes one event per token.
 BUSY_SHARE, IDLE_SHARE = 0.6, 0.25
 
 
@@ -78,7 +79,7 @@ class Sink(Protocol):
         """
 
     async def drain(self) -> None:
-        """Wait until the client has caught up.
+        """Wait until the sink has room.
 
         Raises:
             ConnectionError: The client has disconnected.
@@ -86,10 +87,10 @@ class Sink(Protocol):
 
 
 class StreamInterval:
-    """The minimum number of tokens per event of a server, except in the first and the last event of a generation.
+    """A server's least number of tokens per event, except for the first and the last event of a generation.
 
-    A write takes several times as long as everything else about a token. So with `auto`, a busy process writes every
-    second token.
+    Writing an event takes several times as long as all other work for a token. With `auto`, a busy process therefore
+    writes two tokens per event.
 
     Args:
         setting: A number of tokens, or `auto`.
@@ -103,20 +104,20 @@ class StreamInterval:
         self.num_tokens = 1 if self._is_auto else int(setting)
 
     def adapt(self, busy: float) -> None:
-        """Adapt to the share of time for which the process computed, from 0 to 1."""
+        """Adapt to the CPU share of the event loop's thread, from 0 to 1."""
         if self._is_auto and not IDLE_SHARE <= busy <= BUSY_SHARE:
             self.num_tokens = 2 if busy > BUSY_SHARE else 1
 
 
 class Transcript:
-    """Writes the pieces of one generation to a sink, except the last one. A `TokenReceiver`.
+    """A `TokenReceiver` that writes the pieces of one generation to a sink, except the last piece.
 
     The text does not depend on how tokens are grouped: with stops, tokens are processed one by one, and
     tokens after the match are dropped.
 
     Args:
         gaps: Histogram of the time between tokens. Tokens that arrive together share the gap equally.
-        interval: The server's stream interval, in addition to that of `rules`.
+        interval: The server's stream interval. The larger of it and `rules.stream_interval` applies.
 
     Attributes:
         num_tokens: Tokens processed so far, without those after a stop.
@@ -168,7 +169,7 @@ class Transcript:
         return self.end is not None
 
     def take(self, delta: TokenDelta) -> None:
-        """Process the next delta. What follows the end is ignored."""
+        """Process the next delta. Deltas after the end are ignored."""
         if self.end is not None:
             return
         self._cached_tokens = max(self._cached_tokens, delta.cached_tokens)
@@ -177,7 +178,7 @@ class Transcript:
             self._process(delta.token_ids, delta.finish, delta.logprobs)
 
     def take_ordinary(self, token_ids: Sequence[int]) -> bool:
-        """Process tokens that have no other fields. False: there is no room, or they end the text."""
+        """Process ordinary tokens. False: there is no room, or the text has ended."""
         if not self.has_room or self.end is not None:
             return False
         stops = self._stops
@@ -206,6 +207,12 @@ class Transcript:
         """Wait until the sink has room."""
         await self._sink.drain()
         self.has_room = True
+
+    def flush(self) -> None:
+        """Write the tokens that wait for others of their event, because no more will come."""
+        if self._held is not EMPTY_PIECE:
+            self._sink.write(self._held)
+            self._held = EMPTY_PIECE
 
     def _process(
         self,

@@ -43,17 +43,19 @@ class UpdateBody(Body):
     flush_cache: bool = True
 
     def __post_init__(self) -> None:
-        """Reject values of SGLang that are not supported."""
+        """Reject SGLang's values that are not supported."""
         if self.is_async:
             raise ValueError(
-                "is_async: must be false: the answer is sent once the new weights serve"
+                "is_async: must be false, because the answer is sent once the new weights serve"
             )
         if self.keep_pause:
             raise ValueError(
                 "keep_pause: must be false; to pause, POST /drain once the new weights serve"
             )
         if not self.flush_cache:
-            raise ValueError("flush_cache: must be true: the cached KV belongs to the old weights")
+            raise ValueError(
+                "flush_cache: must be true, because the cached KV belongs to the old weights"
+            )
 
 
 class Update:

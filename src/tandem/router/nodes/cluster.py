@@ -53,7 +53,7 @@ class Roster:
         self.version = 0
         self.on_change: Callable[[], None] = lambda: None
         self._nodes: dict[str, Node] = {}
-        # Whether only counts have changed, by URL.
+        # Nodes to reread, by URL. True: only their counts have changed.
         self._changed: dict[str, bool] = {}
         self._outlines: dict[str, tuple[object, ...]] = {}
         self._snapshots: dict[str, dict[str, NodeSnapshot]] = {role: {} for role in sorted(ROLES)}
@@ -74,20 +74,20 @@ class Roster:
     def add(self, node: Node) -> None:
         """Add a node, whose `on_change` must be `note_change`."""
         self._nodes[node.url] = node
-        self.note_change(node, is_count=False)
+        self.note_change(node, only_counts=False)
 
     def remove(self, node: Node) -> None:
         """Forget a node."""
         del self._nodes[node.url]
-        self.note_change(node, is_count=False)
+        self.note_change(node, only_counts=False)
 
-    def note_change(self, node: Node, is_count: bool) -> None:
+    def note_change(self, node: Node, only_counts: bool) -> None:
         """Reread this node before the next snapshot.
 
         Args:
-            is_count: Whether only its counts of requests and tokens have changed.
+            only_counts: Whether only its counts of requests and tokens have changed.
         """
-        self._changed[node.url] = is_count and self._changed.get(node.url, True)
+        self._changed[node.url] = only_counts and self._changed.get(node.url, True)
         self.on_change()
 
     def snapshot(self) -> ClusterSnapshot:
@@ -112,8 +112,8 @@ class Roster:
 
     def refresh(self) -> None:
         """Reread the nodes that have changed."""
-        for url, is_count in self._changed.items():
-            if not is_count:
+        for url, only_counts in self._changed.items():
+            if not only_counts:
                 self._refresh_node(url)
             if (node := self._nodes.get(url)) is not None and node.role in self._snapshots:
                 self._snapshots[node.role][url] = snapshot = node.snapshot()

@@ -122,11 +122,11 @@ class NodeWork:
             self._num_to_compute = 0
 
     def finish(self) -> None:
-        """Release the share of a half that is done. Its later messages are not reported. Safe to call twice."""
+        """Release the share of a half that is done. Its later messages no longer call `on_change`. Safe to call twice."""
         if not self.is_finished:
             self.is_finished = True
             self._node.record_outcome(self.stream.failure, self._num_failed_before)
-            self.stream.detach_reader()
+            self.stream.ignore_changes()
             self._release_share()
 
     def release(self) -> None:
@@ -152,8 +152,8 @@ class Node:
     """The node at one URL, across restarts of its process.
 
     Args:
-        on_change: Called with the node when the result of `snapshot` may have changed, and whether only its counts of
-            requests and tokens have.
+        on_change: Called when the result of `snapshot` may have changed. Gets the node, and whether only its counts of
+            requests and tokens have changed.
         known: Cached prefixes of all nodes and their tiers.
 
     Attributes:
@@ -175,7 +175,7 @@ class Node:
         url: str,
         role: str,
         bootstrap_port: int | None = None,
-        on_change: "Callable[[Node, bool], None]" = lambda _node, _is_count: None,
+        on_change: "Callable[[Node, bool], None]" = lambda _node, _only_counts: None,
         known: KnownPrefixes | None = None,
     ) -> None:
         self.url, self.host, self.role = url, host_of(url), role
@@ -200,7 +200,7 @@ class Node:
         self._backlog_load = _NO_LOAD
         # Kept, because each request takes several snapshots between two changes.
         self._snapshot: NodeSnapshot | None = None
-        self._is_recounted = False
+        self._are_counts_stale = False
 
     # ── membership ───────────────────────────────────────────────────────────────────────────────
 
@@ -297,11 +297,13 @@ class Node:
         self._snapshot = None
         self._on_change(self, False)
 
-    def _recount(self) -> None:
+    def _counts_changed(self) -> None:
         """Note that only the counts of the last snapshot are out of date."""
-        self._is_recounted = True
-        # The pause of a node that is put aside may be over.
-        self._on_change(self, not self.failures.num_in_a_row)
+        if self.failures.num_in_a_row:  # the pause of a node that is put aside may be over
+            self.changed()
+            return
+        self._are_counts_stale = True
+        self._on_change(self, True)
 
     def _link_changed(self) -> None:
         if self.client is not None and self.client.lost.is_set():
@@ -378,7 +380,7 @@ class Node:
         """Start an attempt on this node, or one half of it.
 
         Args:
-            on_change: Called when its stream has a delta or a failure.
+            on_change: Called when its stream has a new delta or failure. Must not raise.
             num_to_compute: Prompt tokens that the node computes itself, in an attempt on this node alone.
 
         Raises:
@@ -416,13 +418,13 @@ class Node:
             self.idle.clear()
         else:
             self.idle.set()
-        self._recount()
+        self._counts_changed()
 
     def count_backlog(self, num_tokens: int) -> None:
         """Count prompt tokens of this edge worker that the node must compute; negative: has computed."""
         self.backlog_tokens()
         self._own_backlog_tokens += num_tokens
-        self._recount()
+        self._counts_changed()
 
     def backlog_tokens(self) -> int:
         """Return the prompt tokens that wait to be computed on this node.
@@ -439,7 +441,7 @@ class Node:
     def count_fresh(self, num_tokens: int) -> None:
         """Count tokens sent to this node, until its next load report."""
         self._fresh_tokens = self.fresh_tokens() + num_tokens
-        self._recount()
+        self._counts_changed()
 
     def fresh_tokens(self) -> int:
         """Return the tokens sent to this node since its last load report."""
@@ -452,10 +454,10 @@ class Node:
         """Return the current snapshot. It is the same object until the node changes."""
         if self._snapshot is None:
             self._snapshot = self._make_snapshot()
-        elif self._is_recounted:
-            # Four times per request: the other fields need not be read again.
+        elif self._are_counts_stale:
+            # This happens four times per request, so only the counts are read again.
             self._snapshot = replace(self._snapshot, **self._counts())
-        self._is_recounted = False
+        self._are_counts_stale = False
         return self._snapshot
 
     def _counts(self) -> dict[str, int]:

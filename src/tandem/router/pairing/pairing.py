@@ -55,7 +55,7 @@ class PairGroups:
         return len(self._groups)
 
     def enter(self, name: str) -> PairGroup:
-        """Count a request of a group and return the group; without a name, a new, unshared one."""
+        """Count a request of a group and return the group. An empty name returns a new, unshared group."""
         if not name:
             return PairGroup()
         group = self._groups.setdefault(name, PairGroup())

@@ -72,7 +72,7 @@ class Progress:
     """The tokens that a request's client has received, and the part that is left.
 
     Args:
-        receiver: Receives ordinary tokens directly.
+        receiver: Gets the ordinary tokens that `take_ordinary_at` accepts.
         clock: Clock of the request's deadline, which counts from now.
 
     Attributes:
@@ -164,7 +164,7 @@ class Progress:
         return new
 
     def take_ordinary_at(self, index: int, token_ids: Sequence[int]) -> bool:
-        """Pass tokens to the receiver if they are the next ones. Implements `OrdinaryTokens`."""
+        """Pass tokens to the receiver if they are the next ones. Implements `DirectReceiver`."""
         if index != self.next_index or not self._take_ordinary(token_ids):
             return False
         self.sent_ids += token_ids

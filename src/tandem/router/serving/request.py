@@ -1,4 +1,4 @@
-"""One request from admission to its last token. Its task chooses the pairs, and the links' callbacks pass on the tokens.
+"""One request from admission to its last token. Its task chooses the pairs; the links' callbacks pass its tokens to the receiver.
 
 ```
  choose a pair ──▶ attempt 0 on (prefill, decode), or on decode alone ──finish──▶ done
@@ -140,7 +140,7 @@ class Attempt:
     """One attempt at a request: its two halves on a pair, or all of it on decode. Its owner must call `release`.
 
     Args:
-        on_change: Called whenever a message arrives.
+        on_change: Called when a half has a new delta or failure. Must not raise.
 
     Raises:
         TandemError: A node was lost after it had been chosen, or rejects the request. Nothing remains to be released.
@@ -182,7 +182,7 @@ class Attempt:
     def take(self) -> TokenDelta | None:
         """Return the next delta that is new to the client, or None.
 
-        Once decode has sent a token, only its tokens can follow. Ordinary ones then go to the client directly.
+        Once decode has sent a token, only decode's tokens can follow. Ordinary ones then go directly to the receiver.
 
         Raises:
             TandemError: A half failed before the request ended.
@@ -274,12 +274,14 @@ class Request:
         self._last_error: TandemError | None = None
 
     def abort(self) -> None:
-        """End the request with reason `abort`, also while it waits."""
+        """End the request with reason `abort`, even while it waits."""
         self._is_aborted = True
         self._relay.fail(RequestAborted())
+        # The task may wait for a client that does not read.
+        self.release()
 
     async def run(self, progress: Progress, group: PairGroup) -> None:
-        """Serve `progress` until its receiver has ended.
+        """Make attempts until the receiver has ended.
 
         Raises:
             TandemError: The request failed, and no further attempt follows.
@@ -305,12 +307,12 @@ class Request:
     async def _serve(self, pair: Pair) -> None:
         """Make one attempt on a pair. Raises `TandemError` if it fails."""
         number, self._number = self._number, self._number + 1
-        attempt = Attempt(self._shared, self._progress, pair, number, self._relay.changed)
+        attempt = Attempt(self._shared, self._progress, pair, number, self._relay.on_change)
         self._attempt = attempt
-        await self._relay.run(self._take_unsuspected if self._suspect else attempt.take)
+        await self._relay.run(self._take_while_suspected if self._suspect else attempt.take)
 
-    def _take_unsuspected(self) -> TokenDelta | None:
-        """Return the next delta. A token of decode clears the suspected prompt."""
+    def _take_while_suspected(self) -> TokenDelta | None:
+        """Return the next delta. After decode's first token, the prompt is no longer suspected."""
         attempt = self._attempt
         assert attempt is not None
         delta = attempt.take()

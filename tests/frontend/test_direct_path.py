@@ -1,4 +1,4 @@
-"""The answer does not depend on whether tokens come as deltas, or as ordinary tokens.
+"""The answer is the same if the receiver accepts ordinary tokens, or gets every token as a delta.
 
 Tested over the real wire, from an engine's batches to the bytes of events.
 """
@@ -30,19 +30,19 @@ STOPS = [[], ["zzz"], ["STOP"], ["👋", "ou"], [" "], ["\N{REPLACEMENT CHARACTE
 class WireBackend(FakeBackend):
     """An engine behind the real wire. Counts tokens that take the direct path, if it is enabled."""
 
-    def __init__(self, tokenizer, client: EngineClient, *, is_straight: bool) -> None:
+    def __init__(self, tokenizer, client: EngineClient, *, is_direct: bool) -> None:
         super().__init__(tokenizer)
-        self.client, self.is_straight, self.num_straight = client, is_straight, 0
+        self.client, self.is_direct, self.num_direct = client, is_direct, 0
 
     async def generate(self, request, receiver, bootstrap=None, model=""):
         receiver = Counted(self, receiver)
         relay = Relay(receiver)
-        with self.client.generate(StartColocated(request=request), relay.changed) as stream:
+        with self.client.generate(StartColocated(request=request), relay.on_change) as stream:
             await relay.run(SoleStream(stream, receiver).take)
 
 
 class Counted:
-    """A receiver that counts ordinary tokens, and rejects them unless they may go directly."""
+    """A receiver that counts ordinary tokens, and rejects them unless `is_direct` is true."""
 
     def __init__(self, backend, receiver) -> None:
         self._backend, self._receiver = backend, receiver
@@ -57,20 +57,20 @@ class Counted:
         return self._receiver.is_ended
 
     def take_ordinary(self, token_ids) -> bool:
-        is_taken = self._backend.is_straight and self._receiver.take_ordinary(token_ids)
-        self._backend.num_straight += is_taken
+        is_taken = self._backend.is_direct and self._receiver.take_ordinary(token_ids)
+        self._backend.num_direct += is_taken
         return is_taken
 
 
 @asynccontextmanager
-async def connected(tokenizer, *, is_straight):
+async def connected(tokenizer, *, is_direct):
     engine = FakeEngine()
     client = EngineClient(engine.address)
     try:
         async with asyncio.TaskGroup() as tasks, asyncio.timeout(PATIENCE_S):
             tasks.create_task(client.run())
             await client.answered.wait()
-            yield engine, WireBackend(tokenizer, client, is_straight=is_straight)
+            yield engine, WireBackend(tokenizer, client, is_direct=is_direct)
             client.stop()
     finally:
         engine.close()
@@ -145,39 +145,39 @@ def told(data: bytes, *, is_incremental: bool) -> dict:
     return result
 
 
-async def ask(seed, tokenizer, route, *, is_straight):
-    """Return what a client is told, and how many runs of tokens went the straight way."""
+async def ask(seed, tokenizer, route, *, is_direct):
+    """Return the client's answer, and how many runs of ordinary tokens were accepted."""
     rng = random.Random(seed)
     ids, stops, is_incremental = tokenizer.encode(TEXT), rng.choice(STOPS), rng.random() < 0.3
     replies = [ids, *(rng.choices(ids, k=rng.randint(2, 60)) for _ in range(2))]
     body = body_of(rng, route, stops, len(replies))
     options = FrontendOptions(incremental_streaming_output=is_incremental)
     async with (
-        connected(tokenizer, is_straight=is_straight) as (engine, backend),
+        connected(tokenizer, is_direct=is_direct) as (engine, backend),
         serve(backend, options) as client,
         asyncio.TaskGroup() as tasks,
     ):
         tasks.create_task(say(rng, engine, replies))
         async with client.post(route, json=body) as response:
             data = await response.read()
-    return told(data, is_incremental=is_incremental), backend.num_straight
+    return told(data, is_incremental=is_incremental), backend.num_direct
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_deltas_and_ordinary_tokens_give_the_same_answer(tokenizer, route):
-    num_straight = 0
+async def test_answer_is_the_same_with_and_without_ordinary_tokens(tokenizer, route):
+    num_direct = 0
     for seed in range(8):
-        through_pieces, _ = await ask(seed, tokenizer, route, is_straight=False)
-        straight, taken = await ask(seed, tokenizer, route, is_straight=True)
-        assert straight == through_pieces, seed
-        num_straight += taken
-    assert num_straight
+        through_pieces, _ = await ask(seed, tokenizer, route, is_direct=False)
+        direct, taken = await ask(seed, tokenizer, route, is_direct=True)
+        assert direct == through_pieces, seed
+        num_direct += taken
+    assert num_direct
 
 
 async def test_slow_client_gets_everything_in_fewer_events(tokenizer):
     rng, ids = random.Random(0), tokenizer.encode(TEXT) * 40
     async with (
-        connected(tokenizer, is_straight=True) as (engine, backend),
+        connected(tokenizer, is_direct=True) as (engine, backend),
         serve(backend) as client,
         asyncio.TaskGroup() as tasks,
     ):
@@ -188,4 +188,4 @@ async def test_slow_client_gets_everything_in_fewer_events(tokenizer):
             data = await response.read()
     text, known, end = told(data, is_incremental=False)[0]
     assert (text, known, end["type"]) == (tokenizer.decode(ids), ids, "length")
-    assert 0 < backend.num_straight < data.count(b"\n\n") < len(ids) / 2
+    assert 0 < backend.num_direct < data.count(b"\n\n") < len(ids) / 2
