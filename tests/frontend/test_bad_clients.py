@@ -110,7 +110,7 @@ async def test_expect_100_continue_is_answered(client):
 
 
 async def test_override_that_is_no_utf8_is_rejected_by_name(client):
-    sent = request("/generate", GOOD, {"X-Override-Rid": "%"}).replace(b"%", b"\xff")
+    sent = request("/generate", GOOD, "X-Override-Rid: %").replace(b"%", b"\xff")
     async with asyncio.timeout(PATIENCE_S), connected(client, sent) as bad:
         reply = await bad.reply()
     assert reply.status == 400
