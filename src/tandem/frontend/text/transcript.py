@@ -52,8 +52,7 @@ class TextPiece(msgspec.Struct, frozen=True, gc=False):
 
 EMPTY_PIECE = TextPiece("", ())
 AUTO = "auto"
-# With `auto`, a process that is busier than the first share writes fewer events, which about halves its share.
-# Below the second share it again writes one event per token.
+# With `auto`, a process that is busier than the first share writes fewer events, until it is less busy than the second.
 BUSY_SHARE, IDLE_SHARE = 0.6, 0.25
 
 
@@ -89,8 +88,8 @@ class Sink(Protocol):
 class StreamInterval:
     """A server's least number of tokens per event, except for the first and the last event of a generation.
 
-    Writing an event takes several times as long as all other work for a token. With `auto`, a busy process therefore
-    writes two tokens per event.
+    Writing an event takes more than a third of the time of a token with 1,024 streams. With `auto`, a busy process
+    therefore writes two tokens per event, which saves about a fifth of the time.
 
     Args:
         setting: A number of tokens, or `auto`.
