@@ -215,7 +215,10 @@ async def test_stream_error_ends_its_choice_with_abort(client, backend):
 BAD_COMPLETIONS = {
     "no prompt": ({}, "prompt: is missing"),
     "empty list": ({"prompt": []}, "prompt: must have at least 1 entry"),
-    "mixed": ({"prompt": ["a", 5]}, "the entries of the prompt must all be strings, all be integers"),
+    "mixed": (
+        {"prompt": ["a", 5]},
+        "the entries of the prompt must all be strings, all be integers",
+    ),
     "true logprobs": ({"prompt": "a", "logprobs": True}, "logprobs: must be an integer"),
     "best_of list": ({"prompt": "a", "best_of": [1]}, "best_of: must equal n"),
     "best_of": ({"prompt": "a", "best_of": 3}, "best_of: must equal n"),
