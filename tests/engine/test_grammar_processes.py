@@ -304,6 +304,12 @@ SIGNALS = {
 }
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether all threads of a process have stopped."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
 @pytest.mark.parametrize("name", SIGNALS)
 @pytest.mark.parametrize("is_running", [False, True])
 def test_signal_that_ends_a_process_decides_the_error(
@@ -315,6 +321,7 @@ def test_signal_that_ends_a_process_decides_the_error(
     with capture_logs() as logs:
         if is_running:
             os.kill(new_pid(), signal.SIGSTOP)
+            until(lambda: is_stopped(new_pid()))
             constraint.accept(model[1]["a"])
         os.kill(new_pid(), getattr(signal, name))
         if is_running:
