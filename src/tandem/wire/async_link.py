@@ -117,9 +117,8 @@ class AsyncLink(Generic[In]):
         except PeerLost:
             self._lost.set()
             return
-        if (
-            self._unsent
-        ):  # the peer does not read now, or the loss of the connection is about to be reported
+        # The peer does not read now, or the loss of the connection is about to be reported.
+        if self._unsent:
             self._loop.call_later(RETRY_S, self._flush)
         self._poll()
 

@@ -89,7 +89,7 @@ class StreamInterval:
     """A server's least number of tokens per event, except for the first and the last event of a generation.
 
     Writing an event takes more than a third of the time of a token with 1,024 streams. With `auto`, a busy process
-    therefore writes two tokens per event, which saves about a fifth of the time.
+    therefore writes two tokens per event, which saved 12 and 23 % in two measurements.
 
     Args:
         setting: A number of tokens, or `auto`.
