@@ -11,7 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from tandem.stock.kv_events import END_NUMBER, CacheFollower, KvEventSubscriber
+from tandem.stock.kv_events import END_NUMBER, CacheFollower, KvEventSubscriber, open_socket
 from tandem.wire.prefixes import block_names, scope_name
 from tests.patience import until_async
 
@@ -406,3 +406,29 @@ async def test_subscriber_without_replay_starts_again_after_a_gap_or_a_restart()
         publisher = Publisher(engine, publisher.ports)
         await until_async(lambda: not names(follower))
     await publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "engines"), [(zmq.SUB, zmq.XPUB), (zmq.DEALER, zmq.DEALER)], ids=["batches", "replay"]
+)
+async def test_engine_that_ends_while_messages_are_read_does_not_end_the_router(kind, engines):
+    # After every 100 parts, libzmq learns of lost connections: here between the parts of a message.
+    num_parts, num_messages = 7, 30
+    with open_socket(kind) as sock:
+        if kind == zmq.SUB:
+            sock.setsockopt(zmq.SUBSCRIBE, b"")
+        with zmq.asyncio.Context() as context, context.socket(engines) as engine:
+            port = engine.bind_to_random_port("tcp://127.0.0.1")
+            sock.connect(f"tcp://127.0.0.1:{port}")
+            if engines == zmq.XPUB:
+                await engine.recv()  # the subscription
+            for _ in range(num_messages):
+                await engine.send_multipart([b"part"] * num_parts)
+            await sock.poll()
+            with sock.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED) as monitor:
+                engine.close()
+                await monitor.recv_multipart()
+                sock.disable_monitor()
+            reader = zmq.Socket.shadow(sock)  # asyncio's would learn of it before each message
+            received = [reader.recv_multipart(zmq.NOBLOCK) for _ in range(num_messages)]
+    assert received == [[b"part"] * num_parts] * num_messages

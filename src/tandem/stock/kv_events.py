@@ -245,7 +245,6 @@ class KvEventSubscriber:
         self.follower, self._idle_s = CacheFollower(), idle_s
         self._endpoint, self._replay_endpoint = endpoint, replay_endpoint
         self._topic, self._reason = topic.encode(), ""
-        self._context = zmq.asyncio.Context.shadow(zmq.Context.instance())
 
     async def run(self) -> None:
         """Follow the engine until cancelled. While it is unreachable, try to connect."""
@@ -253,7 +252,7 @@ class KvEventSubscriber:
             try:
                 # Each connection has its own socket, so that a restarted engine's batches follow no older ones.
                 address = await _address(self._endpoint)
-                with self._socket(zmq.SUB) as sub:
+                with open_socket(zmq.SUB) as sub:
                     events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
                     with sub.get_monitor_socket(events) as monitor:
                         sub.setsockopt(zmq.SUBSCRIBE, self._topic)
@@ -327,7 +326,7 @@ class KvEventSubscriber:
             async with asyncio.timeout(REPLAY_TIMEOUT_S):
                 # Each replay has its own socket, so that it gets no answers to an earlier one.
                 address = await _address(self._replay_endpoint)
-                with self._socket(zmq.DEALER) as dealer:
+                with open_socket(zmq.DEALER) as dealer:
                     dealer.connect(address)
                     await dealer.send_multipart([b"", first.to_bytes(NUMBER_BYTES, "big")])
                     num_bytes = 0
@@ -344,10 +343,16 @@ class KvEventSubscriber:
             self.follower.skip_malformed(error)
         return batches, False
 
-    def _socket(self, kind: int) -> zmq.asyncio.Socket:
-        sock = self._context.socket(kind)
-        configure(sock, None, DEFAULT_HEARTBEAT, is_server=False)
-        return sock
+
+def open_socket(kind: int) -> zmq.asyncio.Socket:
+    """Return a socket that receives messages of several frames, for which `wire.channel` has no link."""
+    context = zmq.asyncio.Context.shadow(zmq.Context.instance())
+    sock = context.socket(kind)
+    configure(sock, None, DEFAULT_HEARTBEAT, is_server=False)
+    # With IMMEDIATE, libzmq discards its queue when the connection is lost. If a part of a message was read by then, it
+    # aborts this process.
+    sock.setsockopt(zmq.IMMEDIATE, 0)
+    return sock
 
 
 async def _address(endpoint: str) -> str:
