@@ -7,6 +7,7 @@ from aiohttp import web
 
 from tandem.cli import drain
 from tandem.cli.drain import DrainConfig, DrainFailed
+from tests.http_server import HttpServer
 
 
 async def drain_node(*states: str, remaining_s: float = 0.0) -> None:
@@ -23,15 +24,13 @@ async def drain_node(*states: str, remaining_s: float = 0.0) -> None:
 
     app = web.Application()
     app.router.add_route("*", "/drain", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
+    server = await HttpServer.start(app)
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        url = f"http://127.0.0.1:{server.port}"
         async with asyncio.timeout(60):
             await drain._run(DrainConfig(url=url, api_key="k"))
     finally:
-        await runner.cleanup()
+        await server.stop()
 
 
 async def test_drain_waits_until_the_node_is_drained(capsys):

@@ -39,6 +39,7 @@ from tandem.wire.messages import (
     UnloadAdapter,
 )
 from tandem.wire.prefixes import pack_names
+from tests.http_server import HttpServer
 from tests.patience import PATIENCE_S
 
 
@@ -262,13 +263,10 @@ class FakeNode:
         app = web.Application()
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/tokenizer", self._tokenizer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port, ssl_context=tls)
-        await site.start()
-        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
+        server = await HttpServer.start(app, port, tls)
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.port}"
         try:
             yield self
         finally:
             self.engine.close()
-            await runner.cleanup()
+            await server.stop()

@@ -12,6 +12,7 @@ from functools import partial
 from aiohttp import web
 
 from tandem.cli.up import free_ports
+from tests.http_server import HttpServer
 from tests.patience import until_async
 
 GARBAGE = 99
@@ -55,7 +56,7 @@ class FakeEngine:
         for event in (self.unfrozen, self.computing, self.reports):
             event.set()
         self.end, self.error, self.status = "length", "", 500
-        self._runner: web.AppRunner | None = None
+        self._server: HttpServer | None = None
         self._open: set[asyncio.BaseTransport] = set()
 
     def routes(self) -> list[web.RouteDef]:
@@ -73,23 +74,19 @@ class FakeEngine:
             yield self
         finally:
             await self.kill()
-            for _ in range(3):  # a connection that was accepted meanwhile ends with its client
-                await asyncio.sleep(0)
 
     async def start(self) -> None:
         app = web.Application()
         app.add_routes([*self.routes(), web.post(self.path, self._run)])
-        runner = self._runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self.port).start()
+        self._server = await HttpServer.start(app, self.port)
 
     async def kill(self) -> None:
         """End this life at once: no stream ends well."""
         for transport in self._open:
             transport.abort()
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        if self._server is not None:
+            await self._server.stop()
+            self._server = None
 
     async def restart(self) -> None:
         await self.kill()

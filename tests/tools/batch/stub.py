@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from tests.http_server import HttpServer
+
 
 def said(text: str = "yes", status: int = 200, **headers: str) -> web.Response:
     """An answer as servers give it, of five prompt tokens and two more."""
@@ -62,14 +64,11 @@ class Stub:
     @asynccontextmanager
     async def serving(self, port: int = 0):
         """Serve; yield the URL."""
-        runner = web.AppRunner(self.app, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port)
+        server = await HttpServer.start(self.app, port)
         try:
-            await site.start()
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+            yield f"http://127.0.0.1:{server.port}"
         finally:
-            await runner.cleanup()
+            await server.stop()
 
 
 def line(name: str, **changed) -> str:
