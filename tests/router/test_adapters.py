@@ -7,7 +7,7 @@ import pytest
 
 from tandem.router.nodes.adapters import AdapterChanges
 from tandem.router.nodes.fleet import servable_adapters
-from tandem.router.nodes.snapshot import ClusterSnapshot, NodeSnapshot
+from tandem.router.nodes.state import ClusterState, RosterEntry
 from tandem.wire.errors import (
     AdapterGone,
     AdapterLoaded,
@@ -278,7 +278,7 @@ async def test_request_whose_adapter_is_gone_fails_at_once_and_may_be_sent_again
 
 def nodes(role, *contents):
     return tuple(
-        NodeSnapshot(
+        RosterEntry(
             url=f"{role}{number}",
             role=role,
             is_up=True,
@@ -303,7 +303,7 @@ def nodes(role, *contents):
     ],
 )
 def test_content_of_a_name_is_that_which_a_pair_and_most_nodes_have(prefill, decode, expected):
-    snapshot = ClusterSnapshot(prefills=nodes("p", *prefill), decodes=nodes("d", *decode))
+    snapshot = ClusterState(prefills=nodes("p", *prefill), decodes=nodes("d", *decode))
     found = servable_adapters(snapshot, "m")
     assert found == ({} if expected is None else {"sql": f"sql@{expected}"})
     assert servable_adapters(snapshot, "other") == {}

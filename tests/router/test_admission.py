@@ -12,7 +12,7 @@ from tandem.router.admission import Admission, Queue, Waiting
 from tandem.router.config import AdmissionConfig, QueueLimits
 from tandem.router.key_limits import KeyLimit, KeyUsage
 from tandem.router.metrics import RouterMetrics
-from tandem.router.nodes.snapshot import ClusterSnapshot, NodeSnapshot
+from tandem.router.nodes.state import ClusterState, RosterEntry
 from tandem.wire.errors import DeadlinePassed, Overloaded, RateLimited
 from tandem.wire.messages import NodeLoad
 from tests.router.fake_node import request
@@ -148,9 +148,9 @@ class Rig:
 
     def _snapshot(self):
         common = {"is_up": self.is_up, "fingerprint": "m"}
-        prefill = NodeSnapshot("p", "prefill", load=NodeLoad(num_transferring=99), **common)
+        prefill = RosterEntry("p", "prefill", load=NodeLoad(num_transferring=99), **common)
         num, num_tokens = len(self.inside), sum(self.lengths[name] for name in self.inside)
-        decode = NodeSnapshot(
+        decode = RosterEntry(
             "d",
             "decode",
             load=NodeLoad(max_running=self.num_places, **self.pages),
@@ -159,7 +159,7 @@ class Rig:
             fresh_tokens=num_tokens,
             **common,
         )
-        return ClusterSnapshot((prefill,), (decode,))
+        return ClusterState((prefill,), (decode,))
 
     async def serve(self, name, **fields):
         """Be admitted, and stay until the test has the request leave."""
@@ -182,7 +182,7 @@ class Rig:
         await settled()
 
     def counted(self, name) -> float:
-        lines = self.metrics.render(ClusterSnapshot((), ()), {}).splitlines()
+        lines = self.metrics.render(ClusterState((), ()), {}).splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
@@ -255,12 +255,12 @@ async def test_requests_that_start_together_share_the_free_pages():
 async def test_node_put_aside_has_places_only_while_it_is_the_last_of_its_role(role, other):
     def node(url, role, *, is_up=True, is_aside=False):
         load = NodeLoad(max_running=2 if url == "d" else 1000)
-        return NodeSnapshot(url, role, is_up, is_aside, fingerprint="m", load=load)
+        return RosterEntry(url, role, is_up, is_aside, fingerprint="m", load=load)
 
     def num_places(*nodes):
         partners = tuple(node(f"partner {i}", other) for i in range(20))
         prefills, decodes = (nodes, partners) if role == "prefill" else (partners, nodes)
-        snapshot = ClusterSnapshot(prefills, decodes)
+        snapshot = ClusterState(prefills, decodes)
         return (
             Admission(lambda: snapshot, AdmissionConfig(), RouterMetrics().of("m"))
             .places(0.0)
@@ -454,10 +454,10 @@ async def test_room_counts_nodes_of_the_last_served_model():
     def nodes():
         load = NodeLoad(max_running=1)
         served = [{"is_up": name in up, "fingerprint": name, "load": load} for name in "ba"]
-        return ClusterSnapshot(
-            tuple(NodeSnapshot("p", "prefill", **fields) for fields in served),
+        return ClusterState(
+            tuple(RosterEntry("p", "prefill", **fields) for fields in served),
             tuple(
-                NodeSnapshot("d", "decode", in_flight_requests=f["fingerprint"] == "a", **f)
+                RosterEntry("d", "decode", in_flight_requests=f["fingerprint"] == "a", **f)
                 for f in served
             ),
         )

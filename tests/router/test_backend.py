@@ -162,7 +162,7 @@ def decode_streams(setup):
 
 def in_flight(setup) -> list[tuple[int, int]]:
     cluster_nodes = setup.backend._cluster.prefills + setup.backend._cluster.decodes
-    return [(node.in_flight_requests, node.in_flight_tokens) for node in cluster_nodes]
+    return [(node.entry.in_flight_requests, node.entry.in_flight_tokens) for node in cluster_nodes]
 
 
 async def test_first_token_comes_from_prefill_and_the_rest_from_decode():
@@ -259,7 +259,7 @@ async def test_node_with_consecutive_failures_is_avoided_while_a_different_one_s
         assert f"prefill {broken.url} is put aside" in setup.backend.health().detail
         failing.failures._aside_until_s = 0.0
         # Though it has nothing to do, and reports nothing new.
-        await until_async(lambda: not setup.backend._cluster.view(broken.url).is_aside)
+        await until_async(lambda: not setup.backend._cluster.node(broken.url).entry.is_aside)
 
 
 async def test_last_node_is_used_despite_failures_and_its_error_is_returned():

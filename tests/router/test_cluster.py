@@ -194,12 +194,12 @@ async def test_node_that_switches_its_role_is_used_in_the_new_role():
         turned = prefills[1]
         turned.role = "decode"
         turned.restart_engine()
-        await until_async(lambda: len(setup.backend._cluster.snapshot().decodes) == 2)
-        assert [n.url for n in setup.backend._cluster.snapshot().prefills] == [prefills[0].url]
-        await until_async(lambda: all(n.is_up for n in setup.backend._cluster.snapshot().decodes))
+        await until_async(lambda: len(setup.backend._cluster.state().decodes) == 2)
+        assert [n.url for n in setup.backend._cluster.state().prefills] == [prefills[0].url]
+        await until_async(lambda: all(n.is_up for n in setup.backend._cluster.state().decodes))
         turned.role = "prefill"
         turned.restart_engine()
-        await until_async(lambda: len(setup.backend._cluster.snapshot().prefills) == 2)
+        await until_async(lambda: len(setup.backend._cluster.state().prefills) == 2)
 
 
 async def test_removed_node_finishes_its_streams_and_is_then_forgotten():
@@ -211,7 +211,7 @@ async def test_removed_node_finishes_its_streams_and_is_then_forgotten():
             setup.announce(decode.url, is_removed=True)
             node = watched_cluster.node(decode.url)
             assert (node.is_up, node.shown_reason) == (False, "was removed")
-            assert [n.is_up for n in watched_cluster.snapshot().decodes].count(True) == 1
+            assert [n.is_up for n in watched_cluster.state().decodes].count(True) == 1
             decode.engine.say(start, 0, [7], "stop")
             assert await running.result() == ([7], "stop")
         await until_async(lambda: watched_cluster.roster.find(decode.url) is None)
@@ -256,7 +256,7 @@ async def test_node_announced_without_a_role_gets_it_from_server_info():
         setup.announce(third.url)
         assert setup.backend._cluster.node(third.url).role == ""
         await until_async(lambda: setup.backend._cluster.node(third.url).is_up)
-        assert third.url in [node.url for node in setup.backend._cluster.snapshot().decodes]
+        assert third.url in [node.url for node in setup.backend._cluster.state().decodes]
 
 
 async def test_tokenizer_is_freed_when_no_node_serves_its_model():

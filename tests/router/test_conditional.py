@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tandem.router.nodes.snapshot import ClusterSnapshot, usable_fingerprint, with_stand_ins
+from tandem.router.nodes.state import ClusterState, usable_fingerprint, with_stand_ins
 from tandem.router.pairing.pairing import choose, stays_on_decode
 from tandem.router.pairing.policy import POLICIES, tokens_to_compute
 from tandem.wire.errors import NoNodeAvailable, PeerLost
@@ -63,7 +63,7 @@ def test_decode_nodes_replace_prefill_only_while_no_prefill_is_up(snapshot, thre
     seen = with_stand_ins(snapshot, threshold)
     able_nodes = tuple(n for n in decodes if n.is_up and is_able)
     if threshold and able_nodes and not any(n.is_up for n in snapshot.prefills):
-        assert seen.prefills == able_nodes == tuple(n for n in seen.decodes if n.is_up)
+        assert seen.prefills == able_nodes == tuple(seen.up("decode"))
     else:
         assert seen == snapshot
 
@@ -72,18 +72,15 @@ def test_requests_on_nodes_that_cannot_replace_prefill_still_count():
     """Else the gate takes it for requests that are on no node yet, and lets nobody in for them."""
     draining = able("draining", is_up=False, in_flight_requests=2)
     decodes = (node("old", in_flight_requests=1), draining, able("idle"))
-    seen = with_stand_ins(ClusterSnapshot((), decodes), THRESHOLD)
-    assert [(n.url, n.is_up, n.in_flight_requests) for n in seen.decodes] == [
-        ("old", False, 1),
-        ("draining", False, 2),
-        ("idle", True, 0),
-    ]
+    seen = with_stand_ins(ClusterState((), decodes), THRESHOLD)
+    assert [n.url for n in seen.up("decode")] == ["idle"]
+    assert sum(n.in_flight_requests for n in seen.decodes) == 3
 
 
 def test_policy_chooses_only_decode_nodes_that_are_up_and_take_prompts():
     prefill = node("p", role="prefill", is_up=False)
     decodes = (node("old"), able("down", is_up=False), able("new"))
-    seen = with_stand_ins(ClusterSnapshot((prefill,), decodes), THRESHOLD)
+    seen = with_stand_ins(ClusterState((prefill,), decodes), THRESHOLD)
     assert usable_fingerprint(seen) == "a"
     for turn in range(4):
         pair = choose(seen, "a", POLICIES["round_robin"], turn, random.Random(turn))
@@ -91,7 +88,7 @@ def test_policy_chooses_only_decode_nodes_that_are_up_and_take_prompts():
 
 
 def test_decode_does_not_replace_a_prefill_of_a_different_model():
-    seen = ClusterSnapshot((node("p", role="prefill", fingerprint="b"),), (able(),))
+    seen = ClusterState((node("p", role="prefill", fingerprint="b"),), (able(),))
     assert with_stand_ins(seen, THRESHOLD) == seen
     assert usable_fingerprint(seen) is None
 
@@ -115,7 +112,7 @@ async def cluster(num_decodes=1, is_able=True, prefill=None, threshold=THRESHOLD
 
 
 def backlog(setup):
-    return [n.backlog_tokens() for n in setup.backend._cluster.decodes]
+    return [n.entry.backlog_tokens for n in setup.backend._cluster.decodes]
 
 
 def no_prefill():

@@ -5,12 +5,12 @@ import pytest
 from msgspec.structs import replace
 
 from tandem.router.admission import INITIAL_PREFILL_QUEUE, Capacity, FinishRate, Places
-from tandem.router.nodes.snapshot import NodeSnapshot
+from tandem.router.nodes.state import RosterEntry
 from tandem.wire.messages import NodeLoad
 
 
-def node(role="decode", *, own=0, own_tokens=0, **load) -> NodeSnapshot:
-    return NodeSnapshot(
+def node(role="decode", *, own=0, own_tokens=0, **load) -> RosterEntry:
+    return RosterEntry(
         url="u",
         role=role,
         is_up=True,
@@ -120,7 +120,7 @@ class Worker:
     def start(self, now) -> int:
         if now < self.starts_at:
             return 0
-        seen = NodeSnapshot(
+        seen = RosterEntry(
             url="u", role="decode", is_up=True, load=self.load, in_flight_requests=self.own
         )
         count = max(0, self.places.at_decode(seen))

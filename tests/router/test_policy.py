@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tandem.router.nodes.prefixes import CachedPrefixes, PrefixIndex, PromptBlocks
-from tandem.router.nodes.snapshot import ClusterSnapshot, NodeSnapshot, usable_fingerprint
+from tandem.router.nodes.state import ClusterState, RosterEntry, usable_fingerprint
 from tandem.router.pairing.pairing import choose
 from tandem.router.pairing.policy import POLICIES, Pair, RoutingRequest, policy_of
 from tandem.wire.errors import NoNodeAvailable
@@ -34,7 +34,7 @@ asks = st.builds(
 @st.composite
 def nodes(draw, role):
     return tuple(
-        NodeSnapshot(
+        RosterEntry(
             url=f"http://{role}-{i}",
             role=role,
             is_up=draw(st.booleans()),
@@ -48,7 +48,7 @@ def nodes(draw, role):
     )
 
 
-snapshots = st.builds(ClusterSnapshot, prefills=nodes("prefill"), decodes=nodes("decode"))
+snapshots = st.builds(ClusterState, prefills=nodes("prefill"), decodes=nodes("decode"))
 policies = st.builds(
     policy_of,
     st.sampled_from(sorted(POLICIES)),
@@ -57,15 +57,15 @@ policies = st.builds(
 )
 
 
-def node(name="n", role="decode", **fields) -> NodeSnapshot:
-    return NodeSnapshot(**{"url": name, "role": role, "is_up": True, "fingerprint": "a"} | fields)
+def node(name="n", role="decode", **fields) -> RosterEntry:
+    return RosterEntry(**{"url": name, "role": role, "is_up": True, "fingerprint": "a"} | fields)
 
 
-def prefill(name="p", queued_tokens=0, **fields) -> NodeSnapshot:
+def prefill(name="p", queued_tokens=0, **fields) -> RosterEntry:
     return node(name, "prefill", load=NodeLoad(queued_tokens=queued_tokens), **fields)
 
 
-def decode(name="d", held_tokens=0, **fields) -> NodeSnapshot:
+def decode(name="d", held_tokens=0, **fields) -> RosterEntry:
     load = NodeLoad(num_running=1, pages_held=held_tokens // 16, page_size=16)
     return node(name, "decode", load=load, **fields)
 
@@ -83,7 +83,7 @@ def asking(prompt, session="") -> RoutingRequest:
 
 
 def chosen(name, prefills, decodes, routing=TEN_TOKENS, turn=0, seed=0, **kwargs) -> Pair:
-    snapshot = ClusterSnapshot(tuple(prefills), tuple(decodes))
+    snapshot = ClusterState(tuple(prefills), tuple(decodes))
     rng = random.Random(seed)
     return choose(snapshot, "a", policy_of(name), turn, rng, routing=routing, **kwargs)
 
@@ -127,7 +127,7 @@ def test_choice_depends_only_on_snapshot_turn_and_random_draw(snapshot, policy, 
 
 @given(snapshots, st.data(), policies, asks, st.integers(0, 99))
 def test_choice_is_the_same_for_updated_and_rebuilt_candidates(before, data, policy, routing, turn):
-    def changed(node) -> NodeSnapshot:
+    def changed(node) -> RosterEntry:
         fields = {"load": data.draw(loads), "zone": data.draw(st.sampled_from(["", "east"]))}
         cached = having(PROMPT) if data.draw(st.booleans()) else node.prefixes
         return replace(node, **fields, prefixes=cached, fresh_tokens=data.draw(st.integers(0, 99)))
@@ -136,13 +136,13 @@ def test_choice_is_the_same_for_updated_and_rebuilt_candidates(before, data, pol
         return
     routing = replace(routing, prompt=PromptBlocks(PROMPT))
     choose(before, "a", policy, turn, random.Random(turn), routing=routing)
-    after = ClusterSnapshot(
+    after = ClusterState(
         tuple(map(changed, before.prefills)), tuple(map(changed, before.decodes)), before.candidates
     )
     for followed in before.candidates.values():
         for node in (*after.prefills, *after.decodes):
             followed.put(node)
-    anew = ClusterSnapshot(after.prefills, after.decodes)
+    anew = ClusterState(after.prefills, after.decodes)
     first, second = (
         choose(
             snapshot,
@@ -230,7 +230,7 @@ def test_queued_requests_at_decode_count_as_load_without_pages():
 
 def test_preferred_model_is_kept_while_a_pair_serves_it():
     both = [node(str(i), fingerprint=f) for i, f in enumerate("ab")]
-    snapshot = ClusterSnapshot(prefills=tuple(both), decodes=tuple(both))
+    snapshot = ClusterState(prefills=tuple(both), decodes=tuple(both))
     assert usable_fingerprint(snapshot) == "a"
     assert usable_fingerprint(snapshot, preferred="b") == "b"
     assert usable_fingerprint(snapshot, preferred="gone") == "a"

@@ -3,29 +3,22 @@ import pytest
 from tandem.router.nodes.cluster import Roster
 from tandem.router.nodes.fleet import explain
 from tandem.router.nodes.node import Node, NodeUnusable
-from tandem.router.nodes.snapshot import ClusterSnapshot, NodeSnapshot
+from tandem.router.nodes.state import ClusterState, RosterEntry
 from tandem.wire.messages import ModelInfo, NodeInfo
 
 
-class CountedNode(Node):
-    num_snapshots = 0
+class LinkedNode(Node):
     has_client = False
 
     @property
     def is_up(self) -> bool:
         return self.has_client
 
-    def snapshot(self):
-        CountedNode.num_snapshots += 1
-        return super().snapshot()
-
 
 def roster_of(*nodes: tuple[str, str]) -> Roster:
     roster = Roster()
     for url, role in nodes:
-        roster.add(CountedNode(url, role, on_change=roster.note_change))
-    roster.snapshot()
-    CountedNode.num_snapshots = 0
+        roster.add(LinkedNode(url, role, on_change=roster.note_change))
     return roster
 
 
@@ -38,18 +31,28 @@ def info(role: str, **fields) -> NodeInfo:
     return NodeInfo(role=role, version="1", epoch=1, engine_port=1, model=model, **fields)
 
 
-def test_snapshot_is_reused_until_a_node_changes():
+def test_load_and_counts_change_the_state_in_place():
     roster = roster_of(("p", "prefill"), ("d", "decode"), ("e", "decode"))
-    before, version = roster.snapshot(), roster.version
-    assert roster.snapshot() is before
+    before = roster.state()
     assert urls(before.prefills) == ["p"]
     assert urls(before.decodes) == ["d", "e"]
     roster.find("d").count(1, 10)
-    after = roster.snapshot()
-    assert (after.decodes[0].in_flight_requests, after.decodes[0].in_flight_tokens) == (1, 10)
-    assert after.decodes[1] is before.decodes[1]
-    assert CountedNode.num_snapshots == 1
-    assert roster.version == version, "load is no change of what can be served"
+    assert roster.state() is before, "load is no change of what can be served"
+    changed, unchanged = before.decodes
+    assert (changed.in_flight_requests, changed.in_flight_tokens) == (1, 10)
+    assert changed.busy_tokens > unchanged.busy_tokens
+
+
+def test_lost_node_makes_a_new_state():
+    roster = roster_of(("p", "prefill"), ("d", "decode"))
+    roster.find("d").has_client = True
+    roster.find("d").changed()
+    before = roster.state()
+    roster.find("d").has_client = False
+    roster.find("d").changed()
+    after = roster.state()
+    assert after is not before
+    assert after.version > before.version
 
 
 def test_candidates_update_with_load_and_are_rebuilt_when_a_node_is_lost():
@@ -58,33 +61,33 @@ def test_candidates_update_with_load_and_are_rebuilt_when_a_node_is_lost():
         roster.find(url).info = info("decode")
         roster.find(url).has_client = True
         roster.find(url).changed()
-    known = roster.snapshot().in_use("decode", "f")
+    known = roster.state().in_use("decode", "f")
     assert urls(known.nodes) == ["d", "e"]
     roster.find("e").count(1, 10)
     roster.find("e").count_fresh(10)
-    seen = roster.snapshot()
+    seen = roster.state()
     assert seen.in_use("decode", "f") is known
     assert known.nodes == list(seen.decodes)
     assert known.busy_tokens == [node.busy_tokens for node in seen.decodes]
     assert known.busy_tokens[1] > known.busy_tokens[0]
     roster.find("d").has_client = False
     roster.find("d").changed()
-    assert urls(roster.snapshot().in_use("decode", "f").nodes) == ["e"]
+    assert urls(roster.state().in_use("decode", "f").nodes) == ["e"]
 
 
 def test_node_is_listed_under_its_reported_role():
     roster = roster_of(("p", "prefill"), ("q", "prefill"), ("x", ""))
-    assert urls(roster.snapshot().prefills) == ["p", "q"]
+    assert urls(roster.state().prefills) == ["p", "q"]
     roster.find("p").validate(info("decode"))
-    assert urls(roster.snapshot().prefills) == ["q"]
-    assert urls(roster.snapshot().decodes) == ["p"]
+    assert urls(roster.state().prefills) == ["q"]
+    assert urls(roster.state().decodes) == ["p"]
     with pytest.raises(NodeUnusable):
         roster.find("x").validate(info("prefill", is_healthy=False))
-    assert urls(roster.snapshot().prefills) == ["q", "x"]
+    assert urls(roster.state().prefills) == ["q", "x"]
 
 
-def node(role, name, *, is_up=True, fingerprint="a", reason="") -> NodeSnapshot:
-    return NodeSnapshot(
+def node(role, name, *, is_up=True, fingerprint="a", reason="") -> RosterEntry:
+    return RosterEntry(
         url=f"http://{name}", role=role, is_up=is_up, fingerprint=fingerprint, reason=reason
     )
 
@@ -94,7 +97,7 @@ DECODE_DOWN = node("decode", "d", is_up=False, reason="Connection refused")
 
 
 def test_health_names_the_role_without_a_reachable_node():
-    snapshot = ClusterSnapshot(prefills=(PREFILL,), decodes=(DECODE_DOWN,))
+    snapshot = ClusterState(prefills=(PREFILL,), decodes=(DECODE_DOWN,))
     health = explain(snapshot, None)
     assert not health.is_serving
     assert health.detail == "no decode node reachable: http://d Connection refused; retrying"
@@ -102,7 +105,7 @@ def test_health_names_the_role_without_a_reachable_node():
 
 def test_health_names_both_fingerprints_of_different_models():
     decode = node("decode", "d", fingerprint="b")
-    health = explain(ClusterSnapshot(prefills=(PREFILL,), decodes=(decode,)), None)
+    health = explain(ClusterState(prefills=(PREFILL,), decodes=(decode,)), None)
     assert not health.is_serving
     assert "prefill serves a and decode serves b" in health.detail
 
@@ -110,7 +113,7 @@ def test_health_names_both_fingerprints_of_different_models():
 def test_health_of_a_serving_cluster_names_its_unused_nodes():
     other = node("decode", "e", fingerprint="b")
     decodes = (node("decode", "c"), DECODE_DOWN, other)
-    health = explain(ClusterSnapshot(prefills=(PREFILL,), decodes=decodes), "a")
+    health = explain(ClusterState(prefills=(PREFILL,), decodes=decodes), "a")
     assert health.is_serving
     assert health.detail == (
         "1 of 1 prefill nodes and 1 of 3 decode nodes serve; decode http://d Connection refused; "

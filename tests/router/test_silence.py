@@ -133,15 +133,15 @@ def test_replayed_request_counts_once_and_releases_its_share_of_the_dead_node():
         backend, cluster = world.routers[0].backend, world.routers[0].cluster
         await until_async(lambda: all(len(each.token_ids) >= 3 for each in clients), 30.0)
         first = world.nodes[1]
-        num_there = known(world, first).in_flight_requests
+        num_there = known(world, first).entry.in_flight_requests
         assert num_there >= 1
         first.kill(is_silent=True)
         await until_async(known(world, first).client.lost.is_set, NOTICED_WITHIN_S)
         await until_async(lambda: world.replays >= num_there, 30.0)
         # A dead node holds nothing; each request has one place, at one decode.
-        assert known(world, first).in_flight_requests == 0
-        assert known(world, first).in_flight_tokens == 0
-        assert sum(node.in_flight_requests for node in cluster.decodes) == 3
+        assert known(world, first).entry.in_flight_requests == 0
+        assert known(world, first).entry.in_flight_tokens == 0
+        assert sum(node.entry.in_flight_requests for node in cluster.decodes) == 3
         assert backend.leftovers["started"] == 3
         running = [use.num_running for use in backend.pairing.uses.values()]
         assert sum(running) == 3
@@ -160,7 +160,7 @@ def test_replayed_request_keeps_its_place_until_it_finishes():
         reading = asyncio.ensure_future(third.run(world.routers[0]))
         await asyncio.sleep(0.5)
         assert backend.leftovers["queued"] == 1
-        on_first = [node for node in world.nodes[1:] if known(world, node).in_flight_requests]
+        on_first = [node for node in world.nodes[1:] if known(world, node).entry.in_flight_requests]
         on_first[0].kill(is_silent=True)
         await until_async(lambda: world.replays >= 1, 30.0)
         # The request that moved is at the other decode, beside the one there: no place became free.

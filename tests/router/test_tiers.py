@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from tandem.router.nodes.api import NodesApi
 from tandem.router.nodes.prefixes import MAX_TIERS, UNKNOWN_SHARE, KnownPrefixes, share_saved
-from tandem.router.nodes.snapshot import NodeSnapshot
+from tandem.router.nodes.state import RosterEntry
 from tandem.wire.messages import CacheReport, NodeLoad, Pong, StartPrefill, TierLoad
 from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS, PrefixJournal, block_names, pack_names
 from tests.patience import until_async
@@ -38,14 +38,14 @@ def report(names=(), tier="", position=1, is_whole=False, removed=()) -> CacheRe
     )
 
 
-def told(known, tiers=(), queued_tokens=0, **has) -> NodeSnapshot:
+def told(known, tiers=(), queued_tokens=0, **has) -> RosterEntry:
     """A prefill as a router knows it: how many of the prompt's blocks it has where."""
     prefixes = known.new_life()
     load = NodeLoad(queued_tokens=queued_tokens, tiers=list(tiers))
     prefixes.set_tiers(load)
     for place, num_blocks in has.items():
         prefixes.take(report(NAMES[:num_blocks], "" if place == "device" else place))
-    return NodeSnapshot(
+    return RosterEntry(
         url=f"n{id(prefixes)}",
         role="prefill",
         is_up=True,
@@ -73,7 +73,7 @@ lengths = st.integers(0, 10)
 stacks = st.lists(st.tuples(costs, lengths), max_size=3)
 
 
-def stacked(device, stack, state="up") -> NodeSnapshot:
+def stacked(device, stack, state="up") -> RosterEntry:
     tiers = [
         TierLoad(name=f"t{place}", token_cost=cost, state=state)
         for place, (cost, _) in enumerate(stack)

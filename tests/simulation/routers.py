@@ -90,8 +90,8 @@ class SimulatedRouter:
                 found.append(f"{node.url} was removed, and is known")
             num_streams = node.client.num_streams if node.client is not None else 0
             counts = (
-                node.in_flight_requests,
-                node.in_flight_tokens,
+                node.entry.in_flight_requests,
+                node.entry.in_flight_tokens,
                 num_streams,
                 node._own_backlog_tokens,
             )

@@ -21,7 +21,7 @@ import msgspec
 from tandem.router.config import AdmissionConfig, QueueLimits
 from tandem.router.key_limits import KeyState, KeyUsage
 from tandem.router.metrics import RouterModelMetrics
-from tandem.router.nodes.snapshot import ClusterSnapshot, NodeSnapshot, usable_fingerprint
+from tandem.router.nodes.state import ClusterState, RosterEntry, usable_fingerprint
 from tandem.wire.errors import DeadlinePassed, Overloaded
 from tandem.wire.generation import GenerateRequest
 
@@ -259,10 +259,10 @@ class Capacity:
         self._max_in_flight, self._num_workers = max_in_flight, num_workers
         self._finish_rates: dict[str, FinishRate] = {}
         # The last count of each node. Of hundreds of nodes, few change between two counts.
-        self._counted: dict[str, tuple[NodeSnapshot, int]] = {}
+        self._counted: dict[str, tuple[tuple[object, ...], int]] = {}
 
     def count(
-        self, prefills: Sequence[NodeSnapshot], decodes: Sequence[NodeSnapshot], now: float
+        self, prefills: Sequence[RosterEntry], decodes: Sequence[RosterEntry], now: float
     ) -> Places:
         """Return how many more requests may start now; none if a role has no node."""
         counted = self._counted
@@ -276,10 +276,11 @@ class Capacity:
             total = 0
             for node in nodes:
                 previous, places = counted.get(node.url, (None, 0))
+                basis = node.role, node.load, node.in_flight_requests, node.fresh_tokens
                 # Recount a busy prefill node even if its report is unchanged, because its finish rate then falls.
-                if previous is not node or (node.role == "prefill" and node.load.num_running):
+                if previous != basis or (node.role == "prefill" and node.load.num_running):
                     places = max(0, self._at(node, now))
-                    counted[node.url] = (node, places)
+                    counted[node.url] = (basis, places)
                 total += places
                 if places and nodes is decodes:
                     num_tokens += _room_tokens(node)
@@ -287,11 +288,11 @@ class Capacity:
             num_free.append(total)
         return Places(min(num_free), num_tokens, page_size)
 
-    def _at(self, node: NodeSnapshot, now: float) -> int:
+    def _at(self, node: RosterEntry, now: float) -> int:
         # Use the node's own role. A decode node that replaces a prefill node reports generated tokens, not prompts.
         return self.at_decode(node) if node.role == "decode" else self.at_prefill(node, now)
 
-    def at_prefill(self, node: NodeSnapshot, now: float) -> int:
+    def at_prefill(self, node: RosterEntry, now: float) -> int:
         """Return the free places of a prefill node: half a second of work, in addition to running pushes."""
         load, rate = node.load, self._finish_rates.setdefault(node.url, FinishRate())
         rate.observe(load.generated_tokens, now, is_busy=load.num_running > 0)
@@ -301,7 +302,7 @@ class Capacity:
         pushing = load.num_transferring + min(queue, load.num_waiting)
         return self._share(node, queue + pushing)
 
-    def at_decode(self, node: NodeSnapshot) -> int:
+    def at_decode(self, node: RosterEntry) -> int:
         """Return the free places in the batch of a decode node; 0 if it has no free pages."""
         load = node.load
         is_full = load.num_waiting > max(1, load.num_running // DECODE_WAITING_SHARE)
@@ -309,7 +310,7 @@ class Capacity:
             return 0  # requests wait for pages there, or a new one would
         return self._share(node, load.max_running or DEFAULT_MAX_RUNNING)
 
-    def _share(self, node: NodeSnapshot, limit: int) -> int:
+    def _share(self, node: RosterEntry, limit: int) -> int:
         """Return how many more requests this edge worker may start at a node that runs at most `limit`."""
         load = node.load
         bound = min(self._max_in_flight or limit, limit)
@@ -320,12 +321,12 @@ class Capacity:
         return max(free - _num_since_load(node), own_share)
 
 
-def _num_since_load(node: NodeSnapshot) -> int:
+def _num_since_load(node: RosterEntry) -> int:
     """Return how many requests of this edge worker the load report does not count yet; may be negative."""
     return node.in_flight_requests - node.load.num_own
 
 
-def _room_tokens(node: NodeSnapshot) -> float:
+def _room_tokens(node: RosterEntry) -> float:
     """Return the tokens that fit into a node's free pages; infinite before its first report."""
     return node.room_tokens - MORE_PAGES * node.load.page_size * max(0, _num_since_load(node))
 
@@ -355,7 +356,7 @@ class Admitted:
 
 
 class Admission:
-    """Starts requests when the nodes of `snapshot()` have room, within the limits of `keys`.
+    """Starts requests when the nodes of `cluster()` have room, within the limits of `keys`.
 
     Attributes:
         metrics: Metrics of the model.
@@ -363,12 +364,12 @@ class Admission:
 
     def __init__(
         self,
-        snapshot: Callable[[], ClusterSnapshot],
+        cluster: Callable[[], ClusterState],
         config: AdmissionConfig,
         metrics: RouterModelMetrics,
         keys: KeyUsage | None = None,
     ) -> None:
-        self._snapshot, self.metrics = snapshot, metrics
+        self._cluster, self.metrics = cluster, metrics
         self._is_on = config.is_on
         self._queue = Queue(config.limits)
         self._capacity = Capacity(config.max_in_flight, config.num_workers)
@@ -526,7 +527,7 @@ class Admission:
         return self._places
 
     def _recount(self, now: float) -> None:
-        self._counted_at_s, nodes = now, self._snapshot()
+        self._counted_at_s, nodes = now, self._cluster()
         self._count_valid_s = COUNT_S_PER_NODE * (len(nodes.prefills) + len(nodes.decodes))
         served = usable_fingerprint(nodes, preferred=self._last_fingerprint) or ""
         self._fingerprint, self._last_fingerprint = served, served or self._last_fingerprint

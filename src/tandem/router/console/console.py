@@ -192,7 +192,7 @@ class RequestObserver:
             zone=node.zone,
             load=_load(node) or NodeLoad(),
             rates=NodeRates(**dict(zip(names, rates, strict=True))),
-            in_flight_requests=node.in_flight_requests,
+            in_flight_requests=node.entry.in_flight_requests,
         )
 
 

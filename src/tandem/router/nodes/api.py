@@ -122,8 +122,8 @@ def _shown(node: Node) -> Mapping[str, Any]:
         "reason": node.shown_reason,
         "source": node.source,
         "zone": node.zone,
-        "in_flight_requests": node.in_flight_requests,
-        "in_flight_tokens": node.in_flight_tokens,
+        "in_flight_requests": node.entry.in_flight_requests,
+        "in_flight_tokens": node.entry.in_flight_tokens,
         "tiers": _tiers(node),
     }
 

@@ -1,7 +1,7 @@
 """The nodes of a cluster in one edge worker, and the models that they serve.
 
 ```
- parent's Members ──apply──▶ Roster ──▶ snapshot ──by the model that each node reports──▶ Fleet ──▶ model, health
+ parent's Members ──apply──▶ Roster ──▶ state ──by the model that each node reports──▶ Fleet ──▶ model, health
                                ▲                                                     └──▶ Fleet ──▶ ...
                  Watcher ──────┘ one task per node
 ```
@@ -9,8 +9,8 @@
 The parent process owns the membership (`membership.py`). `pairing.py` chooses the nodes of a request, and `request.py` runs
 it.
 
-Every request takes a snapshot of all nodes, and busy engines report their load five times a second. To stay fast with
-hundreds of nodes, a new snapshot rereads only the nodes that have changed since the last one.
+Every request compares all nodes, and busy engines report their load five times a second. To stay fast with hundreds of
+nodes, the roster rereads only the nodes that have changed.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from tandem.frontend.backend import Health
 from tandem.router.config import RouterConfig
 from tandem.router.membership.membership import Member, Members, listed_members
 from tandem.router.nodes.fleet import Fleet, explain
-from tandem.router.nodes.node import ROLES, Node
+from tandem.router.nodes.node import Node
 from tandem.router.nodes.prefixes import KnownPrefixes
-from tandem.router.nodes.snapshot import Candidates, ClusterSnapshot, NodeSnapshot
+from tandem.router.nodes.state import ClusterState
 from tandem.router.nodes.watch import Watcher
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import NoNodeAvailable
@@ -56,9 +56,7 @@ class Roster:
         # Nodes to reread, by URL. True: only their counts have changed.
         self._changed: dict[str, bool] = {}
         self._outlines: dict[str, tuple[object, ...]] = {}
-        self._snapshots: dict[str, dict[str, NodeSnapshot]] = {role: {} for role in sorted(ROLES)}
-        self._candidates: dict[tuple[str, str, str], Candidates] = {}
-        self._snapshot, self._is_stale = ClusterSnapshot(prefills=(), decodes=()), False
+        self._state = ClusterState(prefills=(), decodes=())
 
     def __iter__(self) -> Iterator[Node]:
         return iter(tuple(self._nodes.values()))
@@ -82,7 +80,7 @@ class Roster:
         self.note_change(node, only_counts=False)
 
     def note_change(self, node: Node, only_counts: bool) -> None:
-        """Reread this node before the next snapshot.
+        """Reread this node when the state is needed next.
 
         Args:
             only_counts: Whether only its counts of requests and tokens have changed.
@@ -90,59 +88,49 @@ class Roster:
         self._changed[node.url] = only_counts and self._changed.get(node.url, True)
         self.on_change()
 
-    def snapshot(self) -> ClusterSnapshot:
-        """Return all nodes with a known role. Its candidates are kept up to date until the next snapshot is made."""
+    def state(self) -> ClusterState:
+        """Return all nodes with a known role. It is the same object until `version` increases."""
         if self._changed:
             self.refresh()
-        if self._is_stale:
-            self._is_stale = False
-            self._snapshot = ClusterSnapshot(
-                prefills=tuple(self._snapshots["prefill"].values()),
-                decodes=tuple(self._snapshots["decode"].values()),
-                candidates=self._candidates,
+        if self._state.version != self.version:
+            self._state = ClusterState(
+                prefills=tuple(node.entry for node in self.of_role("prefill")),
+                decodes=tuple(node.entry for node in self.of_role("decode")),
                 version=self.version,
             )
-        return self._snapshot
-
-    def view(self, url: str) -> NodeSnapshot | None:
-        """Return the current snapshot of one node with a known role."""
-        if self._changed:
-            self.refresh()
-        return self._snapshots["prefill"].get(url) or self._snapshots["decode"].get(url)
+        return self._state
 
     def refresh(self) -> None:
         """Reread the nodes that have changed."""
+        # Adapters that all nodes have share their candidates.
+        all_candidates = set(self._state.candidates.values())
         for url, only_counts in self._changed.items():
+            node = self._nodes.get(url)
             if not only_counts:
-                self._refresh_node(url)
-            if (node := self._nodes.get(url)) is not None and node.role in self._snapshots:
-                self._snapshots[node.role][url] = snapshot = node.snapshot()
-                # Adapters that all nodes have share their candidates.
-                for candidates in set(self._candidates.values()):
-                    candidates.put(snapshot)
-            self._is_stale = True
+                self._refresh_outline(url, node)
+            if node is not None:
+                node.entry.weigh()
+                for candidates in all_candidates:
+                    candidates.put(node.entry)
         self._changed.clear()
 
-    def _refresh_node(self, url: str) -> None:
-        node = self._nodes.get(url)
+    def _refresh_outline(self, url: str, node: Node | None) -> None:
         outline = _outline(node)
         if outline != self._outlines.get(url):
-            self.version, self._candidates = self.version + 1, {}
+            self.version += 1
             self._outlines[url] = outline
         if node is None:
             del self._outlines[url]
-        for role, snapshots in self._snapshots.items():
-            if node is None or node.role != role:
-                snapshots.pop(url, None)
 
 
 def _outline(node: Node | None) -> tuple[object, ...]:
     """Return the properties of a node that change rarely."""
     if node is None:
         return ()
+    entry = node.entry
     model, limit = (node.info.model, node.info.max_prompt_tokens) if node.info else (None, 0)
-    state = node.role, node.is_up, node.is_aside, node.shown_reason
-    return (*state, model, limit, node.load.adapters)
+    shown = entry.role, entry.is_up, entry.is_aside, entry.reason
+    return (*shown, model, limit, entry.load.adapters)
 
 
 class Cluster:
@@ -168,9 +156,7 @@ class Cluster:
         key = reader_key(operator_key(config.cluster_secret))
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._is_one_model = config.is_one_model
-        self._new_fleet = partial(
-            Fleet, config, self.roster, self.snapshot, self._watcher.tokenizer
-        )
+        self._new_fleet = partial(Fleet, config, self.roster, self.state, self._watcher.tokenizer)
         # At least one: the first model that a node reports becomes that of the first fleet.
         self._fleets, self._assigned_version = [self._new_fleet()], -1
         self._added: asyncio.Queue[Node] = asyncio.Queue()
@@ -214,10 +200,6 @@ class Cluster:
         """Return the node at this URL; a forgotten node looks like one that was never reached."""
         return self.roster.find(url) or Node(url, "")
 
-    def view(self, url: str) -> NodeSnapshot:
-        """Return the current snapshot of the node at this URL."""
-        return self.roster.view(url) or Node(url, "").snapshot()
-
     @property
     def is_serving(self) -> bool:
         """Whether a pair can serve now."""
@@ -226,20 +208,20 @@ class Cluster:
     @property
     def num_streams(self) -> int:
         """Number of generations that this edge worker runs."""
-        return sum(node.in_flight_requests for node in self.decodes)
+        return sum(node.entry.in_flight_requests for node in self.decodes)
 
-    def snapshot(self) -> ClusterSnapshot:
-        """Return the current snapshot of all nodes. It is the same object until a node changes."""
-        snapshot = self.roster.snapshot()
-        if self._assigned_version != snapshot.version:
-            self._assigned_version = snapshot.version
+    def state(self) -> ClusterState:
+        """Return all nodes, each of which has been assigned to a fleet."""
+        state = self.roster.state()
+        if self._assigned_version != state.version:
+            self._assigned_version = state.version
             self._assign_nodes()
-        return snapshot
+        return state
 
     @property
     def fleets(self) -> Sequence[Fleet]:
         """The fleet of each model: at least one, which has no names before a node is reached."""
-        self.snapshot()
+        self.state()
         return self._fleets
 
     def fleet(self, model: str) -> Fleet:
@@ -266,7 +248,7 @@ class Cluster:
         healths = {fleet.name: fleet.health() for fleet in fleets}
         is_serving = any(health.is_serving for health in healths.values())
         if not is_serving and any(fleet.is_unmatched for fleet in fleets):
-            return explain(self.snapshot(), None)
+            return explain(self.state(), None)
         return Health(
             is_serving=is_serving,
             detail="; ".join(f"{name}: {health.detail}" for name, health in healths.items()),

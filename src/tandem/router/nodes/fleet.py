@@ -14,9 +14,9 @@ from tandem.frontend.backend import Health, ServedModel
 from tandem.frontend.text.tokenizer import Tokenizer
 from tandem.router.config import RouterConfig
 from tandem.router.nodes.node import Node
-from tandem.router.nodes.snapshot import (
-    ClusterSnapshot,
-    NodeSnapshot,
+from tandem.router.nodes.state import (
+    ClusterState,
+    RosterEntry,
     usable_fingerprint,
     with_stand_ins,
 )
@@ -29,31 +29,31 @@ from tandem.wire.messages import NodeInfo
 log = get_logger(__name__)
 
 
-def explain(snapshot: ClusterSnapshot, fingerprint: str | None) -> Health:
+def explain(cluster: ClusterState, fingerprint: str | None) -> Health:
     """Return whether the cluster can serve, and a sentence for operators that names what is missing.
 
     Args:
         fingerprint: Fingerprint of the model that a pair can serve now; None if no pair can.
     """
     if fingerprint is None:
-        return Health(is_serving=False, detail="; ".join(_missing(snapshot)) + "; retrying")
+        return Health(is_serving=False, detail="; ".join(_missing(cluster)) + "; retrying")
     counts = [
         f"{sum(_is_used(node, fingerprint) for node in nodes)} of {len(nodes)} {role} nodes"
-        for role, nodes in (("prefill", snapshot.prefills), ("decode", snapshot.decodes))
+        for role, nodes in (("prefill", cluster.prefills), ("decode", cluster.decodes))
     ]
     unused = [
         f"{node.role} {node.url} {_why_unused(node)}"
-        for node in (*snapshot.prefills, *snapshot.decodes)
+        for node in (*cluster.prefills, *cluster.decodes)
         if node.is_aside or not _is_used(node, fingerprint)
     ]
     return Health(is_serving=True, detail="; ".join([f"{' and '.join(counts)} serve", *unused]))
 
 
-def _is_used(node: NodeSnapshot, fingerprint: str) -> bool:
+def _is_used(node: RosterEntry, fingerprint: str) -> bool:
     return node.is_up and node.fingerprint == fingerprint
 
 
-def _why_unused(node: NodeSnapshot) -> str:
+def _why_unused(node: RosterEntry) -> str:
     if not node.is_up:
         return node.reason
     if node.is_aside:
@@ -61,9 +61,9 @@ def _why_unused(node: NodeSnapshot) -> str:
     return f"serves another model: {node.fingerprint}"
 
 
-def _missing(snapshot: ClusterSnapshot) -> list[str]:
+def _missing(cluster: ClusterState) -> list[str]:
     """Return the reasons why no pair can serve: roles without a node, or different models."""
-    roles = (("prefill", snapshot.prefills), ("decode", snapshot.decodes))
+    roles = (("prefill", cluster.prefills), ("decode", cluster.decodes))
     absent = [
         f"no {role} node reachable: " + ", ".join(f"{node.url} {node.reason}" for node in nodes)
         if nodes
@@ -73,14 +73,14 @@ def _missing(snapshot: ClusterSnapshot) -> list[str]:
     ]
     if absent:
         return absent
-    return [LayoutMismatch(_models(snapshot.prefills), _models(snapshot.decodes)).message]
+    return [LayoutMismatch(_models(cluster.prefills), _models(cluster.decodes)).message]
 
 
-def _models(nodes: Sequence[NodeSnapshot]) -> str:
+def _models(nodes: Sequence[RosterEntry]) -> str:
     return ", ".join(sorted({node.fingerprint for node in nodes if node.is_up}))
 
 
-def servable_adapters(snapshot: ClusterSnapshot, fingerprint: str) -> Mapping[str, str]:
+def servable_adapters(cluster: ClusterState, fingerprint: str) -> Mapping[str, str]:
     """Return the ids of the adapters that a pair can serve, by name.
 
     Of several contents of a name it is the one that most nodes have and, while all nodes have both, the newer one. So
@@ -89,11 +89,11 @@ def servable_adapters(snapshot: ClusterSnapshot, fingerprint: str) -> Mapping[st
     prefill, decode = (
         Counter(
             (each.name, each.id)
-            for node in nodes
-            if _is_used(node, fingerprint)
+            for node in cluster.up(role)
+            if node.fingerprint == fingerprint
             for each in node.load.adapters
         )
-        for nodes in (snapshot.prefills, snapshot.decodes)
+        for role in ("prefill", "decode")
     )
     counts, chosen = prefill + decode, dict[str, str]()
     for name, adapter in counts:  # in the order of loading
@@ -117,7 +117,7 @@ class Fleet:
 
     Args:
         nodes: All nodes of the cluster.
-        all_snapshot: Returns the snapshot of all nodes, each of which has been assigned to its fleet.
+        whole: Returns all nodes of the cluster, each of which has been assigned to its fleet.
         tokenizer: Returns a tokenizer by its hash.
 
     Attributes:
@@ -134,21 +134,20 @@ class Fleet:
         self,
         config: RouterConfig,
         nodes: Iterable[Node],
-        all_snapshot: Callable[[], ClusterSnapshot],
+        whole: Callable[[], ClusterState],
         tokenizer: Callable[[str], Tokenizer | None],
     ) -> None:
         self.names: tuple[str, ...] = ()
         self.has_nodes = self.is_unmatched = False
         self.absent_s = 0.0
         self.last_model: ServedModel | None = None
-        self._nodes, self._all_snapshot, self._tokenizer = nodes, all_snapshot, tokenizer
+        self._nodes, self._whole, self._tokenizer = nodes, whole, tokenizer
         self._threshold = config.local_prefill_threshold
         self._configured_names = config.served_model_names
         self._has_defaults = config.generation_config == "auto"
-        # URLs of the nodes of other fleets, and the last snapshot of all nodes with its part without them.
+        # URLs of the nodes of other fleets, and the rest of the cluster.
         self._others = frozenset[str]()
-        self._whole: ClusterSnapshot | None = None
-        self._own = ClusterSnapshot(prefills=(), decodes=())
+        self._own: ClusterState | None = None
         self.last_fingerprint = ""
         self._outlook = _Outlook(-1, None, Health(is_serving=False, detail=""))
         self._was_serving = False
@@ -166,15 +165,14 @@ class Fleet:
         """
         self.has_nodes = bool(nodes)
         self.names = _names(nodes) or self.names
-        self._others, self._whole = others, None
+        self._others, self._own = others, None
 
-    def snapshot(self) -> ClusterSnapshot:
-        """Return the current snapshot of its nodes."""
-        whole = self._all_snapshot()
+    def state(self) -> ClusterState:
+        """Return its nodes."""
+        whole = self._whole()
         if not self._others:
             return whole
-        if whole is not self._whole:
-            self._whole = whole
+        if self._own is None or self._own.version != whole.version:
             prefills, decodes = (
                 tuple(node for node in nodes if node.url not in self._others)
                 for nodes in (whole.prefills, whole.decodes)
@@ -183,10 +181,10 @@ class Fleet:
             self._own = replace(whole, prefills=prefills, decodes=decodes)
         return self._own
 
-    def servable(self) -> ClusterSnapshot:
+    def servable(self) -> ClusterState:
         """Return the nodes to choose a pair from, with decode nodes in place of missing prefill nodes."""
-        snapshot = self.snapshot()
-        return snapshot if self.is_unmatched else with_stand_ins(snapshot, self._threshold)
+        state = self.state()
+        return state if self.is_unmatched else with_stand_ins(state, self._threshold)
 
     def fingerprint(self) -> str:
         """Return the fingerprint served now. Raises `NoNodeAvailable`."""
@@ -222,10 +220,10 @@ class Fleet:
 
     def refresh(self) -> _Outlook:
         """Update and return its outlook, and log a change of its health."""
-        snapshot = self.snapshot()
-        if self._outlook.version != snapshot.version:
+        state = self.state()
+        if self._outlook.version != state.version:
             usable = usable_fingerprint(self.servable(), preferred=self.last_fingerprint)
-            self._outlook = _Outlook(snapshot.version, usable, explain(snapshot, usable))
+            self._outlook = _Outlook(state.version, usable, explain(state, usable))
             if usable is not None:
                 self.last_model = self._model_of(usable)
             self._log_health(self._outlook.health)

@@ -22,13 +22,11 @@ While it is aside, it gets requests only if no other node is left.
 import asyncio
 from collections.abc import Callable
 
-from msgspec.structs import replace
-
 from tandem.frontend.text.tokenizer import Tokenizer
 from tandem.router.config import host_of
 from tandem.router.membership.membership import Member
-from tandem.router.nodes.prefixes import NOTHING_CACHED, KnownPrefixes, NodePrefixes
-from tandem.router.nodes.snapshot import NodeSnapshot
+from tandem.router.nodes.prefixes import KnownPrefixes, NodePrefixes
+from tandem.router.nodes.state import RosterEntry
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import DEFAULT_HEARTBEAT, Heartbeat, tcp_address
 from tandem.wire.engine_client import EngineClient
@@ -152,11 +150,12 @@ class Node:
     """The node at one URL, across restarts of its process.
 
     Args:
-        on_change: Called when the result of `snapshot` may have changed. Gets the node, and whether only its counts of
-            requests and tokens have changed.
+        on_change: Called when `entry` has changed. Gets the node, and whether only its counts of requests and tokens
+            have changed.
         known: Cached prefixes of all nodes and their tiers.
 
     Attributes:
+        entry: What admission and pairing know of it.
         host: Host of its URL; its engine and bootstrap ports are on the same host.
         role: Role that it last reported; before that, the role of the member, which may be empty.
         info: Its last /server_info; None until it is reached.
@@ -179,13 +178,12 @@ class Node:
         known: KnownPrefixes | None = None,
     ) -> None:
         self.url, self.host, self.role = url, host_of(url), role
+        self.entry = RosterEntry(url, role)
         self.info: NodeInfo | None = None
         self.client: EngineClient | None = None
         self.tokenizer: Tokenizer | None = None
         self.reason = "not reached yet"
         self.is_admitted = self.is_proven = False
-        self.in_flight_requests = 0
-        self.in_flight_tokens = 0
         self.leaving, self.idle, self.trouble = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.idle.set()
         self._member = Member(url, role, bootstrap_port)
@@ -193,14 +191,9 @@ class Node:
         self.prefixes: NodePrefixes | None = None
         self.failures = FailureCount()
         self._known = KnownPrefixes() if known is None else known
-        # Tokens sent since this load report.
-        self._fresh_tokens, self._fresh_since = 0, _NO_LOAD
-        # Prompt tokens that wait to be computed here, of this edge worker and, as of this load report, of all others.
-        self._own_backlog_tokens = self._others_backlog_tokens = 0
-        self._backlog_load = _NO_LOAD
-        # Kept, because each request takes several snapshots between two changes.
-        self._snapshot: NodeSnapshot | None = None
-        self._are_counts_stale = False
+        # Prompt tokens of this edge worker that wait to be computed here.
+        self._own_backlog_tokens = 0
+        self._update()
 
     # ── membership ───────────────────────────────────────────────────────────────────────────────
 
@@ -224,7 +217,7 @@ class Node:
         """
         if not self.leaving.is_set():
             self.leaving.set()
-            num = self.in_flight_requests
+            num = self.entry.in_flight_requests
             log.info("node.leaving", role=self.role, url=self.url, in_flight_requests=num)
         if hands_over and self.client is not None:
             why = f"{self.role} node {self.url} was removed"
@@ -293,34 +286,47 @@ class Node:
         self.note(is_admitted=False, reason=DRAINING)
 
     def changed(self) -> None:
-        """Discard the last snapshot, which is out of date."""
-        self._snapshot = None
+        """Update the entry after a change of anything but the counts of requests and tokens."""
+        self._update()
         self._on_change(self, False)
 
+    def _update(self) -> None:
+        entry, load = self.entry, self.load
+        if load is not entry.load:
+            # A report includes the backlog of all edge workers; the excess over this worker's is that of the others.
+            entry.load, entry.fresh_tokens = load, 0
+            entry.backlog_tokens = max(load.queued_tokens, self._own_backlog_tokens)
+        entry.role, entry.is_up, entry.is_aside = self.role, self.is_up, self.is_aside
+        entry.reason, entry.zone = self.shown_reason, self.zone
+        if self.info is not None:
+            entry.fingerprint = self.info.model.fingerprint
+            entry.takes_prompts = self.info.takes_prompts
+        if self.prefixes is not None:
+            entry.prefixes, entry.tiers = self.prefixes.cached, self.prefixes.tiers
+
     def _counts_changed(self) -> None:
-        """Note that only the counts of the last snapshot are out of date."""
         if self.failures.num_in_a_row:  # the pause of a node that is put aside may be over
             self.changed()
-            return
-        self._are_counts_stale = True
-        self._on_change(self, True)
+        else:
+            self._on_change(self, True)
 
     def _link_changed(self) -> None:
         if self.client is not None and self.client.lost.is_set():
             self.trouble.set()
         elif self.is_admitted and self.load.is_draining:
             self.note_draining()
-        previous = self._snapshot
-        if previous is None or not self._is_unchanged(previous):
+        if not self._is_unchanged():
             self.changed()
 
-    def _is_unchanged(self, previous: NodeSnapshot) -> bool:
+    def _is_unchanged(self) -> bool:
         """Return whether a new load report repeats the last one, as it does for most nodes of a large cluster.
 
         A node that is put aside counts as changed, because its pause may be over.
         """
-        is_used = self.in_flight_requests or self._own_backlog_tokens or previous.is_aside
-        return not is_used and previous.load == self.load and previous.is_up == self.is_up
+        entry = self.entry
+        is_used = entry.in_flight_requests or entry.fresh_tokens or self._own_backlog_tokens
+        is_same = entry.load == self.load and entry.is_up == self.is_up
+        return is_same and not is_used and not entry.is_aside
 
     def validate(self, info: NodeInfo) -> None:
         """Reject an unusable node, and adopt the role that it reports. Raises `NodeUnusable`."""
@@ -347,9 +353,9 @@ class Node:
         """
         is_same_life = self.info is not None and self.info.epoch == info.epoch
         self.info = info
-        self.changed()
         if self.client is not None:
             if is_same_life and not self.client.lost.is_set():
+                self.changed()
                 return None
             self.client.stop()
         _warn_of_heartbeat(self.url, info.heartbeat_interval_ms, 1000 * heartbeat.interval_s)
@@ -370,6 +376,7 @@ class Node:
             self._link_changed,
             prefixes=self.prefixes,
         )
+        self.changed()
         return self.client
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
@@ -412,79 +419,29 @@ class Node:
 
     def count(self, num_requests: int, num_tokens: int) -> None:
         """Count started requests and their prompt tokens; negative numbers count ended ones."""
-        self.in_flight_requests += num_requests
-        self.in_flight_tokens += num_tokens
-        if self.in_flight_requests:
+        entry = self.entry
+        entry.in_flight_requests += num_requests
+        entry.in_flight_tokens += num_tokens
+        if entry.in_flight_requests:
             self.idle.clear()
         else:
             self.idle.set()
+            entry.fresh_tokens = 0  # the requests behind these tokens have ended
         self._counts_changed()
 
     def count_backlog(self, num_tokens: int) -> None:
-        """Count prompt tokens of this edge worker that the node must compute; negative: has computed."""
-        self.backlog_tokens()
-        self._own_backlog_tokens += num_tokens
-        self._counts_changed()
+        """Count prompt tokens of this edge worker that the node must compute; negative: has computed.
 
-    def backlog_tokens(self) -> int:
-        """Return the prompt tokens that wait to be computed on this node.
-
-        This edge worker counts its own, so that they disappear with the first token and not with the next load report.
-        The tokens of other edge workers are the excess in a load report over this worker's count.
+        So they disappear with the first token and not with the next load report.
         """
-        load = self.load
-        if load is not self._backlog_load:
-            self._backlog_load = load
-            self._others_backlog_tokens = max(0, load.queued_tokens - self._own_backlog_tokens)
-        return self._own_backlog_tokens + self._others_backlog_tokens
+        self._own_backlog_tokens += num_tokens
+        self.entry.backlog_tokens += num_tokens
+        self._counts_changed()
 
     def count_fresh(self, num_tokens: int) -> None:
         """Count tokens sent to this node, until its next load report."""
-        self._fresh_tokens = self.fresh_tokens() + num_tokens
+        self.entry.fresh_tokens += num_tokens
         self._counts_changed()
-
-    def fresh_tokens(self) -> int:
-        """Return the tokens sent to this node since its last load report."""
-        load = self.load
-        if load is not self._fresh_since:
-            self._fresh_since, self._fresh_tokens = load, 0
-        return self._fresh_tokens
-
-    def snapshot(self) -> NodeSnapshot:
-        """Return the current snapshot. It is the same object until the node changes."""
-        if self._snapshot is None:
-            self._snapshot = self._make_snapshot()
-        elif self._are_counts_stale:
-            # This happens four times per request, so only the counts are read again.
-            self._snapshot = replace(self._snapshot, **self._counts())
-        self._are_counts_stale = False
-        return self._snapshot
-
-    def _counts(self) -> dict[str, int]:
-        """Return the fields of a snapshot that each request changes."""
-        return {
-            "in_flight_requests": self.in_flight_requests,
-            "in_flight_tokens": self.in_flight_tokens,
-            # If this process runs nothing here, the requests behind these tokens have ended.
-            "fresh_tokens": self.fresh_tokens() if self.in_flight_requests else 0,
-            "backlog_tokens": self.backlog_tokens(),
-        }
-
-    def _make_snapshot(self) -> NodeSnapshot:
-        return NodeSnapshot(
-            url=self.url,
-            role=self.role,
-            is_up=self.is_up,
-            is_aside=self.is_aside,
-            fingerprint=self.info.model.fingerprint if self.info else "",
-            reason=self.shown_reason,
-            load=self.load,
-            zone=self.zone,
-            prefixes=self.prefixes.cached if self.prefixes else NOTHING_CACHED,
-            tiers=self.prefixes.tiers if self.prefixes else (),
-            takes_prompts=self.info is not None and self.info.takes_prompts,
-            **self._counts(),
-        )
 
 
 def halves(

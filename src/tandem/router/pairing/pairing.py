@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from tandem.router.metrics import RouterMetrics
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.nodes.fleet import Fleet
-from tandem.router.nodes.snapshot import Candidates, ClusterSnapshot, NodeSnapshot
+from tandem.router.nodes.state import Candidates, ClusterState, RosterEntry
 from tandem.router.pairing.policy import (
     ANYTHING,
     Draw,
@@ -145,7 +145,7 @@ class Pairing:
         return pair
 
     def _serves(self, pair: Pair, fingerprint: str, adapter: str) -> bool:
-        nodes = [self._cluster.view(url) for url in pair.urls]
+        nodes = [self._cluster.node(url).entry for url in pair.urls]
         return all(
             node.is_up
             and not node.is_aside
@@ -190,9 +190,9 @@ class Pairing:
         Tokens in decode's tiers do not count as cached. The threshold limits how much a prompt slows other answers on
         the node, and if reading a tier fails or is late, the node must compute these tokens after all.
         """
-        decode = self._cluster.view(pair.decode)
+        decode = self._cluster.node(pair.decode).entry
         threshold, num_cached = self._cluster.local_prefill_threshold, routing.cached_tokens(decode)
-        if self._cluster.view(pair.prefill).role == "decode":
+        if self._cluster.node(pair.prefill).role == "decode":
             reason = "no_prefill"
         elif stays_on_decode(request, decode, threshold, num_cached):
             reason = "little_to_compute"
@@ -210,19 +210,19 @@ class Pairing:
 
     def _count_fresh(self, pair: Pair, routing: RoutingRequest) -> None:
         """Add this prompt to the expected work of its nodes until their next load report includes it."""
-        computing = pair.prefill or pair.decode
-        snapshot = self._cluster.view(computing)
+        computing = self._cluster.node(pair.prefill or pair.decode)
         self._cluster.node(pair.decode).count_fresh(routing.num_tokens)
-        found = routing.found_in(snapshot)
+        found = routing.found_in(computing.entry)
         self._metrics.count_prompt(routing.num_tokens, found)
         if pair.prefill:
             # The same cost as in the rating: a fetched token costs a share of computing it.
-            saved = routing.saved_tokens(snapshot) if snapshot.tiers else found["device"]
-            self._cluster.node(computing).count_fresh(routing.num_tokens - round(saved))
+            entry = computing.entry
+            saved = routing.saved_tokens(entry) if entry.tiers else found["device"]
+            computing.count_fresh(routing.num_tokens - round(saved))
 
 
 def choose(
-    snapshot: ClusterSnapshot,
+    cluster: ClusterState,
     fingerprint: str,
     policy: Policy,
     turn: int,
@@ -245,10 +245,10 @@ def choose(
         AdapterGone: A role has nodes with this model, and none has the adapter.
     """
     draw = Draw(turn, rng)
-    able = [snapshot.in_use(role, fingerprint, adapter) for role in ("prefill", "decode")]
+    able = [cluster.in_use(role, fingerprint, adapter) for role in ("prefill", "decode")]
     if adapter and not all(map(len, able)):
         for role in ("prefill", "decode"):
-            _usable(snapshot.in_use(role, fingerprint), avoid)
+            _usable(cluster.in_use(role, fingerprint), avoid)
         raise AdapterGone(adapter)
     prefills, decodes = (_usable(nodes, avoid) for nodes in able)
     prefill_costs = policy.prefill.costs(prefills, routing, draw)
@@ -280,14 +280,14 @@ def _usable(nodes: Candidates, avoid: Set[str]) -> Candidates:
 
 def _cheapest_by_zone(
     nodes: Candidates, costs: Sequence[float], turn: int
-) -> list[tuple[float, NodeSnapshot]]:
+) -> list[tuple[float, RosterEntry]]:
     """Return the cheapest node of each zone with its cost. Ties go to the first node from position `turn` on."""
     first = turn % len(nodes)
     if len(set(nodes.zones)) == 1:
         cost = min(costs)
         index = costs.index(cost, first if cost in costs[first:] else 0)
         return [(cost, nodes.nodes[index])]
-    found: dict[str, tuple[float, NodeSnapshot]] = {}
+    found: dict[str, tuple[float, RosterEntry]] = {}
     for index in (*range(first, len(nodes)), *range(first)):
         cost, zone = costs[index], nodes.zones[index]
         if zone not in found or cost < found[zone][0]:
@@ -296,7 +296,7 @@ def _cheapest_by_zone(
 
 
 def stays_on_decode(
-    request: GenerateRequest, decode: NodeSnapshot, threshold: int, num_cached: int = 0
+    request: GenerateRequest, decode: RosterEntry, threshold: int, num_cached: int = 0
 ) -> bool:
     """Return whether a decode node should compute a prompt itself.
 

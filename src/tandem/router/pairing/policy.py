@@ -1,6 +1,6 @@
 """The policies: each rates the cost of every node for a request. No I/O.
 
-A policy gets nodes as `NodeSnapshot` and a request as `RoutingRequest`. `pairing.py` chooses the pair with the lowest cost.
+A policy gets nodes as `RosterEntry` and a request as `RoutingRequest`. `pairing.py` chooses the pair with the lowest cost.
 
 Most costs are numbers of tokens to compute before the request starts, so that cached prefixes, queues and KV transfers can
 be weighed against each other. `random`, `round_robin` and `session` rank the nodes instead: their ranks are so far apart
@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 
 from tandem.router.nodes.prefixes import PromptBlocks
-from tandem.router.nodes.snapshot import Candidates, NodeSnapshot
+from tandem.router.nodes.state import Candidates, RosterEntry
 from tandem.wire.generation import GenerateRequest
 
 # Distance of ranks: 100 times the tokens that a cluster can hold (512 nodes with 20 million tokens each).
@@ -66,7 +66,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
         blocks = PromptBlocks(request.prompt_ids, request.prefix_scope)
         return cls(len(request.prompt_ids), request.session, blocks)
 
-    def cached_tokens(self, node: NodeSnapshot) -> int:
+    def cached_tokens(self, node: RosterEntry) -> int:
         """Return the number of leading prompt tokens that the node is known to cache."""
         return self.prompt.cached_in(node.prefixes)
 
@@ -88,11 +88,11 @@ class RoutingRequest(msgspec.Struct, frozen=True):
                 saved[position] = saved.get(position, 0) + count * tier.share
         return saved
 
-    def saved_tokens(self, node: NodeSnapshot) -> float:
+    def saved_tokens(self, node: RosterEntry) -> float:
         """Return the tokens of work that one node saves."""
         return self.saved_in(Candidates([node])).get(0, 0)
 
-    def found_in(self, node: NodeSnapshot) -> dict[str, int]:
+    def found_in(self, node: RosterEntry) -> dict[str, int]:
         """Return the prompt tokens that the node is expected to find, by place: `device`, or the name of a tier."""
         found = {"device": self.cached_tokens(node)}
         if node.tiers:

@@ -243,19 +243,17 @@ class ClusterBackend:
 
     def loads(self) -> Sequence[NodeLoad]:
         """Return the loads of the prefill nodes, then of the decode nodes."""
-        snapshot = self._cluster.snapshot()
-        return [node.load for node in (*snapshot.prefills, *snapshot.decodes)]
+        cluster = self._cluster.state()
+        return [node.load for node in (*cluster.prefills, *cluster.decodes)]
 
     def server_info(self) -> Mapping[str, object]:
         """Return the nodes with their loads, as JSON-like values."""
-        health, snapshot = self.health(), self._cluster.snapshot()
+        health, cluster = self.health(), self._cluster.state()
         return {
             "role": "router",
             "is_serving": health.is_serving,
             "detail": health.detail,
-            "nodes": [
-                msgspec.to_builtins(node) for node in (*snapshot.prefills, *snapshot.decodes)
-            ],
+            "nodes": [msgspec.to_builtins(node) for node in (*cluster.prefills, *cluster.decodes)],
         }
 
     def counts(self) -> WorkerCounts:
@@ -264,7 +262,7 @@ class ClusterBackend:
 
     def metrics(self) -> str:
         """Return the metrics of this edge worker in Prometheus' text format."""
-        return self._metrics.render(self._cluster.snapshot(), self._cluster.tier_blocks())
+        return self._metrics.render(self._cluster.state(), self._cluster.tier_blocks())
 
 
 def _model(fleet: Fleet, *, may_be_last: bool) -> ServedModel:

@@ -166,7 +166,7 @@ class Attempt:
         self._links = [cluster.node(url).client for url in pair.urls]
         if not pair.prefill:
             start = StartColocated(request=request, attempt=number)
-            num_cached = RoutingRequest.of(request).cached_tokens(cluster.view(pair.decode))
+            num_cached = RoutingRequest.of(request).cached_tokens(decode.entry)
             self._decode = decode.start(start, on_change, tokens_to_compute(request, num_cached))
         else:
             prefill = cluster.node(pair.prefill)

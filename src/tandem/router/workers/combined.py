@@ -93,7 +93,7 @@ class Combined:
             is_serving=self.cluster.is_serving,
             num_streams=self.cluster.num_streams,
             in_flight={
-                node.url: (node.in_flight_requests, node.in_flight_tokens)
+                node.url: (node.entry.in_flight_requests, node.entry.in_flight_tokens)
                 for node in self.cluster.roster
             },
         )

@@ -1,9 +1,8 @@
-"""Snapshots of the nodes: immutable values for admission and pairing, without connections or clocks."""
+"""The nodes as admission and pairing see them: values without connections or clocks."""
 
 from collections.abc import Iterable, Mapping
 
 import msgspec
-from msgspec.structs import force_setattr, replace
 
 from tandem.router.nodes.prefixes import (
     NOTHING_CACHED,
@@ -17,8 +16,8 @@ from tandem.wire.messages import NodeLoad
 _REQUEST_TOKENS = 0.001
 
 
-class NodeSnapshot(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """One node at one moment. Several are made for each request, and a struct is made five times as fast as a dataclass.
+class RosterEntry(msgspec.Struct, eq=False):
+    """One node as admission and pairing see it. Its `Node` updates it in place.
 
     Attributes:
         is_aside: Put aside after several failed requests in a row: used only if there is no other node.
@@ -29,17 +28,16 @@ class NodeSnapshot(msgspec.Struct, frozen=True, gc=False, eq=False):
         in_flight_tokens: Prompt tokens of these requests.
         fresh_tokens: Prompt tokens sent to it since `load` was reported; for a prefill node, only uncached tokens.
         zone: Zone name; KV moves faster within a zone.
-        prefixes: Its cached prefixes. The object changes as the node reports more.
-        tiers: Tiers behind its cache that are worth reading from now, cheapest first. Their contents change too.
-        busy_tokens: Its work; see `busy_tokens`.
-        room_tokens: Tokens that fit into its free pages.
         takes_prompts: Whether a decode node can compute prompts itself.
         backlog_tokens: Prompt tokens that wait to be computed on a decode node.
+        prefixes: Its cached prefixes. The object changes as the node reports more.
+        tiers: Tiers behind its cache that are worth reading from now, cheapest first. Their contents change too.
+        busy_tokens, room_tokens: Results of these functions at the last `weigh`.
     """
 
     url: str
     role: str
-    is_up: bool
+    is_up: bool = False
     is_aside: bool = False
     fingerprint: str = ""
     reason: str = ""
@@ -52,16 +50,19 @@ class NodeSnapshot(msgspec.Struct, frozen=True, gc=False, eq=False):
     backlog_tokens: int = 0
     prefixes: CachedPrefixes = NOTHING_CACHED
     tiers: tuple[CachedTier, ...] = ()
-    # Computed once per snapshot: a choice compares hundreds of nodes, and few of them have changed.
+    # Computed once per change: a choice compares hundreds of nodes, and few of them have changed.
     busy_tokens: float = 0.0
     room_tokens: float = 0.0
 
     def __post_init__(self) -> None:
-        force_setattr(self, "busy_tokens", busy_tokens(self))
-        force_setattr(self, "room_tokens", room_tokens(self))
+        self.weigh()
+
+    def weigh(self) -> None:
+        """Compute its work and its room from the other fields."""
+        self.busy_tokens, self.room_tokens = busy_tokens(self), room_tokens(self)
 
 
-def busy_tokens(node: NodeSnapshot) -> float:
+def busy_tokens(node: RosterEntry) -> float:
     """Return a node's work in tokens: its last load report, and the requests started since.
 
     On a prefill node these are prompt tokens to compute; on a decode node, the tokens of queued requests and of running
@@ -82,7 +83,7 @@ def busy_tokens(node: NodeSnapshot) -> float:
     return node.fresh_tokens + reported_tokens + num_requests * _REQUEST_TOKENS
 
 
-def room_tokens(node: NodeSnapshot) -> float:
+def room_tokens(node: RosterEntry) -> float:
     """Return the tokens that fit into a node's free pages; infinite before its first report."""
     load = node.load
     if not load.num_pages:
@@ -98,12 +99,12 @@ class Candidates:
 
     Attributes:
         nodes: The nodes; all columns have the same order.
-        zones, busy_tokens, room_tokens: Columns of `NodeSnapshot`.
+        zones, busy_tokens, room_tokens: Columns of `RosterEntry`.
         indexes: Indexes that hold the nodes' cached prefixes.
         tiered: Positions of nodes with tiers.
     """
 
-    def __init__(self, nodes: Iterable[NodeSnapshot]) -> None:
+    def __init__(self, nodes: Iterable[RosterEntry]) -> None:
         self.nodes = list(nodes)
         self.zones = [node.zone for node in self.nodes]
         self.busy_tokens = [node.busy_tokens for node in self.nodes]
@@ -117,12 +118,12 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.nodes)
 
-    def put(self, node: NodeSnapshot) -> None:
-        """Replace a node by its new snapshot, if it is one of the candidates."""
+    def put(self, node: RosterEntry) -> None:
+        """Copy a changed node into the columns, if it is one of the candidates."""
         position = self._positions.get(node.url)
         if position is None:
             return
-        self.nodes[position], self.zones[position] = node, node.zone
+        self.zones[position] = node.zone
         self.busy_tokens[position], self.room_tokens[position] = node.busy_tokens, node.room_tokens
         if node.prefixes.index is not None:
             self._lives[node.prefixes] = position
@@ -138,25 +139,31 @@ class Candidates:
         return {position: count for position, count in positions if position is not None}
 
 
-class ClusterSnapshot(msgspec.Struct, frozen=True, eq=False):
-    """All nodes at one moment.
+class ClusterState(msgspec.Struct, frozen=True, eq=False):
+    """All nodes, by role. Of their entries, only load and counts of requests change.
 
     Attributes:
-        candidates: Results of `in_use`. The roster passes them on to the next snapshot and keeps them up to date.
+        candidates: Results of `in_use`. The roster keeps them up to date.
         version: The roster's version.
+        stands_in: Whether decode nodes replace the prefill nodes. Each then serves requests alone.
     """
 
-    prefills: tuple[NodeSnapshot, ...]
-    decodes: tuple[NodeSnapshot, ...]
+    prefills: tuple[RosterEntry, ...]
+    decodes: tuple[RosterEntry, ...]
     candidates: dict[tuple[str, str, str], Candidates] = {}
     version: int = 0
+    stands_in: bool = False
+
+    def up(self, role: str) -> list[RosterEntry]:
+        """Return the nodes that can serve as this role."""
+        nodes = self.prefills if role == "prefill" else self.decodes
+        return [node for node in nodes if node.is_up and (node.takes_prompts or not self.stands_in)]
 
     def in_use(self, role: str, fingerprint: str, adapter: str = "") -> Candidates:
         """Return the nodes that serve a model or an adapter of it; nodes put aside only if no other node is up."""
         key = role, fingerprint, adapter
         if key not in self.candidates:
-            nodes = self.prefills if role == "prefill" else self.decodes
-            up = [node for node in nodes if node.is_up and node.fingerprint == fingerprint]
+            up = [node for node in self.up(role) if node.fingerprint == fingerprint]
             able = [node for node in up if node.load.has_adapter(adapter)]
             if adapter and len(able) == len(up):
                 self.candidates[key] = self.in_use(role, fingerprint)
@@ -166,37 +173,30 @@ class ClusterSnapshot(msgspec.Struct, frozen=True, eq=False):
         return self.candidates[key]
 
 
-def usable_fingerprint(snapshot: ClusterSnapshot, preferred: str = "") -> str | None:
+def usable_fingerprint(cluster: ClusterState, preferred: str = "") -> str | None:
     """Return the fingerprint of the model that a pair can serve now, or None.
 
     The preferred model is kept while a pair can serve it, so that the cluster does not change its model when one
     node is down. Otherwise it is the model of the first prefill node that has a partner.
     """
-    decodes = {node.fingerprint for node in snapshot.decodes if node.is_up}
-    prefills = [node.fingerprint for node in snapshot.prefills if node.is_up]
-    served = [fingerprint for fingerprint in prefills if fingerprint in decodes]
+    decodes = {node.fingerprint for node in cluster.up("decode")}
+    served = [node.fingerprint for node in cluster.up("prefill") if node.fingerprint in decodes]
     if preferred in served:
         return preferred
     return served[0] if served else None
 
 
-def with_stand_ins(snapshot: ClusterSnapshot, threshold: int) -> ClusterSnapshot:
-    """Return a snapshot in which decode nodes replace the prefill nodes, if no prefill node is up.
+def with_stand_ins(cluster: ClusterState, threshold: int) -> ClusterState:
+    """Return the nodes with decode nodes in place of the prefill nodes, if no prefill node is up.
 
-    If a pair is chosen from it, the pair's decode node serves the request alone. A prefill node that serves a different
-    model also prevents the replacement, because a mismatch of models must be reported, not hidden.
+    A prefill node that serves a different model also prevents the replacement, because a mismatch of models must be
+    reported, not hidden.
 
     Args:
         threshold: The threshold of `stays_on_decode`; 0 disables the replacement.
     """
-    if not threshold or any(node.is_up for node in snapshot.prefills):
-        return snapshot
-    able = tuple(node for node in snapshot.decodes if node.is_up and node.takes_prompts)
-    if not able:
-        return snapshot
-    # The other decode nodes stay in the snapshot, because their running requests count.
-    decodes = tuple(
-        replace(node, is_up=False) if node.is_up and not node.takes_prompts else node
-        for node in snapshot.decodes
-    )
-    return ClusterSnapshot(prefills=able, decodes=decodes)
+    if not threshold or any(node.is_up for node in cluster.prefills):
+        return cluster
+    able = tuple(node for node in cluster.decodes if node.is_up and node.takes_prompts)
+    # The other decode nodes stay, because their running requests count.
+    return ClusterState(able, cluster.decodes, stands_in=True) if able else cluster
