@@ -78,8 +78,7 @@ def check_answers(url: str, model) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.smoke
-@pytest.mark.parametrize("kv", ["real", "none"])
+@pytest.mark.parametrize("kv", [pytest.param("real", marks=pytest.mark.smoke), "none"])
 def test_a_simulated_cluster_loses_a_decode_node_and_no_token(described_model, profile, kv):
     flags = ("--model", str(described_model), *SIMULATED, *QUIET, "--verify-kv", "always")
     simulated = ("--sim-kv", kv, *profile(0.01, 4))

@@ -14,7 +14,7 @@ take turns. The queue does not predict waiting times from past load: while it ha
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -220,8 +220,7 @@ class FinishRate:
         self._num_finished, self._measured_s, self._was_busy = num_finished, now, is_busy
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
+class Places(msgspec.Struct, frozen=True):
     """Room for more requests.
 
     Attributes:
@@ -237,11 +236,7 @@ class Places:
     def without(self, num_requests: int, num_tokens: int) -> "Places":
         """Return the places left after more requests with these prompt tokens in total."""
         taken = num_tokens + MORE_PAGES * self.page_size * num_requests
-        return replace(
-            self,
-            num_requests=self.num_requests - num_requests,
-            num_tokens=self.num_tokens - taken,
-        )
+        return Places(self.num_requests - num_requests, self.num_tokens - taken, self.page_size)
 
     def __bool__(self) -> bool:
         return self.num_requests > 0 and self.num_tokens > 0
