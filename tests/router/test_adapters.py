@@ -303,7 +303,7 @@ def nodes(role, *contents):
     ],
 )
 def test_content_of_a_name_is_that_which_a_pair_and_most_nodes_have(prefill, decode, expected):
-    snapshot = ClusterState(prefills=nodes("p", *prefill), decodes=nodes("d", *decode))
-    found = servable_adapters(snapshot, "m")
+    state = ClusterState(prefills=nodes("p", *prefill), decodes=nodes("d", *decode))
+    found = servable_adapters(state, "m")
     assert found == ({} if expected is None else {"sql": f"sql@{expected}"})
-    assert servable_adapters(snapshot, "other") == {}
+    assert servable_adapters(state, "other") == {}

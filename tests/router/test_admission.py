@@ -143,10 +143,10 @@ class Rig:
         self.inside, self.lengths, self.seen, self.ends = [], {}, [], {}
         self.metrics = RouterMetrics()
         self.admission = Admission(
-            self._snapshot, AdmissionConfig(**config), self.metrics.of("m"), keys
+            self._state, AdmissionConfig(**config), self.metrics.of("m"), keys
         )
 
-    def _snapshot(self):
+    def _state(self):
         common = {"is_up": self.is_up, "fingerprint": "m"}
         prefill = RosterEntry("p", "prefill", load=NodeLoad(num_transferring=99), **common)
         num, num_tokens = len(self.inside), sum(self.lengths[name] for name in self.inside)
@@ -260,9 +260,9 @@ async def test_node_put_aside_has_places_only_while_it_is_the_last_of_its_role(r
     def num_places(*nodes):
         partners = tuple(node(f"partner {i}", other) for i in range(20))
         prefills, decodes = (nodes, partners) if role == "prefill" else (partners, nodes)
-        snapshot = ClusterState(prefills, decodes)
+        state = ClusterState(prefills, decodes)
         return (
-            Admission(lambda: snapshot, AdmissionConfig(), RouterMetrics().of("m"))
+            Admission(lambda: state, AdmissionConfig(), RouterMetrics().of("m"))
             .places(0.0)
             .num_requests
         )

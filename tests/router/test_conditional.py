@@ -18,7 +18,7 @@ from tandem.wire.messages import NodeLoad, Pong, StartColocated, StartDecode, St
 from tests.patience import until_async
 from tests.router.fake_node import FakeNode, request
 from tests.router.test_backend import Setup, in_flight, read, reading, watched
-from tests.router.test_policy import node, snapshots
+from tests.router.test_policy import node, states
 
 THRESHOLD = 8
 LONG = range(THRESHOLD + 1)
@@ -56,16 +56,16 @@ def test_no_prompt_stays_with_threshold_zero_or_on_an_older_node():
     assert not stays_on_decode(request([1]), node(), THRESHOLD)
 
 
-@given(snapshots, st.integers(0, 3), st.booleans())
-def test_decode_nodes_replace_prefill_only_while_no_prefill_is_up(snapshot, threshold, is_able):
-    decodes = tuple(replace(n, takes_prompts=is_able) for n in snapshot.decodes)
-    snapshot = replace(snapshot, decodes=decodes)
-    seen = with_stand_ins(snapshot, threshold)
+@given(states, st.integers(0, 3), st.booleans())
+def test_decode_nodes_replace_prefill_only_while_no_prefill_is_up(state, threshold, is_able):
+    decodes = tuple(replace(n, takes_prompts=is_able) for n in state.decodes)
+    state = replace(state, decodes=decodes)
+    seen = with_stand_ins(state, threshold)
     able_nodes = tuple(n for n in decodes if n.is_up and is_able)
-    if threshold and able_nodes and not any(n.is_up for n in snapshot.prefills):
+    if threshold and able_nodes and not any(n.is_up for n in state.prefills):
         assert seen.prefills == able_nodes == tuple(seen.up("decode"))
     else:
-        assert seen == snapshot
+        assert seen == state
 
 
 def test_requests_on_nodes_that_cannot_replace_prefill_still_count():

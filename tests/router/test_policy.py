@@ -48,7 +48,7 @@ def nodes(draw, role):
     )
 
 
-snapshots = st.builds(ClusterState, prefills=nodes("prefill"), decodes=nodes("decode"))
+states = st.builds(ClusterState, prefills=nodes("prefill"), decodes=nodes("decode"))
 policies = st.builds(
     policy_of,
     st.sampled_from(sorted(POLICIES)),
@@ -83,9 +83,9 @@ def asking(prompt, session="") -> RoutingRequest:
 
 
 def chosen(name, prefills, decodes, routing=TEN_TOKENS, turn=0, seed=0, **kwargs) -> Pair:
-    snapshot = ClusterState(tuple(prefills), tuple(decodes))
+    state = ClusterState(tuple(prefills), tuple(decodes))
     rng = random.Random(seed)
-    return choose(snapshot, "a", policy_of(name), turn, rng, routing=routing, **kwargs)
+    return choose(state, "a", policy_of(name), turn, rng, routing=routing, **kwargs)
 
 
 def candidates(nodes_of_role, fingerprint):
@@ -94,62 +94,59 @@ def candidates(nodes_of_role, fingerprint):
 
 
 @given(
-    snapshots,
+    states,
     policies,
     asks,
     st.integers(0, 1000),
     st.sets(st.sampled_from(["http://prefill-0", "http://decode-1"])),
 )
 def test_chosen_node_is_up_with_the_model_and_not_aside_or_avoided_if_possible(
-    snapshot, policy, routing, turn, avoid
+    state, policy, routing, turn, avoid
 ):
     rng = random.Random(turn)
-    usable = [candidates(snapshot.prefills, "a"), candidates(snapshot.decodes, "a")]
+    usable = [candidates(state.prefills, "a"), candidates(state.decodes, "a")]
     if not all(usable):
         with pytest.raises(NoNodeAvailable):
-            choose(snapshot, "a", policy, turn, rng, routing=routing, avoid=avoid)
+            choose(state, "a", policy, turn, rng, routing=routing, avoid=avoid)
         return
-    pair = choose(snapshot, "a", policy, turn, rng, routing=routing, avoid=avoid)
+    pair = choose(state, "a", policy, turn, rng, routing=routing, avoid=avoid)
     for taken, of_role in zip((pair.prefill, pair.decode), usable, strict=True):
         urls = {n.url for n in of_role}
         assert taken in (urls - avoid or urls)
 
 
-@given(snapshots, policies, asks, st.integers(0, 99))
-def test_choice_depends_only_on_snapshot_turn_and_random_draw(snapshot, policy, routing, turn):
-    if not (candidates(snapshot.prefills, "a") and candidates(snapshot.decodes, "a")):
+@given(states, policies, asks, st.integers(0, 99))
+def test_choice_depends_only_on_state_turn_and_random_draw(state, policy, routing, turn):
+    if not (candidates(state.prefills, "a") and candidates(state.decodes, "a")):
         return
     first, second = (
-        choose(snapshot, "a", policy, turn, random.Random(turn), routing=routing) for _ in range(2)
+        choose(state, "a", policy, turn, random.Random(turn), routing=routing) for _ in range(2)
     )
     assert first == second
 
 
-@given(snapshots, st.data(), policies, asks, st.integers(0, 99))
+@given(states, st.data(), policies, asks, st.integers(0, 99))
 def test_choice_is_the_same_for_updated_and_rebuilt_candidates(before, data, policy, routing, turn):
-    def changed(node) -> RosterEntry:
-        fields = {"load": data.draw(loads), "zone": data.draw(st.sampled_from(["", "east"]))}
-        cached = having(PROMPT) if data.draw(st.booleans()) else node.prefixes
-        return replace(node, **fields, prefixes=cached, fresh_tokens=data.draw(st.integers(0, 99)))
-
     if not (candidates(before.prefills, "a") and candidates(before.decodes, "a")):
         return
     routing = replace(routing, prompt=PromptBlocks(PROMPT))
     choose(before, "a", policy, turn, random.Random(turn), routing=routing)
-    after = ClusterState(
-        tuple(map(changed, before.prefills)), tuple(map(changed, before.decodes)), before.candidates
-    )
-    for followed in before.candidates.values():
-        for node in (*after.prefills, *after.decodes):
-            followed.put(node)
-    anew = ClusterState(after.prefills, after.decodes)
+    for entry in (*before.prefills, *before.decodes):
+        entry.load, entry.fresh_tokens = data.draw(loads), data.draw(st.integers(0, 99))
+        entry.zone = data.draw(st.sampled_from(["", "east"]))
+        if data.draw(st.booleans()):
+            entry.prefixes = having(PROMPT)
+        entry.weigh()
+        for followed in before.candidates.values():
+            followed.put(entry)
+    anew = ClusterState(before.prefills, before.decodes)
     first, second = (
         choose(
-            snapshot,
+            state,
             *("a", policy, turn, random.Random(turn)),
             routing=replace(routing, prompt=PromptBlocks(PROMPT)),
         )
-        for snapshot in (after, anew)
+        for state in (before, anew)
     )
     assert first == second
 
@@ -164,9 +161,9 @@ def test_equal_nodes_are_used_in_rotation(num_prefills, num_decodes, name):
     assert sorted(p.decode for p in pairs) == sorted(num_prefills * [d.url for d in decodes])
 
 
-@given(snapshots, asks, st.integers(0, 9))
-def test_least_load_chooses_the_pair_with_the_lowest_cost(snapshot, routing, turn):
-    prefills, decodes = candidates(snapshot.prefills, "a"), candidates(snapshot.decodes, "a")
+@given(states, asks, st.integers(0, 9))
+def test_least_load_chooses_the_pair_with_the_lowest_cost(state, routing, turn):
+    prefills, decodes = candidates(state.prefills, "a"), candidates(state.decodes, "a")
     if not (prefills and decodes):
         return
 
@@ -176,7 +173,7 @@ def test_least_load_chooses_the_pair_with_the_lowest_cost(snapshot, routing, tur
         return p.busy_tokens + d.busy_tokens + 100_000 * lacks_room + crossing
 
     policy = policy_of("least_load")
-    pair = choose(snapshot, "a", policy, turn, random.Random(0), routing=routing)
+    pair = choose(state, "a", policy, turn, random.Random(0), routing=routing)
     costs = {(p.url, d.url): cost(p, d) for p in prefills for d in decodes}
     assert costs[pair.prefill, pair.decode] == pytest.approx(min(costs.values()))
 
@@ -230,10 +227,10 @@ def test_queued_requests_at_decode_count_as_load_without_pages():
 
 def test_preferred_model_is_kept_while_a_pair_serves_it():
     both = [node(str(i), fingerprint=f) for i, f in enumerate("ab")]
-    snapshot = ClusterState(prefills=tuple(both), decodes=tuple(both))
-    assert usable_fingerprint(snapshot) == "a"
-    assert usable_fingerprint(snapshot, preferred="b") == "b"
-    assert usable_fingerprint(snapshot, preferred="gone") == "a"
+    state = ClusterState(prefills=tuple(both), decodes=tuple(both))
+    assert usable_fingerprint(state) == "a"
+    assert usable_fingerprint(state, preferred="b") == "b"
+    assert usable_fingerprint(state, preferred="gone") == "a"
 
 
 def test_cached_tokens_exclude_the_last_prompt_token():

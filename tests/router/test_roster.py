@@ -4,15 +4,23 @@ from tandem.router.nodes.cluster import Roster
 from tandem.router.nodes.fleet import explain
 from tandem.router.nodes.node import Node, NodeUnusable
 from tandem.router.nodes.state import ClusterState, RosterEntry
-from tandem.wire.messages import ModelInfo, NodeInfo
+from tandem.wire.messages import ModelInfo, NodeInfo, NodeLoad
 
 
 class LinkedNode(Node):
-    has_client = False
+    has_client, reported = False, NodeLoad()
 
     @property
     def is_up(self) -> bool:
         return self.has_client
+
+    @property
+    def load(self) -> NodeLoad:
+        return self.reported
+
+    def report(self, **load) -> None:
+        self.reported = NodeLoad(**load)
+        self._link_changed()
 
 
 def roster_of(*nodes: tuple[str, str]) -> Roster:
@@ -41,6 +49,26 @@ def test_load_and_counts_change_the_state_in_place():
     changed, unchanged = before.decodes
     assert (changed.in_flight_requests, changed.in_flight_tokens) == (1, 10)
     assert changed.busy_tokens > unchanged.busy_tokens
+
+
+def test_equal_load_report_keeps_later_counts():
+    node = LinkedNode("d", "decode")
+    for _ in range(2):
+        node.report(queued_tokens=300)
+    node.count_fresh(500)
+    node.count_backlog(500)
+    node.changed()
+    assert (node.entry.fresh_tokens, node.entry.backlog_tokens) == (500, 800)
+
+
+def test_node_that_is_added_again_replaces_the_old_one():
+    roster = roster_of(("p", "prefill"), ("d", "decode"))
+    before = roster.state()
+    roster.remove(roster.find("d"))
+    roster.add(LinkedNode("d", "decode", on_change=roster.note_change))
+    (added,) = roster.state().decodes
+    assert added is roster.find("d").entry
+    assert added is not before.decodes[0]
 
 
 def test_lost_node_makes_a_new_state():
@@ -97,8 +125,8 @@ DECODE_DOWN = node("decode", "d", is_up=False, reason="Connection refused")
 
 
 def test_health_names_the_role_without_a_reachable_node():
-    snapshot = ClusterState(prefills=(PREFILL,), decodes=(DECODE_DOWN,))
-    health = explain(snapshot, None)
+    state = ClusterState(prefills=(PREFILL,), decodes=(DECODE_DOWN,))
+    health = explain(state, None)
     assert not health.is_serving
     assert health.detail == "no decode node reachable: http://d Connection refused; retrying"
 

@@ -273,7 +273,8 @@ class Capacity:
                 previous, places = counted.get(node.url, (None, 0))
                 basis = node.role, node.load, node.in_flight_requests, node.fresh_tokens
                 # Recount a busy prefill node even if its report is unchanged, because its finish rate then falls.
-                if previous != basis or (node.role == "prefill" and node.load.num_running):
+                is_busy = node.load.num_running or node.in_flight_requests
+                if previous != basis or (node.role == "prefill" and is_busy):
                     places = max(0, self._at(node, now))
                     counted[node.url] = (basis, places)
                 total += places
@@ -351,7 +352,7 @@ class Admitted:
 
 
 class Admission:
-    """Starts requests when the nodes of `cluster()` have room, within the limits of `keys`.
+    """Starts requests when the nodes of `state()` have room, within the limits of `keys`.
 
     Attributes:
         metrics: Metrics of the model.
@@ -359,12 +360,12 @@ class Admission:
 
     def __init__(
         self,
-        cluster: Callable[[], ClusterState],
+        state: Callable[[], ClusterState],
         config: AdmissionConfig,
         metrics: RouterModelMetrics,
         keys: KeyUsage | None = None,
     ) -> None:
-        self._cluster, self.metrics = cluster, metrics
+        self._state, self.metrics = state, metrics
         self._is_on = config.is_on
         self._queue = Queue(config.limits)
         self._capacity = Capacity(config.max_in_flight, config.num_workers)
@@ -522,7 +523,7 @@ class Admission:
         return self._places
 
     def _recount(self, now: float) -> None:
-        self._counted_at_s, nodes = now, self._cluster()
+        self._counted_at_s, nodes = now, self._state()
         self._count_valid_s = COUNT_S_PER_NODE * (len(nodes.prefills) + len(nodes.decodes))
         served = usable_fingerprint(nodes, preferred=self._last_fingerprint) or ""
         self._fingerprint, self._last_fingerprint = served, served or self._last_fingerprint

@@ -213,7 +213,7 @@ class RouterMetrics:
             ),
         )
 
-    def render(self, cluster: ClusterState, tier_blocks: Mapping[str, int]) -> str:
+    def render(self, state: ClusterState, tier_blocks: Mapping[str, int]) -> str:
         """Return all metrics in Prometheus' text format.
 
         Args:
@@ -222,7 +222,7 @@ class RouterMetrics:
         self._tiers |= tier_blocks.keys()
         for tier in self._tiers:
             self._tier_blocks.labels(tier).set(tier_blocks.get(tier, 0))
-        for role, nodes in (("prefill", cluster.prefills), ("decode", cluster.decodes)):
+        for role, nodes in (("prefill", state.prefills), ("decode", state.decodes)):
             self._nodes_up.labels(role).set(sum(node.is_up for node in nodes))
             self._nodes_known.labels(role).set(len(nodes))
         return generate_latest(self._registry).decode()

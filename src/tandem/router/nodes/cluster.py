@@ -10,7 +10,7 @@ The parent process owns the membership (`membership.py`). `pairing.py` chooses t
 it.
 
 Every request compares all nodes, and busy engines report their load five times a second. To stay fast with hundreds of
-nodes, the roster rereads only the nodes that have changed.
+nodes, the roster updates only what depends on the nodes that have changed.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Roster:
 
     Attributes:
         version: Increases with every change other than load: members, whether and why they are up or put aside,
-            and the models that they serve. Current after `refresh`.
+            and the models that they serve. Current after `state`.
         on_change: Called at every change of any node.
     """
 
@@ -53,7 +53,7 @@ class Roster:
         self.version = 0
         self.on_change: Callable[[], None] = lambda: None
         self._nodes: dict[str, Node] = {}
-        # Nodes to reread, by URL. True: only their counts have changed.
+        # Nodes with a changed entry, by URL. True: only their counts have changed.
         self._changed: dict[str, bool] = {}
         self._outlines: dict[str, tuple[object, ...]] = {}
         self._state = ClusterState(prefills=(), decodes=())
@@ -80,7 +80,7 @@ class Roster:
         self.note_change(node, only_counts=False)
 
     def note_change(self, node: Node, only_counts: bool) -> None:
-        """Reread this node when the state is needed next.
+        """Update what is computed from the node's entry before the state is needed next.
 
         Args:
             only_counts: Whether only its counts of requests and tokens have changed.
@@ -91,7 +91,7 @@ class Roster:
     def state(self) -> ClusterState:
         """Return all nodes with a known role. It is the same object until `version` increases."""
         if self._changed:
-            self.refresh()
+            self._refresh()
         if self._state.version != self.version:
             self._state = ClusterState(
                 prefills=tuple(node.entry for node in self.of_role("prefill")),
@@ -100,8 +100,8 @@ class Roster:
             )
         return self._state
 
-    def refresh(self) -> None:
-        """Reread the nodes that have changed."""
+    def _refresh(self) -> None:
+        """Update what is computed from the entries that have changed."""
         # Adapters that all nodes have share their candidates.
         all_candidates = set(self._state.candidates.values())
         for url, only_counts in self._changed.items():
@@ -124,13 +124,13 @@ class Roster:
 
 
 def _outline(node: Node | None) -> tuple[object, ...]:
-    """Return the properties of a node that change rarely."""
+    """Return a node's entry, which is a different one if the node was added again, and properties that change rarely."""
     if node is None:
         return ()
     entry = node.entry
     model, limit = (node.info.model, node.info.max_prompt_tokens) if node.info else (None, 0)
     shown = entry.role, entry.is_up, entry.is_aside, entry.reason
-    return (*shown, model, limit, entry.load.adapters)
+    return (entry, *shown, model, limit, entry.load.adapters)
 
 
 class Cluster:

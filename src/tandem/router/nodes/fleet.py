@@ -29,21 +29,21 @@ from tandem.wire.messages import NodeInfo
 log = get_logger(__name__)
 
 
-def explain(cluster: ClusterState, fingerprint: str | None) -> Health:
+def explain(state: ClusterState, fingerprint: str | None) -> Health:
     """Return whether the cluster can serve, and a sentence for operators that names what is missing.
 
     Args:
         fingerprint: Fingerprint of the model that a pair can serve now; None if no pair can.
     """
     if fingerprint is None:
-        return Health(is_serving=False, detail="; ".join(_missing(cluster)) + "; retrying")
+        return Health(is_serving=False, detail="; ".join(_missing(state)) + "; retrying")
     counts = [
         f"{sum(_is_used(node, fingerprint) for node in nodes)} of {len(nodes)} {role} nodes"
-        for role, nodes in (("prefill", cluster.prefills), ("decode", cluster.decodes))
+        for role, nodes in (("prefill", state.prefills), ("decode", state.decodes))
     ]
     unused = [
         f"{node.role} {node.url} {_why_unused(node)}"
-        for node in (*cluster.prefills, *cluster.decodes)
+        for node in (*state.prefills, *state.decodes)
         if node.is_aside or not _is_used(node, fingerprint)
     ]
     return Health(is_serving=True, detail="; ".join([f"{' and '.join(counts)} serve", *unused]))
@@ -61,9 +61,9 @@ def _why_unused(node: RosterEntry) -> str:
     return f"serves another model: {node.fingerprint}"
 
 
-def _missing(cluster: ClusterState) -> list[str]:
+def _missing(state: ClusterState) -> list[str]:
     """Return the reasons why no pair can serve: roles without a node, or different models."""
-    roles = (("prefill", cluster.prefills), ("decode", cluster.decodes))
+    roles = (("prefill", state.prefills), ("decode", state.decodes))
     absent = [
         f"no {role} node reachable: " + ", ".join(f"{node.url} {node.reason}" for node in nodes)
         if nodes
@@ -73,14 +73,14 @@ def _missing(cluster: ClusterState) -> list[str]:
     ]
     if absent:
         return absent
-    return [LayoutMismatch(_models(cluster.prefills), _models(cluster.decodes)).message]
+    return [LayoutMismatch(_models(state.prefills), _models(state.decodes)).message]
 
 
 def _models(nodes: Sequence[RosterEntry]) -> str:
     return ", ".join(sorted({node.fingerprint for node in nodes if node.is_up}))
 
 
-def servable_adapters(cluster: ClusterState, fingerprint: str) -> Mapping[str, str]:
+def servable_adapters(state: ClusterState, fingerprint: str) -> Mapping[str, str]:
     """Return the ids of the adapters that a pair can serve, by name.
 
     Of several contents of a name it is the one that most nodes have and, while all nodes have both, the newer one. So
@@ -89,7 +89,7 @@ def servable_adapters(cluster: ClusterState, fingerprint: str) -> Mapping[str, s
     prefill, decode = (
         Counter(
             (each.name, each.id)
-            for node in cluster.up(role)
+            for node in state.up(role)
             if node.fingerprint == fingerprint
             for each in node.load.adapters
         )
@@ -145,7 +145,7 @@ class Fleet:
         self._threshold = config.local_prefill_threshold
         self._configured_names = config.served_model_names
         self._has_defaults = config.generation_config == "auto"
-        # URLs of the nodes of other fleets, and the rest of the cluster.
+        # URLs of the nodes of other fleets, and the state without them; None: to be made again.
         self._others = frozenset[str]()
         self._own: ClusterState | None = None
         self.last_fingerprint = ""

@@ -293,7 +293,7 @@ class Node:
     def _update(self) -> None:
         entry, load = self.entry, self.load
         if load is not entry.load:
-            # A report includes the backlog of all edge workers; the excess over this worker's is that of the others.
+            # A report includes the backlog of all edge workers. It may be older than this worker's own count.
             entry.load, entry.fresh_tokens = load, 0
             entry.backlog_tokens = max(load.queued_tokens, self._own_backlog_tokens)
         entry.role, entry.is_up, entry.is_aside = self.role, self.is_up, self.is_aside
@@ -315,7 +315,9 @@ class Node:
             self.trouble.set()
         elif self.is_admitted and self.load.is_draining:
             self.note_draining()
-        if not self._is_unchanged():
+        if self._is_unchanged():
+            self.entry.load = self.load
+        else:
             self.changed()
 
     def _is_unchanged(self) -> bool:
@@ -432,7 +434,7 @@ class Node:
     def count_backlog(self, num_tokens: int) -> None:
         """Count prompt tokens of this edge worker that the node must compute; negative: has computed.
 
-        So they disappear with the first token and not with the next load report.
+        This edge worker counts its own, so that they disappear with the first token and not with the next load report.
         """
         self._own_backlog_tokens += num_tokens
         self.entry.backlog_tokens += num_tokens

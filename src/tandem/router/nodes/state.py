@@ -1,4 +1,4 @@
-"""The nodes as admission and pairing see them: values without connections or clocks."""
+"""The nodes as admission and pairing see them: data without connections or clocks."""
 
 from collections.abc import Iterable, Mapping
 
@@ -140,7 +140,7 @@ class Candidates:
 
 
 class ClusterState(msgspec.Struct, frozen=True, eq=False):
-    """All nodes, by role. Of their entries, only load and counts of requests change.
+    """All nodes, by role. Their entries change in place; the roster makes a new state when its version increases.
 
     Attributes:
         candidates: Results of `in_use`. The roster keeps them up to date.
@@ -173,20 +173,20 @@ class ClusterState(msgspec.Struct, frozen=True, eq=False):
         return self.candidates[key]
 
 
-def usable_fingerprint(cluster: ClusterState, preferred: str = "") -> str | None:
+def usable_fingerprint(state: ClusterState, preferred: str = "") -> str | None:
     """Return the fingerprint of the model that a pair can serve now, or None.
 
     The preferred model is kept while a pair can serve it, so that the cluster does not change its model when one
     node is down. Otherwise it is the model of the first prefill node that has a partner.
     """
-    decodes = {node.fingerprint for node in cluster.up("decode")}
-    served = [node.fingerprint for node in cluster.up("prefill") if node.fingerprint in decodes]
+    decodes = {node.fingerprint for node in state.up("decode")}
+    served = [node.fingerprint for node in state.up("prefill") if node.fingerprint in decodes]
     if preferred in served:
         return preferred
     return served[0] if served else None
 
 
-def with_stand_ins(cluster: ClusterState, threshold: int) -> ClusterState:
+def with_stand_ins(state: ClusterState, threshold: int) -> ClusterState:
     """Return the nodes with decode nodes in place of the prefill nodes, if no prefill node is up.
 
     A prefill node that serves a different model also prevents the replacement, because a mismatch of models must be
@@ -195,8 +195,8 @@ def with_stand_ins(cluster: ClusterState, threshold: int) -> ClusterState:
     Args:
         threshold: The threshold of `stays_on_decode`; 0 disables the replacement.
     """
-    if not threshold or any(node.is_up for node in cluster.prefills):
-        return cluster
-    able = tuple(node for node in cluster.decodes if node.is_up and node.takes_prompts)
+    if not threshold or any(node.is_up for node in state.prefills):
+        return state
+    able = tuple(node for node in state.decodes if node.is_up and node.takes_prompts)
     # The other decode nodes stay, because their running requests count.
-    return ClusterState(able, cluster.decodes, stands_in=True) if able else cluster
+    return ClusterState(able, state.decodes, stands_in=True) if able else state

@@ -222,7 +222,7 @@ class Pairing:
 
 
 def choose(
-    cluster: ClusterState,
+    state: ClusterState,
     fingerprint: str,
     policy: Policy,
     turn: int,
@@ -245,10 +245,10 @@ def choose(
         AdapterGone: A role has nodes with this model, and none has the adapter.
     """
     draw = Draw(turn, rng)
-    able = [cluster.in_use(role, fingerprint, adapter) for role in ("prefill", "decode")]
+    able = [state.in_use(role, fingerprint, adapter) for role in ("prefill", "decode")]
     if adapter and not all(map(len, able)):
         for role in ("prefill", "decode"):
-            _usable(cluster.in_use(role, fingerprint), avoid)
+            _usable(state.in_use(role, fingerprint), avoid)
         raise AdapterGone(adapter)
     prefills, decodes = (_usable(nodes, avoid) for nodes in able)
     prefill_costs = policy.prefill.costs(prefills, routing, draw)

@@ -243,17 +243,17 @@ class ClusterBackend:
 
     def loads(self) -> Sequence[NodeLoad]:
         """Return the loads of the prefill nodes, then of the decode nodes."""
-        cluster = self._cluster.state()
-        return [node.load for node in (*cluster.prefills, *cluster.decodes)]
+        state = self._cluster.state()
+        return [node.load for node in (*state.prefills, *state.decodes)]
 
     def server_info(self) -> Mapping[str, object]:
         """Return the nodes with their loads, as JSON-like values."""
-        health, cluster = self.health(), self._cluster.state()
+        health, state = self.health(), self._cluster.state()
         return {
             "role": "router",
             "is_serving": health.is_serving,
             "detail": health.detail,
-            "nodes": [msgspec.to_builtins(node) for node in (*cluster.prefills, *cluster.decodes)],
+            "nodes": [msgspec.to_builtins(node) for node in (*state.prefills, *state.decodes)],
         }
 
     def counts(self) -> WorkerCounts:
