@@ -33,8 +33,8 @@ settings.register_profile("long", max_examples=2000, print_blob=True, **CALM)
 settings.load_profile("tandem")
 
 # The default renderer shows all variables of a traceback, which takes 0.2 s of the event loop.
-plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
-structlog.configure(processors=[*structlog.get_config()["processors"][:-1], plain])
+RENDERER = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+structlog.configure(processors=[*structlog.get_config()["processors"][:-1], RENDERER])
 
 # Folders of tests that start whole clusters.
 CLUSTERS = ("e2e", "faults", "kubernetes")

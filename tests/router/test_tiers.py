@@ -64,8 +64,8 @@ def has(known, name) -> bool:
     return STORE in known.stores and known.stores[STORE].reach([name]) == 1
 
 
-def saved(state) -> float:
-    return asking(PROMPT).saved_tokens(state) / BLOCK_TOKENS
+def saved(entry) -> float:
+    return asking(PROMPT).saved_tokens(entry) / BLOCK_TOKENS
 
 
 costs = st.one_of(st.just(-1.0), st.floats(0, 3))
@@ -86,9 +86,9 @@ def stacked(device, stack, state="up") -> RosterEntry:
 
 
 def test_each_tier_saves_its_share_of_the_blocks_that_cheaper_tiers_lack():
-    state = stacked(2, [(0.5, 8), (0.25, 6), (0.9, 8)])
-    assert saved(state) == 2 + 4 * 0.75 + 2 * 0.5
-    assert asking(PROMPT).found_in(state) == {
+    entry = stacked(2, [(0.5, 8), (0.25, 6), (0.9, 8)])
+    assert saved(entry) == 2 + 4 * 0.75 + 2 * 0.5
+    assert asking(PROMPT).found_in(entry) == {
         "device": 2 * BLOCK_TOKENS,
         "t1": 4 * BLOCK_TOKENS,
         "t0": 2 * BLOCK_TOKENS,

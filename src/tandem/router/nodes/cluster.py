@@ -80,7 +80,7 @@ class Roster:
         self.note_change(node, only_counts=False)
 
     def note_change(self, node: Node, only_counts: bool) -> None:
-        """Update what is computed from the node's entry before the state is needed next.
+        """Note that a node's entry has changed.
 
         Args:
             only_counts: Whether only its counts of requests and tokens have changed.
@@ -124,7 +124,7 @@ class Roster:
 
 
 def _outline(node: Node | None) -> tuple[object, ...]:
-    """Return a node's entry, which is a different one if the node was added again, and properties that change rarely."""
+    """Return the properties of a node that change rarely. A node that was added again has a different entry."""
     if node is None:
         return ()
     entry = node.entry

@@ -189,6 +189,7 @@ def usable_fingerprint(state: ClusterState, preferred: str = "") -> str | None:
 def with_stand_ins(state: ClusterState, threshold: int) -> ClusterState:
     """Return the nodes with decode nodes in place of the prefill nodes, if no prefill node is up.
 
+    Use the result at once: the roster does not keep its candidates up to date.
     A prefill node that serves a different model also prevents the replacement, because a mismatch of models must be
     reported, not hidden.
 
